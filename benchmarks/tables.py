@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.auto import auto_table
 from benchmarks.cases import AMP
 from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
@@ -35,6 +36,7 @@ from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (  # of docs, beside the README
+    "auto",
     "checkpoints",
     "diagnosis",
     "engines",
@@ -352,7 +354,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
-    bench, serving, losses = reports.cpu, load("serving.json"), load("losses.json")
+    bench, serving, losses, auto = reports.cpu, load("serving.json"), load("losses.json"), load("auto.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
@@ -379,6 +381,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
         "kills": kills_table(load("kills.json")),
         "matrix": matrix_table(load("matrix.json")),
+        "source auto": f"{source(auto)} Commit {auto['commit']}." if auto else "",
+        "auto": auto_table(auto),
         "source serving": f"{source(serving)} Commit {serving['commit']}." if serving else "",
         "serving": serving_table(serving),
         "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",

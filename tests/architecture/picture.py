@@ -41,6 +41,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "errors": (395, "cause and remedy"),
     "events": (560, "results of a step"),
     "trees": (725, "containers of tensors"),
+    "ratios": (890, "times in pairs"),
     "blocks": (900, "shared scales"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""

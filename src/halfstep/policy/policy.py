@@ -303,7 +303,9 @@ def _preset(name: str) -> Policy:
         raise UnbuiltError(f"preset 'fp8' {UNBUILT}")
     same = [preset for preset in PRESETS if preset.casefold() == name.casefold()]
     near = f"; did you mean {same[0]!r}?" if same else did_you_mean(name, PRESETS)
-    if name == "auto" or name in DTYPES or name in OTHER_NAMES:
+    if name == "auto":
+        near = "; policy='auto' is measured by hs.TrainStep alone, and as a format it is a field, dtype='auto'"
+    elif name in DTYPES or name in OTHER_NAMES:
         near = f"; a format is a field: Policy.of('mixed', dtype={OTHER_NAMES.get(name, name)!r})"
     raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
 

@@ -1,93 +1,43 @@
 """policy="auto": a training step that measures policies in its first call and runs under the best from then on.
 
-In: a TrainStep made with ``policy="auto"`` and its first batch. Out: the same object as a TrainStep under the policy that
-was chosen, with `choice`; bit for bit as if it had been made with that policy.
-
-Note [candidates]: fp32 (O0), mixed, O2 and pure in the format that the device is fast in, eager; then the best of them
-compiled, and if that is faster the second best compiled too. pure is left out where it lowers the same parameters as O2,
-and low formats where the device has no units for them. They race (`race`) in complete training steps on the user's model
-and batch, which are taken back (`trial`).
-
-Note [compilation]: code is compiled only if its predicted time is at most `BUDGET` seconds and at most what `PAYBACK`
-eager steps take: a run of ten times as many, a tenth faster, earns it back. The second is compiled if the first left
-enough of the budget. The prediction is `BEGIN` seconds and `PER_NODE` for each autograd node of the loss.
+In: a TrainStep made with ``policy="auto"`` and its first batch, or a checkpoint. Out: the same object as a TrainStep
+under the policy that was chosen, with `choice`; bit for bit as if it had been made with that policy.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from halfstep.cast.rules.recipe import recipe_for, run_eagerly
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import device_types_of, resolve, resolved
-from halfstep.ratios import Ratio
+from halfstep.policy.resolve import device_types_of
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import binding_of, is_bound
 from halfstep.step.checkpoint import CHOICE, check_state
 from halfstep.step.checkpoints.meeting import processes
+from halfstep.step.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
 from halfstep.step.compiled import compile_options, uses_graphs
-from halfstep.step.construct import unbuilt
 from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.prepare import unwrap
-from halfstep.step.race import Race, Unfit
 from halfstep.step.record import Record
 from halfstep.step.train_step import TrainStep
-from halfstep.step.trial import Ground, Trial
+from halfstep.step.trial import Ground
 
 if TYPE_CHECKING:
     from halfstep.events import StepResult
     from halfstep.step.compiled import CompiledLoss
 
-__all__ = ["Choice", "Undecided", "undecide"]
+__all__ = ["Undecided", "undecide"]
 
 LOG = logging.getLogger("halfstep")
-FP32, COMPILED = "fp32", " compiled"
-POLICIES = {FP32: "O0", "mixed": "mixed", "O2": "O2", "pure": "pure"}
-"""Candidates, the most precise first: it is preferred where others are not faster."""
-
-ROUNDS, EAGER_ROUNDS = 30, 18  # the most of all, and of those before anything is compiled
-SECONDS = 60.0  # after so many no further round of the eager, or of the compiled candidates begins
-BUDGET = 120.0  # seconds of compilation
-PAYBACK = 10_000  # steps
-BEGIN, PER_NODE = 10.0, 0.1  # seconds
-SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward".split()
 CARRIED = "_metrics saving preemption".split()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What policy="auto" has chosen.
-
-    Attributes:
-        policy: as it could be given to TrainStep.
-        compiled: whether the step is compiled.
-        line: what was logged: the choice, and why.
-        ratios: candidate -> its time over that of fp32, or of the one chosen where fp32 did not run; () from a
-            checkpoint, as the following.
-        dropped: candidate -> why it could not be chosen.
-        rounds: of the measurement.
-        seconds: that it took.
-        calls: how often `loss_fn` was called in it.
-    """
-
-    policy: Policy
-    compiled: bool
-    line: str
-    ratios: tuple[tuple[str, Ratio], ...] = ()
-    dropped: tuple[tuple[str, str], ...] = ()
-    rounds: int = 0
-    seconds: float = 0.0
-    calls: int = 0
 
 
 class NotChosen(StepError, AttributeError):
@@ -178,15 +128,15 @@ class Undecided(TrainStep):
                 self.scheduler.load_state_dict(state["scheduler"])
             return
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
-        compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile not in {False})
+        compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile is not False)
         line = f"auto: {described(policy, device_types_of([self.model])[0], compiled)}, as in the checkpoint"
-        before, kind, undo = dict(vars(self)), type(self), unbuilt(self.model, self.optimizer)
+        before, kind, ground = dict(vars(self)), type(self), Ground(self.model, self.optimizer)
         self._become(Choice(policy=policy, compiled=compiled, line=line))
         try:
             self.load_state_dict(state)
         except BaseException:
             if not self._moments.phase:  # else it refuses to go on until another state is loaded
-                undo()
+                ground.restore()
                 _put(self, before, kind)
             raise
 
@@ -251,179 +201,3 @@ def undecide(step: TrainStep, scaler: object, blackbox: object) -> None:
     step.record = Record(model, replayable=False)
     step.__class__ = _undecided(type(step))
     vars(step)["_blackbox"] = blackbox
-
-
-# ---------------------------------------------------------------------- the choice
-
-
-def choose(
-    step: TrainStep,
-    batch: tuple[Any, ...],
-    named: dict[str, Any],
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Choice, CompiledLoss | None]:
-    """Measure the candidates of `step` on a batch, and change nothing.
-
-    Args:
-        step: one that has not chosen.
-        batch: positional arguments of `loss_fn` after the model.
-        named: its named arguments.
-        clock: returns seconds.
-
-    Returns:
-        What was chosen, and the compiled loss function if it is compiled.
-
-    Raises:
-        StepError: no candidate made a finite step; or the model was prepared since the step was built.
-        Exception: what `loss_fn` raises in fp32.
-    """
-    if is_bound(step.model):
-        raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
-    begun, nodes = clock(), list[int]()
-    ground = Ground(step.model, step.optimizer)
-    settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
-    trials: dict[str, Trial] = {}
-
-    def add(name: str, compile: Any) -> str:
-        loss_fn = step.loss_fn if compile is not False else _counting(step.loss_fn, nodes)
-
-        def build(scaler: GradScaler | None) -> TrainStep:
-            policy = POLICIES[name.removesuffix(COMPILED)]
-            return TrainStep(
-                step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings
-            )
-
-        trials[name] = Trial(ground, build, (batch, named), step, clock)
-        return name
-
-    def measure(name: str) -> float:
-        try:
-            return trials[name].visit()
-        except Unfit:
-            raise
-        except Exception as error:
-            if name == first and trials[name].first is None:
-                raise  # loss_fn's own
-            raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
-
-    race = Race(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
-    wish = step.compile
-    every = False if wish is None else wish
-    mark = COMPILED if every is not False else ""
-    names = [add(name + mark, every) for name in candidates(step)]
-    first = names[0]
-    race.run(names, EAGER_ROUNDS)
-    eager = best = race.best()
-    if wish is None and best:
-        others = sorted(
-            (n for n in names if n != eager and n not in race.dropped), key=lambda n: race.times_over(n, eager)
-        )
-        spent = 0.0
-        for name in (eager, *others[:1]):
-            if not pays(nodes, trials[eager].seconds, spent):
-                break
-            race.run([best, add(name + COMPILED, True)])
-            spent += trials[name + COMPILED].first or 0.0
-            if race.best() == best:
-                break
-            best = race.best()
-    if not best:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
-        raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
-    calls = sum(trial.calls for trial in trials.values())
-    choice = concluded(race, best, eager, device_types_of([step.model])[0], clock() - begun, calls)
-    return choice, trials[best].compiled
-
-
-def candidates(step: TrainStep) -> list[str]:
-    """Return the names of candidates that differ for the model of `step`, the most precise first."""
-    device = device_types_of([step.model])[0]
-    if resolved(Policy.of("mixed"), device).dtype == FP32:
-        return [FP32]
-    low = [
-        [parameter.low for parameter in resolve(Policy.of(name), step.model, device).parameters]
-        for name in ("O2", "pure")
-    ]
-    return [name for name in POLICIES if name != "pure" or low[0] != low[1]]
-
-
-def pays(nodes: list[int], seconds: float, spent: float) -> bool:
-    """Return whether to compile a candidate, see note [compilation].
-
-    Args:
-        nodes: number of autograd nodes of the loss; [] if it is not known.
-        seconds: of an eager step.
-        spent: seconds of compilation so far.
-    """
-    predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
-    return predicted <= min(BUDGET - spent, PAYBACK * seconds)
-
-
-def _counting(loss_fn: Callable[..., Any], nodes: list[int]) -> Callable[..., Any]:
-    """Return `loss_fn`; its first call notes how many autograd nodes the loss has."""
-
-    def counted(*args: Any, **named: Any) -> Any:
-        returned = loss_fn(*args, **named)
-        if not nodes:
-            loss = returned[0] if isinstance(returned, tuple) else returned
-            waiting, seen = [loss.grad_fn] if isinstance(loss, Tensor) else [], set[Any]()
-            while waiting:
-                node = waiting.pop()
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    waiting += [parent for parent, _ in node.next_functions]
-            nodes.append(len(seen))
-        return returned
-
-    return counted
-
-
-def described(policy: Policy, device: str, compiled: bool) -> str:
-    """Return a policy in words, with the format that it has on this device."""
-    dtype = resolved(policy, device).dtype
-    name = FP32 if policy == Policy.of(POLICIES[FP32]) else f"{policy.name} in {dtype}"
-    return f"{name}, compiled" if compiled else name
-
-
-def concluded(race: Race, best: str, eager: str, device: str, seconds: float, calls: int) -> Choice:
-    """Return the choice of candidate `best`, with the ratios that speak for it.
-
-    Args:
-        race: that is over.
-        best: the candidate chosen.
-        eager: the best one before others were compiled.
-        device: device type of the model.
-        seconds: that the measurement took.
-        calls: of `loss_fn`.
-    """
-    timed = [name for name in race.times if name not in race.dropped]
-    base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
-    ratios = {
-        name: race.ratio(name, base) or _product(race.ratio(name, eager), race.ratio(eager, base)) for name in timed
-    }
-    policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
-    own = ratios[best]
-    of_base = "" if best == base else f"{own.median:.2f} of {base} ({own.low:.2f} to {own.high:.2f}), "
-    parts = [
-        f"auto: {described(policy, device, compiled)}: {of_base}{1e3 * race.typical(best):.3g} ms a step, "
-        f"{race.rounds} rounds, {calls} calls of loss_fn, {seconds:.1f} s",
-        ", ".join(f"{name} {ratios[name].median:.2f}" for name in timed if name not in {best, base}),
-        *(f"{name} cannot be chosen: {reason}" for name, reason in race.dropped.items()),
-    ]
-    return Choice(
-        policy=policy,
-        compiled=compiled,
-        line="; ".join(part for part in parts if part),
-        ratios=tuple(ratios.items()),
-        dropped=tuple(race.dropped.items()),
-        rounds=race.rounds,
-        seconds=seconds,
-        calls=calls,
-    )
-
-
-def _product(one: Ratio | None, other: Ratio | None) -> Ratio:
-    """Return the product of two ratios, with the widest interval that their intervals allow."""
-    assert one is not None and other is not None
-    low, high = one.low * other.low, one.high * other.high
-    return Ratio(median=one.median * other.median, low=low, high=high, rounds=min(one.rounds, other.rounds))

@@ -20,12 +20,13 @@ from halfstep.step.update import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["check_state", "load_step", "rebuild", "refuse_window", "rounding", "save_step"]
+__all__ = ["check_state", "copied", "load_step", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
 CHOICE = "choice"  # only there under policy="auto": what it chose besides the policy; None: nothing yet
 OPTIONAL = frozenset({WEIGHTS, CHOICE})
+KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
 
 
 def refuse_window(step: TrainStep, what: str) -> None:
@@ -78,6 +79,14 @@ def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
 
 
+def copied(step: TrainStep, updater: Updater) -> tuple[Any, ...]:
+    """Return what `TrainStep.__reduce__` returns: how to build the same step of a copied model and optimizer."""
+    refuse_window(step, "a copy")
+    named = {name: getattr(step, name) for name in KEPT} | {"policy": prepared_policy(step.model)}
+    made = type(step), step.model, step.optimizer, step.loss_fn, named, step.record.done, rounding(updater)
+    return rebuild, made, {"choice": step.choice}
+
+
 def rebuild(
     kind: type[TrainStep],
     model: nn.Module,
@@ -87,7 +96,7 @@ def rebuild(
     step: int,
     weights: dict[str, Any],
 ) -> TrainStep:
-    """Make the copy of a training step: `TrainStep.__reduce__` returns the arguments."""
+    """Make the copy of a training step: `copied` returns the arguments."""
     made = kind(model, optimizer, loss_fn, **named)
     if weights:
         load_rounding(made._updater, weights)

@@ -10,7 +10,6 @@ is not. So every pair ends in one of the two, unless rounds or time are up: then
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from halfstep.ratios import Ratio, paired_ratio
 __all__ = ["Race", "Unfit"]
 
 MARGIN = 0.01  # a smaller gain does not pay for less precise numbers, or for code that is compiled again
-CLEAR = {1: 1.0, 2: 0.25, 3: 0.15, 4: 0.1}
-"""Rounds -> how far all ratios must lie beyond the margin. With five, the interval is their range, and those of equal
-candidates lie on one side of it in one case of 16."""
+CLEAR = {1: 4.0, 2: 0.5, 3: 0.2, 4: 0.1}
+"""Rounds -> how far all ratios must lie beyond the margin: one time may be disturbed by anything. With five rounds the
+interval is the range of the ratios, and those of equal candidates lie on one side of 1 in one case of 16."""
 
 
 class Unfit(Exception):
@@ -99,10 +98,20 @@ class Race:
             return True
         return False if ratio.low > (1.0 - MARGIN) * (1.0 + beyond) else None
 
-    def times_over(self, name: str, other: str) -> float:
-        """Return the median of the paired ratios of two candidates; infinite if they had no round in common."""
-        ratio = self.ratio(name, other)
-        return math.inf if ratio is None else ratio.median
+    def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
+        """Return the ratio of two candidates' steps; if they had no round in common, by way of others that had some.
+
+        The interval of such a product is the widest that the intervals of its factors allow. None: there is no way.
+        """
+        direct = self.ratio(name, base)
+        if direct is not None:
+            return direct
+        for other in self.times.keys() - {name, base, *seen}:
+            one, rest = self.ratio(name, other), self.over(other, base, (*seen, name))
+            if one is not None and rest is not None:
+                rounds, median = min(one.rounds, rest.rounds), one.median * rest.median
+                return Ratio(median=median, low=one.low * rest.low, high=one.high * rest.high, rounds=rounds)
+        return None
 
     def typical(self, name: str) -> float:
         """Return the median seconds of a candidate's steps."""
@@ -124,4 +133,5 @@ class Race:
                 faster = self.faster(name, preferred)
                 if faster is not None:
                     slower.add(preferred if faster else name)
-        self.names = [name for name in self.names if name not in slower] or [self.best()]
+        if len(slower) < len(self.names):  # else ratios of different rounds contradict one another
+            self.names = [name for name in self.names if name not in slower]

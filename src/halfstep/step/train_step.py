@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +42,7 @@ from halfstep.step.arguments import check_arguments, check_loss, evidence_folder
 from halfstep.step.batch_errors import EXPLAINED, explained
 from halfstep.step.bind import binding_of
 from halfstep.step.byproducts import detached
-from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step
+from halfstep.step.checkpoint import copied, load_step, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.evaluate import evaluate
@@ -68,17 +67,16 @@ from halfstep.step.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
-    from halfstep.step.auto import Choice
     from halfstep.step.checkpoints.preemption import Preemption
+    from halfstep.step.choose import Choice
     from halfstep.step.save import Saving
 
 __all__ = ["TrainStep"]
 
 WHOLE = nullcontext()
-NO_GRADIENT = {NoneType}
+NO_GRADIENT = {type(None)}
 ORDINALS = count(1)
 _grad = attrgetter("grad")
-KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
 
 
 class TrainStep:
@@ -93,18 +91,19 @@ class TrainStep:
         ordinal: its number among the steps of this process that several ranks make, from 1; 0: it is made by one.
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
         evidence: the folder for the evidence of bad steps, or None.
+        choice: what policy="auto" has chosen by measuring in the first call, and why; None under any other.
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
         optimizer: a torch optimizer over the model's parameters.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor, aux any tree.
-        policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed".
+        policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed"; or "auto".
         clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping.
         clip_value: largest absolute value of a gradient element; None: no clipping.
         accumulate: micro-batches per update; gradients are their mean.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
         scheduler: a learning-rate scheduler to advance after each update that was applied.
-        compile: whether `loss_fn` and its backward pass go through torch.compile; a dict: with these arguments of it.
+        compile: whether torch.compile compiles `loss_fn` and its backward pass; a dict: its arguments; None: as "auto".
         cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
         blackbox: whether a step that is not finite for another reason than a dynamic scale on its way down is replayed
             and explained, by one line of the logger "halfstep"; a folder: and its evidence kept there. See `explain`.
@@ -147,10 +146,9 @@ class TrainStep:
         self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self.choice: Choice | None = None
         if policy == "auto":
-            from halfstep.step.auto import undecide  # which makes training steps
+            from halfstep.step import auto  # which makes training steps
 
-            undecide(self, scaler, blackbox)
-            return
+            return auto.undecide(self, scaler, blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -582,8 +580,7 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window (gradients are not part of the state).
         """
-        if self._moments.phase:
-            self._moments.refuse(self.record.done)
+        self._moments.refuse(self.record.done)
         self._settle(wait=True)
         return save_step(self, self._updater)
 
@@ -593,14 +590,9 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window.
         """
-        if self._moments.phase:
-            self._moments.refuse(self.record.done)
+        self._moments.refuse(self.record.done)
         self._settle(wait=True)
-        refuse_window(self, "a copy")
-        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
-        weights = rounding(self._updater)
-        made = type(self), self.model, self.optimizer, self.loss_fn, named, self.record.done, weights
-        return rebuild, made, {"choice": self.choice}
+        return copied(self, self._updater)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.
@@ -611,8 +603,7 @@ class TrainStep:
             StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
             ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
         """
-        if self._moments.phase:
-            self._moments.abort()
+        self._moments.abort()
         load_step(self, state, self._updater, self._moments, self._statistics)
         if self._graphs is not None:
             self._graphs.reset()

@@ -41,7 +41,7 @@ __all__ = ["Ground", "Trial", "out_of_memory"]
 CONTAINERS = (dict, OrderedDict, list, set, deque)
 WARM_UP = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
-TIMED = 0.03  # seconds of timed steps at each visit
+TIMED = 0.05  # seconds of timed steps at each visit
 MOST = 40  # of them
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
@@ -92,7 +92,7 @@ class Ground:
             yield
         finally:
             with deferral:
-                self._return()
+                self.restore()
 
     def _copy(self) -> None:
         for (tensor, _), copy in zip(self._tensors, copies(own for _, own in self._tensors), strict=True):
@@ -107,7 +107,8 @@ class Ground:
                     values[name] = value.clone()
 
     @torch.no_grad()
-    def _return(self) -> None:
+    def restore(self) -> None:
+        """Return to what there was."""
         for parameter, _ in self._gradients:
             parameter.grad = None  # of a low parameter, which the fp32 one could not have
         self._unbuilt()

@@ -1,0 +1,238 @@
+"""What policy="auto" chooses: candidates race on the model and the batch of a training step.
+
+In: a step that has not chosen, and a micro-batch. Out: a `Choice`; nothing has changed.
+
+Note [candidates]: fp32 (O0), mixed, O2 and pure in the format that the device is fast in, eager; then the best of them
+compiled, and if that is faster the second best compiled too. pure is left out where it lowers the same parameters as
+O2, and low formats where the device has no units for them. They race (`race`) in complete training steps on the user's
+model and batch, which are taken back (`trial`).
+
+Note [compilation]: code is compiled only if its predicted time is at most `BUDGET` seconds and at most what `PAYBACK`
+eager steps take: a run of ten times as many, a tenth faster, earns it back. The second is compiled if the first left
+enough of the budget. The prediction is `BEGIN` seconds and `PER_NODE` for each autograd node of the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from halfstep.errors import StepError
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import device_types_of, resolve, resolved
+from halfstep.ratios import Ratio
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.bind import is_bound
+from halfstep.step.race import Race, Unfit
+from halfstep.step.train_step import TrainStep
+from halfstep.step.trial import Ground, Trial
+
+if TYPE_CHECKING:
+    from halfstep.step.compiled import CompiledLoss
+
+__all__ = ["FP32", "POLICIES", "SETTINGS", "Choice", "choose", "described"]
+
+FP32, COMPILED = "fp32", " compiled"
+POLICIES: Mapping[str, str] = {FP32: "O0", "mixed": "mixed", "O2": "O2", "pure": "pure"}
+"""Candidates, the most precise first: it is preferred where others are not faster."""
+
+ROUNDS, EAGER_ROUNDS = 30, 18  # the most of all, and of those before anything is compiled
+SECONDS = 60.0  # after so many no further round of the eager, or of the compiled candidates begins
+BUDGET = 120.0  # seconds of compilation
+PAYBACK = 10_000  # steps
+BEGIN, PER_NODE = 10.0, 0.1  # seconds
+SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward".split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What policy="auto" has chosen.
+
+    Attributes:
+        policy: as it could be given to TrainStep.
+        compiled: whether the step is compiled.
+        line: what was logged: the choice, and why.
+        ratios: candidate -> its time over that of fp32, or of the one chosen where fp32 did not run; () from a
+            checkpoint, as the following.
+        dropped: candidate -> why it could not be chosen.
+        rounds: of the measurement.
+        seconds: that it took.
+        calls: how often `loss_fn` was called in it.
+    """
+
+    policy: Policy
+    compiled: bool
+    line: str
+    ratios: tuple[tuple[str, Ratio], ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()
+    rounds: int = 0
+    seconds: float = 0.0
+    calls: int = 0
+
+
+def choose(
+    step: TrainStep,
+    batch: tuple[Any, ...],
+    named: dict[str, Any],
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Choice, CompiledLoss | None]:
+    """Measure the candidates of `step` on a batch, and change nothing.
+
+    Args:
+        step: one that has not chosen.
+        batch: positional arguments of `loss_fn` after the model.
+        named: its named arguments.
+        clock: returns seconds.
+
+    Returns:
+        What was chosen, and the compiled loss function if it is compiled.
+
+    Raises:
+        StepError: no candidate made a finite step; or the model was prepared since the step was built.
+        Exception: what `loss_fn` raises in fp32.
+    """
+    if is_bound(step.model):
+        raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
+    begun, nodes = clock(), list[int]()
+    ground = Ground(step.model, step.optimizer)
+    settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
+    trials: dict[str, Trial] = {}
+
+    def add(name: str, compile: Any) -> str:
+        loss_fn = step.loss_fn if compile is not False else _counting(step.loss_fn, nodes)
+
+        def build(scaler: GradScaler | None) -> TrainStep:
+            policy = POLICIES[name.removesuffix(COMPILED)]
+            return TrainStep(
+                step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings
+            )
+
+        trials[name] = Trial(ground, build, (batch, named), step, clock)
+        return name
+
+    def measure(name: str) -> float:
+        try:
+            return trials[name].visit()
+        except Unfit:
+            raise
+        except Exception as error:
+            if name == first and trials[name].first is None:
+                raise  # loss_fn's own
+            raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
+
+    race = Race(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
+    wish = step.compile
+    every = False if wish is None else wish
+    mark = COMPILED if every is not False else ""
+    names = [add(name + mark, every) for name in candidates(step)]
+    first = names[0]
+    race.run(names, EAGER_ROUNDS)
+    best = eager = race.best()
+    if wish is None and best:
+        others = {
+            n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None
+        }
+        del others[eager]
+        spent = 0.0
+        for name in (eager, *sorted(others, key=others.__getitem__)[:1]):
+            if not pays(nodes, trials[eager].seconds, spent):
+                break
+            race.run([best, add(name + COMPILED, True)])
+            spent += trials[name + COMPILED].first or 0.0
+            if race.best() == best:
+                break
+            best = race.best()
+    if not best:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
+        raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
+    calls = sum(trial.calls for trial in trials.values())
+    choice = concluded(race, best, device_types_of([step.model])[0], clock() - begun, calls)
+    return choice, trials[best].compiled
+
+
+def candidates(step: TrainStep) -> list[str]:
+    """Return the names of candidates that differ for the model of `step`, the most precise first."""
+    device = device_types_of([step.model])[0]
+    if resolved(Policy.of("mixed"), device).dtype == FP32:
+        return [FP32]
+    low = [
+        [parameter.low for parameter in resolve(Policy.of(name), step.model, device).parameters]
+        for name in ("O2", "pure")
+    ]
+    return [name for name in POLICIES if name != "pure" or low[0] != low[1]]
+
+
+def pays(nodes: list[int], seconds: float, spent: float) -> bool:
+    """Return whether to compile a candidate, see note [compilation].
+
+    Args:
+        nodes: number of autograd nodes of the loss; [] if it is not known.
+        seconds: of an eager step.
+        spent: seconds of compilation so far.
+    """
+    predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
+    return predicted <= min(BUDGET - spent, PAYBACK * seconds)
+
+
+def _counting(loss_fn: Callable[..., Any], nodes: list[int]) -> Callable[..., Any]:
+    """Return `loss_fn`; its first call notes how many autograd nodes the loss has."""
+
+    def counted(*args: Any, **named: Any) -> Any:
+        returned = loss_fn(*args, **named)
+        if not nodes:
+            loss = returned[0] if isinstance(returned, tuple) else returned
+            waiting, seen = [loss.grad_fn] if isinstance(loss, Tensor) else [], set[Any]()
+            while waiting:
+                node = waiting.pop()
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    waiting += [parent for parent, _ in node.next_functions]
+            nodes.append(len(seen))
+        return returned
+
+    return counted
+
+
+def described(policy: Policy, device: str, compiled: bool) -> str:
+    """Return a policy in words, with the format that it has on this device."""
+    dtype = resolved(policy, device).dtype
+    name = FP32 if policy == Policy.of(POLICIES[FP32]) else f"{policy.name} in {dtype}"
+    return f"{name}, compiled" if compiled else name
+
+
+def concluded(race: Race, best: str, device: str, seconds: float, calls: int) -> Choice:
+    """Return the choice of candidate `best`, with the ratios that speak for it.
+
+    Args:
+        race: that is over.
+        best: the candidate chosen.
+        device: device type of the model.
+        seconds: that the measurement took.
+        calls: of `loss_fn`.
+    """
+    timed = [name for name in race.times if name not in race.dropped]
+    base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
+    ratios = {name: ratio for name in timed if (ratio := race.over(name, base)) is not None}
+    policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
+    own = ratios[best]
+    of_base = "" if best == base else f"{own.median:.2f} of {base} ({own.low:.2f} to {own.high:.2f}), "
+    parts = [
+        f"auto: {described(policy, device, compiled)}: {of_base}{1e3 * race.typical(best):.3g} ms a step, "
+        f"{race.rounds} rounds, {calls} calls of loss_fn, {seconds:.1f} s",
+        ", ".join(f"{name} {ratios[name].median:.2f}" for name in timed if name in ratios and name not in {best, base}),
+        *(f"{name} cannot be chosen: {reason}" for name, reason in race.dropped.items()),
+    ]
+    return Choice(
+        policy=policy,
+        compiled=compiled,
+        line="; ".join(part for part in parts if part),
+        ratios=tuple(ratios.items()),
+        dropped=tuple(race.dropped.items()),
+        rounds=race.rounds,
+        seconds=seconds,
+        calls=calls,
+    )

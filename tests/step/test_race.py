@@ -1,0 +1,112 @@
+"""A race drops candidates as their paired ratios show it, and ties go to the preferred one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from halfstep.step.race import MARGIN, Race, Unfit
+
+
+def raced(seconds: dict[str, float | Callable[[int], float]], *, most: int = 30, limit: float = 1e9) -> Race:
+    """Return a race of candidates that take so long; one that is a function of the round may raise."""
+    now = [0.0]
+
+    def measure(name: str) -> float:
+        taken = seconds[name]
+        value = taken(race.rounds) if callable(taken) else taken
+        now[0] += value
+        return value
+
+    race = Race(measure, most=most, seconds=limit, clock=lambda: now[0])
+    race.run(list(seconds))
+    return race
+
+
+def noisy(median: float, spread: float, seed: int) -> Callable[[int], float]:
+    source = random.Random(seed)
+    return lambda _: median * (1.0 + source.uniform(-spread, spread))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"fp32": 1.0}, "fp32"),
+        ({"fp32": 1.0, "mixed": 1.0, "pure": 1.0}, "fp32"),
+        ({"fp32": 1.0, "mixed": 1.0 - MARGIN / 2}, "fp32"),  # not worth it
+        ({"fp32": 1.0, "mixed": 1.0 - 2 * MARGIN}, "mixed"),
+        ({"fp32": 1.0, "mixed": 0.5, "pure": 0.499}, "mixed"),
+        ({"fp32": 1.0, "mixed": 0.5, "pure": 0.4}, "pure"),
+        ({"fp32": 0.4, "mixed": 0.5, "pure": 1.0}, "fp32"),
+    ],
+)
+def test_the_fastest_wins_and_ties_go_to_the_preferred(seconds: dict[str, float], best: str) -> None:
+    race = raced(dict(seconds))
+    assert race.best() == best
+    assert race.names == [best]
+    assert race.rounds <= 5
+
+
+def test_what_is_much_slower_runs_once_and_what_is_close_runs_on() -> None:
+    race = raced({"fp32": 11.0, "mixed": noisy(1.0, 0.05, 1), "pure": noisy(0.985, 0.05, 2)}, most=12)
+    assert len(race.times["fp32"]) == 1
+    assert race.rounds == 12
+    assert race.names == ["mixed", "pure"]
+    assert race.best() == "mixed"  # the gain is not certain
+
+
+def test_noise_does_not_choose_and_a_gain_beyond_it_does() -> None:
+    twins = [raced({"fp32": noisy(1, 0.1, 2 * n), "mixed": noisy(1, 0.1, 2 * n + 1)}).best() for n in range(40)]
+    gains = [raced({"fp32": noisy(1, 0.1, 2 * n), "mixed": noisy(0.85, 0.1, 2 * n + 1)}).best() for n in range(40)]
+    assert twins.count("mixed") <= 4
+    assert gains.count("mixed") >= 36
+
+
+def test_times_are_compared_within_a_round() -> None:
+    def drifting(share: float) -> Callable[[int], float]:
+        return lambda number: share * (1.0 + number)  # the machine slows down
+
+    assert raced({"fp32": drifting(1.0), "mixed": drifting(0.95)}).best() == "mixed"
+
+
+def test_what_is_unfit_is_dropped_with_its_reason() -> None:
+    def fails(number: int) -> float:
+        if number == 1:
+            raise Unfit("out of memory")
+        return 1.0
+
+    race = raced({"fp32": fails, "mixed": 0.97}, most=4)
+    assert race.dropped == {"fp32": "out of memory"}
+    assert (race.best(), race.names) == ("mixed", ["mixed"])
+
+
+def test_nothing_is_left_if_all_are_unfit() -> None:
+    def fails(_: int) -> float:
+        raise Unfit("no")
+
+    race = raced({"fp32": fails, "mixed": fails})
+    assert (race.best(), race.names, race.rounds) == ("", [], 1)
+
+
+def test_rounds_and_time_are_limits() -> None:
+    close = {"fp32": noisy(1.0, 0.2, 1), "mixed": noisy(0.98, 0.2, 2)}
+    assert raced(dict(close), most=7).rounds == 7
+    assert raced(dict(close), limit=9.0).rounds == 5  # two seconds a round, and none begins after nine
+
+
+def test_a_later_one_is_compared_in_the_rounds_that_both_ran() -> None:
+    race = raced({"fp32": 1.0, "mixed": 2.0})
+    seconds = {"fp32": 1.0, "fp32 compiled": 0.5}
+    race._measure = lambda name: seconds[name]
+    race.run(["fp32", "fp32 compiled"])
+    assert race.best() == "fp32 compiled"
+    ratio = race.ratio("fp32 compiled", "fp32")
+    assert ratio is not None
+    assert ratio.median == 0.5
+    assert race.ratio("fp32 compiled", "mixed") is None
+    chain = race.over("fp32 compiled", "mixed")
+    assert chain is not None
+    assert (chain.median, race.over("fp32", "none")) == (0.25, None)
+    assert race.typical("fp32 compiled") == 0.5
