@@ -17,7 +17,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -95,6 +95,12 @@ bench-scale: $(READY)  ## several processes beside one, some 10 minutes on 2 cor
 
 bench-auto: $(READY)  ## what policy="auto" chooses, some 10 minutes on 2 quiet cores -> benchmarks/results/auto.json
 	$(QUIET) $(BIN)/python -m benchmarks.auto --again --json benchmarks/results/auto.json
+
+bench-plan: $(PEERS)  ## planned bytes beside those counted, some 4 minutes on 2 cores -> benchmarks/results/plan.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan --json benchmarks/results/plan.json
+
+bench-tune: $(PEERS)  ## tuned policies beside every preset, some 10 minutes on 2 quiet cores -> benchmarks/results/tune.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json
 
 bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores -> benchmarks/results/serving.json
 	$(QUIET) $(BIN)/python -m benchmarks.serving --json benchmarks/results/serving.json
