@@ -148,6 +148,8 @@ def _checked(
 ) -> dict[str, Any]:
     """Return the arguments of `_planned`."""
     check_way(shard, devices, units)
+    if shard == "fsdp2" and device != "cpu":
+        raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
     if device not in DEVICES:

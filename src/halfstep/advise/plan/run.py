@@ -59,6 +59,7 @@ def plan_step(
             model = make()
         if not isinstance(model, nn.Module):
             raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
+        own = len(ledger.blocks)
         model = way.model(model, policy)
         ledger.mark(-1, "setup")
         tracer.watch(model)
@@ -69,7 +70,6 @@ def plan_step(
             if parameter is not None
         }
         optimizer = make_optimizer(model)
-        own = len(ledger.blocks)
         way.prepare(model, optimizer, policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
