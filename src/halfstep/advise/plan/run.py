@@ -210,6 +210,9 @@ def _made(
     for number, event in enumerate(ledger.events):
         while following is not None and following.event <= number:
             mark, following = following, next(marks, None)  # type: ignore[assignment]
+        if mark.step == 1:
+            key = mark.phase, (ledger.times[number] - begin) // stretch
+            highest.setdefault(key, (total, max(number - 1, 0), tuple(sums)))
         block = event if event >= 0 else ~event
         amount = blocks[block].bytes if event >= 0 else -blocks[block].bytes
         total += amount
@@ -218,10 +221,8 @@ def _made(
             break
         if total > peaks[mark.step][0]:
             peaks[mark.step] = total, number
-        if mark.step == 1:
-            key = mark.phase, (ledger.times[number] - begin) // stretch
-            if key not in highest or total > highest[key][0]:
-                highest[key] = total, number, tuple(sums)
+        if mark.step == 1 and total > highest[key][0]:
+            highest[key] = total, number, tuple(sums)
     step = 0 if peaks[0][0] > peaks[1][0] else 1
     at = peaks[step][1]
     alive: dict[int, Block] = {}
