@@ -35,7 +35,8 @@ def model() -> nn.Module:
         use_cache=False,
     )
     made = LlamaForCausalLM(config)
-    made.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)  # its newer name
+    enable({"use_reentrant": False})
     return made.train()
 
 
