@@ -43,7 +43,9 @@ def test_the_answer_is_one_sentence(plan: MemoryPlan, text: str) -> None:
 
 
 def test_a_plan_without_a_gpu_names_those_it_fits() -> None:
-    assert gpus_line(made(40.0)).startswith("fits: h200, h100, a100-80, mi300x; undecided: a100-40, l40s; does not fit: 5090")
+    assert gpus_line(made(40.0)).startswith(
+        "fits: h200, h100, a100-80, mi300x; undecided: a100-40, l40s; does not fit: 5090"
+    )
 
 
 def test_parts_and_modules_add_up() -> None:
