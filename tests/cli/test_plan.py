@@ -74,7 +74,7 @@ def test_without_a_gpu_those_that_it_fits_are_named(tasks: Path) -> None:
         (("gpt", "--shard", "fsdp2"), "shard='fsdp2' needs devices=2 or more"),
         (("gpt", "--devices", "8", "--shard", "zero"), "unknown shard='zero'"),
         (("gpt", "--device", "tpu"), "device 'tpu'"),
-        (("gpt", "--json", "/nowhere/at/all.json"), "cannot be written"),
+        (("gpt", "--json", "/dev/null/p.json"), "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], answer: str) -> None:

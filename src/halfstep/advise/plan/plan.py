@@ -241,8 +241,8 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
         return policy, ()
     if policy.dtype != "fp16":
         return policy, (OTHER_KERNELS,)
-    master = "master" if policy.master == "auto" else policy.master  # "auto" is "split" in bf16
-    return hs.Policy.of(policy, dtype="bf16", master=master), (OTHER_KERNELS, SAME_SIZE)
+    as_fp16 = {"master": "master"} if policy.params == "low" and policy.master == "auto" else {}  # else it is "split"
+    return hs.Policy.of(policy, dtype="bf16", **as_fp16), (OTHER_KERNELS, SAME_SIZE)
 
 
 def _traced(trace: Callable[[], MemoryPlan], device: str) -> MemoryPlan:
