@@ -20,14 +20,14 @@ BATCH = 1
 LAYERS = 80
 
 
-def model() -> nn.Module:
+def model(layers: int = LAYERS) -> nn.Module:
     """Return the model, with random values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28_672,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=64,
         num_key_value_heads=8,
         vocab_size=128_256,
@@ -35,7 +35,8 @@ def model() -> nn.Module:
         use_cache=False,
     )
     made = LlamaForCausalLM(config)
-    made.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)  # its newer name
+    enable({"use_reentrant": False})
     return made.train()
 
 
@@ -49,13 +50,27 @@ def loss_fn(model: nn.Module, tokens: Tensor) -> Any:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def task() -> hs.Task:
+def task(layers: int = LAYERS) -> hs.Task:
     """Return the task; it can be planned, and trained where it fits."""
     return hs.Task(
         name="llama-70b",
-        model=model,
+        model=lambda: model(layers),
         batches=batches,
         loss_fn=loss_fn,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.1),
         about=f"Llama 3 70B, {BATCH} x {LENGTH} tokens a device",
     )
+
+
+def main(layers: int = LAYERS) -> dict[str, float]:
+    """Plan it for 64 devices under three policies; return the GiB that each device needs at its peak."""
+    peaks = {}
+    for policy in ("mixed", "O2", "pure"):
+        plan = hs.plan(task(layers), policy=policy, devices=64, shard="fsdp2", gpu="h100")
+        peaks[policy] = plan.peak_bytes / 2**30
+        print(plan, end="\n\n")
+    return peaks
+
+
+if __name__ == "__main__":
+    main()

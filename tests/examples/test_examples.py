@@ -54,6 +54,13 @@ def test_an_audit_finds_what_nothing_else_says_and_its_remedy_cures_it(capsys: p
     assert "underflow: " in capsys.readouterr().out
 
 
+@pytest.mark.hours
+def test_a_70b_model_is_planned_in_its_parts() -> None:
+    pytest.importorskip("transformers")
+    one, two = run("llama_70b", 1), run("llama_70b", 2)
+    assert all(0 < two[policy] - one[policy] < 3 for policy in one)  # GiB: a block's part, its state and its input
+
+
 def test_every_recipe_is_run_here() -> None:
     calls = re.findall(r'run\("(\w+)"', Path(__file__).read_text())
     assert sorted(set(calls)) == [file.stem for file in FILES]

@@ -118,6 +118,23 @@ def shapes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss_fn(model, x[: len(y.nonzero())], y)
 
 
+def plans() -> dict[str, Any]:
+    """Plan a step on this device and on the CPU: bytes at the peak and between steps, and the parts of these."""
+    given = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    found = {
+        device: hs.plan(lambda: net(device), given, loss_fn, adamw, policy="pure", device=device)
+        for device in ("cpu", "cuda")
+    }
+    return {
+        device: (plan.peak_bytes, plan.persistent_bytes, plan.by_part(peak=False), plan.notes)
+        for device, plan in found.items()
+    }
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
 def main() -> None:
     with fake_cuda():
         presets, forms = ("torch", "O1", "mixed", "O2", "pure"), ("fp16", "bf16")
@@ -138,6 +155,7 @@ def main() -> None:
         answer["float64"] = refused()
         answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
+    answer["plans"] = plans()
     answer["after"] = torch.cuda.is_available()
     print(json.dumps(answer), file=sys.stdout)
 

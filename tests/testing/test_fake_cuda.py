@@ -185,3 +185,11 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(FakeCudaError, match="g.. cannot build the fake CUDA device for torch .*out of order"):
         build()
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_plan_for_a_gpu_has_blocks_of_its_allocator_and_the_same_parts(found: dict[str, Any]) -> None:
+    cpu, gpu = found["plans"]["cpu"], found["plans"]["cuda"]
+    parameters, states = 8, 8 * 3  # of two linear layers and two norms; AdamW's, with a count of steps
+    assert gpu[2]["parameters"] == 512 * parameters and gpu[2]["optimizer state"] == 512 * states
+    assert set(gpu[2]) == set(cpu[2]) and gpu[1] > cpu[1] and gpu[0] > gpu[1]
+    assert gpu[3] == cpu[3] == []

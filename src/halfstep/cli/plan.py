@@ -51,11 +51,13 @@ def run_plan(
             require_extra("--html")
             writable(html_path, "--html")
         card = gpu_named(gpu) if gpu else None
+        # fully_shard needs streams, which the fake GPU does not have
+        where = device or ("cpu" if card is None or shard == "fsdp2" else "cuda")
         low = "bf16" if card is None or "bf16" in card.formats else card.formats[0]
         chosen = _policies([policy, *policies], low)
         load_task(task)  # refuses a wrong one before a process is started for it
         given = {
-            "what": task, "device": device or ("cpu" if card is None else "cuda"), "devices": devices,
+            "what": task, "device": where, "devices": devices,
             "shard": shard or "none", "units": list(units) or None, "gpu": gpu, "batch_size": batch,
             "largest": largest and card is not None,
         }  # fmt: skip

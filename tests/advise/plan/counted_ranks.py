@@ -1,8 +1,11 @@
-"""Train in a gloo group and count every allocation of this rank: what a plan for several devices is compared with."""
+"""Train in a gloo group and count the memory that this rank has in use: what plans for several devices are held to."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -10,21 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.tasks.gpt import GPT
 from tests.distributed.counted import Collectives
 
 VOCABULARY, LENGTH, ROWS = 509, 64, 8  # of a device; a prime vocabulary makes ranks pad
-MARK = 7_654_321  # bytes of a block that marks a place in the list of allocations
 STEPS = 3
 
 
 def model() -> GPT:
-    """Return a GPT of 3.4 million parameters."""
+    """Return a GPT of 13 million parameters, beside which the objects of Python weigh little."""
     torch.manual_seed(0)
-    return GPT(vocabulary=VOCABULARY, width=256, layers=4, heads=4, length=LENGTH)
+    return GPT(vocabulary=VOCABULARY, width=512, layers=4, heads=4, length=LENGTH)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -49,40 +51,69 @@ def policy(name: str) -> hs.Policy:
     return hs.Policy.of(preset, dtype="bf16", **cast(Any, fields))
 
 
+class Malloc(ctypes.Structure):
+    """What glibc's mallinfo2 returns: bytes, of which those in blocks of their own and those in use are read."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def in_use() -> int:
+    """Return the bytes that malloc has handed out to all threads: gloo frees in threads of its own."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Malloc
+    found = ask()
+    return int(found.hblkhd + found.uordblks)
+
+
+class Highest(TorchDispatchMode):
+    """A context that looks at the memory in use after every operator.
+
+    Attributes:
+        bytes: the most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, in_use())
+        return result
+
+
 def counted(rank: int, way: str, name: str) -> dict[str, Any]:
-    """Return bytes before each step, at the highest point of each, at the end, and the collectives of another step."""
+    """Return bytes between steps, at the highest point of a step after the first, and the collectives of a step."""
     warnings.filterwarnings("ignore", category=UserWarning)
     trained(way, name, STEPS)  # kernels compile and caches fill, whose memory is not a step's
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = trained(way, name, STEPS)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    begins: list[int] = []  # bytes before each step
-    tops: list[int] = []
-    total = 0
-    for event in sorted(events, key=lambda event: int(event.start_ns())):
-        total += event.nbytes()
-        if event.nbytes() == MARK:
-            begins.append(total - MARK)
-            tops.append(0)
-        elif tops:
-            tops[-1] = max(tops[-1], total)
-    step, data = kept
+    gc.collect()
+    before = in_use()
+    step, data = trained(way, name, STEPS)
+    gc.collect()
+    persistent = in_use() - before
+    with Highest() as highest:
+        step(*data)
     with Collectives() as found:
         step(*data)
-    return {"begins": begins, "tops": tops, "end": total, "seen": found.seen}
-
-
-def steady(found: dict[str, Any]) -> tuple[int, int]:
-    """Return bytes between steps and at the highest point of a step, of what `counted` returns.
-
-    Frees in gloo's threads are not counted, so that counts rise by what these free in a step: the same in each as a
-    rule. Of the steps after the first, the one with the fewest bytes left of the one before is taken.
-    """
-    begins, tops = found["begins"], found["tops"]
-    lost = begins[-1] - begins[-2]  # in a step
-    return begins[1] - lost, min(top - begin for begin, top in zip(begins[1:], tops[1:], strict=True)) + begins[
-        1
-    ] - lost
+    return {"persistent": persistent, "peak": highest.bytes - before, "seen": found.seen}
 
 
 def trained(way: str, name: str, steps: int) -> tuple[hs.TrainStep, tuple[Tensor, Tensor]]:
@@ -99,7 +130,6 @@ def trained(way: str, name: str, steps: int) -> tuple[hs.TrainStep, tuple[Tensor
         net = DistributedDataParallel(net)
     step = hs.TrainStep(net, made, loss_fn, policy=wanted, blackbox=False)
     for _ in range(steps):
-        torch.empty(MARK, dtype=torch.uint8)
         step(*data)
     dist.barrier()
     return step, data

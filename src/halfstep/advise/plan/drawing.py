@@ -81,7 +81,7 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
         Series(label=part, x=at, y=tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=key)
         for part, key in zip(parts, keys(parts), strict=True)
     )
-    line = f" The dashed line is what torch can allocate on an {label}." if limit else ""
+    line = f" The dashed line is what torch can allocate on {label}." if limit else ""
     return Figure(
         heading="Memory of a step",
         caption="From left to right the operators of one step after the first: forward, backward, update; "

@@ -31,7 +31,7 @@ from halfstep.advise.plan.run import plan_step
 from halfstep.advise.plan.trace import OUTSIDE
 from halfstep.advise.plan.ways import check_way, way_of
 from halfstep.tasks import Task, load_task
-from halfstep.testing import fake_cuda
+from halfstep.testing import FakeCudaError, fake_cuda
 
 __all__ = ["plan", "plan_each"]
 
@@ -116,11 +116,12 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
         except hs.HalfstepError as error:
             ready.append(error)
     there = [one for one in ready if isinstance(one, dict) and one["device"] == "cuda"]
-    answers = iter(elsewhere(_planned, there) if there else ())
+    sent = bool(there) and not _has_fake_gpu()
+    answers = iter(elsewhere(_planned, there) if sent else ())
     for one in ready:
         if isinstance(one, Exception):
             found.append(one)
-        elif one["device"] == "cuda":
+        elif sent and one["device"] == "cuda":
             found.append(next(answers))
         else:
             try:
@@ -128,6 +129,15 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
             except hs.HalfstepError as error:
                 found.append(error)
     return found
+
+
+def _has_fake_gpu() -> bool:
+    """Return whether this process was started with the fake GPU."""
+    try:
+        with fake_cuda():
+            return True
+    except FakeCudaError:
+        return False
 
 
 def _checked(
@@ -148,13 +158,15 @@ def _checked(
 ) -> dict[str, Any]:
     """Return the arguments of `_planned`."""
     check_way(shard, devices, units)
+    if shard == "fsdp2" and device != "cpu":
+        raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
     if device not in DEVICES:
         raise PlanError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
     for name in WITHOUT:
         if options.pop(name, None):
-            raise PlanError(f"a plan does not take {name}=; leave it out, and see docs/plan.md for what differs")
+            raise PlanError(f"a plan does not take {name}=; a step without it is planned")
     if not isinstance(what, (str, Task, nn.Module)) and not callable(what):
         raise PlanError(f"expected an hs.Task, its name, a model or a function that returns one, and got {what!r}")
     if isinstance(what, (str, Task)):
@@ -229,8 +241,8 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
         return policy, ()
     if policy.dtype != "fp16":
         return policy, (OTHER_KERNELS,)
-    master = "master" if policy.master == "auto" else policy.master  # "auto" is "split" in bf16
-    return hs.Policy.of(policy, dtype="bf16", master=master), (OTHER_KERNELS, SAME_SIZE)
+    as_fp16 = {"master": "master"} if policy.params == "low" and policy.master == "auto" else {}  # else it is "split"
+    return hs.Policy.of(policy, dtype="bf16", **as_fp16), (OTHER_KERNELS, SAME_SIZE)
 
 
 def _traced(trace: Callable[[], MemoryPlan], device: str) -> MemoryPlan:

@@ -59,6 +59,7 @@ def plan_step(
             model = make()
         if not isinstance(model, nn.Module):
             raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
+        own = len(ledger.blocks)
         model = way.model(model, policy)
         ledger.mark(-1, "setup")
         tracer.watch(model)
@@ -69,7 +70,6 @@ def plan_step(
             if parameter is not None
         }
         optimizer = make_optimizer(model)
-        own = len(ledger.blocks)
         way.prepare(model, optimizer, policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -210,6 +210,9 @@ def _made(
     for number, event in enumerate(ledger.events):
         while following is not None and following.event <= number:
             mark, following = following, next(marks, None)  # type: ignore[assignment]
+        if mark.step == 1:
+            key = mark.phase, (ledger.times[number] - begin) // stretch
+            highest.setdefault(key, (total, max(number - 1, 0), tuple(sums)))
         block = event if event >= 0 else ~event
         amount = blocks[block].bytes if event >= 0 else -blocks[block].bytes
         total += amount
@@ -218,10 +221,8 @@ def _made(
             break
         if total > peaks[mark.step][0]:
             peaks[mark.step] = total, number
-        if mark.step == 1:
-            key = mark.phase, (ledger.times[number] - begin) // stretch
-            if key not in highest or total > highest[key][0]:
-                highest[key] = total, number, tuple(sums)
+        if mark.step == 1 and total > highest[key][0]:
+            highest[key] = total, number, tuple(sums)
     step = 0 if peaks[0][0] > peaks[1][0] else 1
     at = peaks[step][1]
     alive: dict[int, Block] = {}

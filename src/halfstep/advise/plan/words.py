@@ -32,7 +32,7 @@ def verdict(plan: MemoryPlan) -> str:
     each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
     if fit is None:
         return f"needs {gib(plan.peak_bytes)} at its peak and {gib(plan.persistent_bytes)} between steps{each}"
-    card = f"{'an' if fit.gpu[0] in 'aeh8' and fit.gpu[0] != 'u' else 'a'} {fit.gpu}"
+    card = with_article(fit.gpu)
     at = "" if fit.when == "step" else f" in the {fit.when}" if fit.when == "first step" else " in preparation"
     if fit.verdict == "fits":
         text = f"fits {card} with {gib(fit.spare)} to spare{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}"
@@ -41,9 +41,14 @@ def verdict(plan: MemoryPlan) -> str:
     else:
         text = (
             f"undecided for {card}{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}, and a plan may be "
-            f"{TOLERANCE:.0%} off"
+            f"{100 * TOLERANCE:.0f} % off"
         )
     return f"{text}; {largest_words(plan.largest)}" if plan.largest is not None else text
+
+
+def with_article(gpu: str) -> str:
+    """Return "an h100" or "a t4"."""
+    return f"{'an' if gpu[0] in 'ahlm8' else 'a'} {gpu}"
 
 
 def largest_words(largest: Largest) -> str:
