@@ -219,6 +219,19 @@ class Board:
         """Return whether its loss is within the bound and its gradients are not far off, as far as is known."""
         return tried.verdict == "within" and not tried.error > WRONG
 
+    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
+        """Return a place in the order of candidates: the best, then the sound ones, the cheapest first."""
+        return tried.label != self.best, not self.sound(tried) and tried.label != SAFE, self.cost(tried)
+
+    def measured(self) -> tuple[Tried, ...]:
+        """Return fp32 and every candidate that was measured, with their reasons complete."""
+        for label, tried in self.tried.items():
+            if tried.error > WRONG and tried.verdict in {"within", "worse"}:
+                off = f"off by {100 * tried.error:.0f} %" if tried.error < math.inf else "not finite"
+                self.tried[label] = replace(tried, reason=f"{tried.reason}; its gradients are {off}")
+        known = (t for t in self.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
+        return tuple(known)
+
     def saves(self, tried: Tried, base: Tried) -> bool:
         """Return whether it is cheaper than `base`, the base of its last race, for certain."""
         beside = self._laps[tried.label].beside

@@ -205,11 +205,8 @@ class Search:
         plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
         board.best = SAFE
         for tried in plain:
-            if (
-                tried.verdict in {"within", "undecided"}
-                and not tried.error > WRONG
-                and board.cheaper(tried, board[board.best])
-            ):
+            safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
+            if safe and board.cheaper(tried, board[board.best]):
                 board.best = tried.label
 
     def reason(self, proof: Proof | None) -> str:
@@ -227,7 +224,7 @@ class Search:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=self._rank)
+        order = sorted(within, key=board.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
         seed = self.lab.seed + SEEDS
@@ -237,24 +234,12 @@ class Search:
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
-        return sorted((board[x] for x in labels), key=self._rank)
-
-    def _rank(self, tried: Tried) -> tuple[bool, bool, float]:
-        """Return the order of candidates: the best, then those whose gradients are sound, the cheapest first."""
-        board = self.board
-        doubtful = not board.sound(tried) and tried.label != SAFE
-        return tried.label != board.best, doubtful, board.cost(tried)
+        return sorted((board[x] for x in labels), key=board.rank)
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
         if self.board[label].verdict in {"within", "worse"} and label != SAFE:
             self.board.calibration(label)
-            tried = self.board[label]
-            if tried.error > WRONG:
-                words = (
-                    f"its gradients are off by {100 * tried.error:.0f} %" if tried.error < math.inf else "not finite"
-                )
-                self.board.set(label, reason=f"{tried.reason}; {words}")
         self.board.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
