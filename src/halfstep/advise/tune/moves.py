@@ -21,7 +21,7 @@ LOW_BITS = 32
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "residual": ("low", "fp32"),
-        "params": ("low", "fp32"),
+        "params": ("low",),
         "norms": ("low", "fp32"),
         "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
         "inputs": ("low", "keep"),

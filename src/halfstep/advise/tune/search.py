@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import halfstep as hs
-from halfstep.advise.tune.board import PRESETS, SAFE, Board
-from halfstep.advise.tune.calibration import applied
+from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
+from halfstep.advise.tune.calibration import Remedy, applied
 from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.proof import Proof
@@ -33,6 +33,9 @@ LOOKS = 24
 
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
+
+MENDED = 2
+"""Presets that are given exceptions at most, the cheapest ones."""
 
 ROUNDS = 3
 """Times that changes are looked for, each time from the best candidate so far."""
@@ -109,26 +112,38 @@ class Search:
         return found
 
     def repair(self) -> bool:
-        """Give presets that are cheaper than the best, and beyond the bound, exceptions until they are within it."""
+        """Give presets that are cheaper than the best and not sound exceptions, until they are."""
         board = self.board
-        beyond = [t for t in board.tried.values() if t.verdict == "worse" and board.cheaper(t, board[board.best])]
-        for tried in sorted(beyond, key=board.cost)[:2]:
+        judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
+        beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
+        for tried in sorted(beyond, key=board.cost)[:MENDED]:
             found = exceptions(board.calibration(tried.label), tried.policy)
             rungs = sorted({min(count, len(found)) for count in LADDER if found})
-            labels = [board.changed(tried, found[:count]).label for count in rungs]
-            phase = f"exceptions for {tried.label}"
-            if labels and not board.race([tried.label, *labels], self.steps, base=tried.label, reserve=self._reserve(),
-                                         phase=phase):  # fmt: skip
+            if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
-            for label in labels:
-                self._explain(label, board[tried.label])
-                self._settle(label)
+            passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
+            few = found[: passed[0]] if passed else []
+            if len(few) > 1 and not self._excepted(tried, [[r for r in few if r is not left] for left in few]):
+                return False
         return True
+
+    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Remedy]]) -> bool:
+        """Race a preset with each of some lists of exceptions."""
+        board = self.board
+        made = [board.changed(tried, remedies) for remedies in exceptions]
+        labels = [t.label for t in made if t.verdict == "unmeasured"]
+        whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
+                           phase=f"exceptions for {tried.label}")  # fmt: skip
+        for label in labels:
+            if board[label].time is not None:
+                self._explain(label, board[tried.label])
+            self._settle(label)
+        return whole
 
     def improve(self) -> bool:
         """Try changes one by one beside the best low candidate, then the good ones together."""
         board = self.board
-        low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
+        low = [t for t in board.tried.values() if board.sound(t) and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
         whole = True
         for _ in range(ROUNDS if base is not None else 0):
@@ -145,12 +160,12 @@ class Search:
             )
             base = board[base.label]
             better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
+            for tried in better:
+                self._settle(tried.label)
+            better = [t for t in (board[t.label] for t in better) if board.sound(t)]
             if not better:
                 break
             base = min(better, key=board.cost)
-            for tried in better:
-                board.prefer(tried.label)
-            self._settle(base.label)
         return whole
 
     def compile(self) -> bool:
@@ -171,8 +186,8 @@ class Search:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
         board = self.board
         for tried in self._finalists():
-            if tried.label == SAFE:
-                break
+            if tried.label == SAFE or not board.cheaper(tried, board[SAFE]):
+                continue
             proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
             self.proofs.append((tried.label, proof))
             self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
@@ -180,7 +195,7 @@ class Search:
                 board.best = tried.label
                 return True
             verdict = "undecided" if proof.verdict == "undecided" else "worse"
-            board.set(tried.label, verdict=verdict, reason=f"{proof.verdict}: {proof.reason}")
+            board.set(tried.label, verdict=verdict, reason=f"{proof.verdict}: {proof.reason}".removeprefix("worse: "))
         self.fall_back()
         return self.lab.left > 0.0
 
@@ -190,7 +205,8 @@ class Search:
         plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
         board.best = SAFE
         for tried in plain:
-            if tried.verdict in {"within", "undecided"} and board.cheaper(tried, board[board.best]):
+            safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
+            if safe and board.cheaper(tried, board[board.best]):
                 board.best = tried.label
 
     def reason(self, proof: Proof | None) -> str:
@@ -208,7 +224,7 @@ class Search:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
+        order = sorted(within, key=board.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
         seed = self.lab.seed + SEEDS
@@ -218,7 +234,7 @@ class Search:
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
-        return sorted((board[x] for x in labels), key=lambda t: (t.label != board.best, board.cost(t)))
+        return sorted((board[x] for x in labels), key=board.rank)
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
