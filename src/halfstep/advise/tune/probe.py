@@ -31,6 +31,9 @@ MOST = 4
 CLOSE = 1.1
 """Times the least error: exceptions within it count as equally good; the one that concerns the least time is taken."""
 
+ENOUGH = 0.05
+"""Error that the rounding of low products may leave in a healthy model."""
+
 LARGE = 0.5
 """Share of the time of all operators: a rule that concerns more makes another preset of the policy."""
 
@@ -108,9 +111,11 @@ def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Reme
         remedies: those that the audit's findings name.
     """
     total = sum(spot.time for spot in calibration.spots) or 1.0
-    found = [(0.0, Remedy(field=f, pattern="", value=v, why="")) for f, v in BACK.items()]
     rules = [r for r in remedies if r.field in {"ops", "modules"} and r.value == "fp32"]
-    found += [(0.0, r) for r in remedies if r not in rules]
+    fields = {(r.field, r.value): r for r in remedies if r not in rules}
+    for field, value in BACK.items():
+        fields.setdefault((field, value), Remedy(field=field, pattern="", value=value, why=""))
+    found = [(0.0, remedy) for remedy in fields.values()]
     patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *_patterns(calibration)])
     shares = [
         (sum(spot.time for spot in calibration.covered(field, pattern)) / total, field, pattern)
@@ -144,7 +149,7 @@ def chain(
     """
     made: list[Remedy] = []
     least = error(policy)
-    while len(made) < MOST:
+    while len(made) < MOST and least > ENOUGH:
         left = [(cost, (r,)) for cost, r in found if r not in made]
         best = _best(error, policy, left, WORTH * least)
         if best is None:
