@@ -80,16 +80,15 @@ def test_a_fast_preset_beyond_the_bound_gets_the_most_sensitive_exceptions() -> 
     assert change.why == "local error 0.3, 0.4 bits of headroom; costs 0.2 ms"
 
 
-def test_where_no_single_exception_helps_several_do_and_what_is_not_needed_is_dropped() -> None:
-    spots = [spot("softmax", "a", error=0.9), spot("matmul", "b", error=0.8), spot("matmul", "c", error=0.7)]
+def test_exceptions_that_are_not_needed_are_dropped() -> None:
+    spots = [spot("softmax", "a", error=0.9), spot("matmul", "b", error=0.8)]
 
     def rise(policy: hs.Policy) -> float:
-        return 0.0 if {("b", "fp32"), ("c", "fp32")} <= set(policy.modules) or policy.params == "fp32" else 0.5
+        return 0.0 if ("b", "fp32") in policy.modules or policy.params == "fp32" else 0.5
 
     lab = FakeLab(time=lambda p, c: PRESET_TIMES[p.name] + 0.02 * len(p.modules), rise=rise, spots=spots)
     search = searched(lab)
-    assert best(search).policy.modules == (("b", "fp32"), ("c", "fp32"))
-    assert search.board["pure bf16 + 3 changes"].verdict == "within"
+    assert best(search).policy.modules == (("b", "fp32"),) and "pure bf16 + a fp32, b fp32" in search.board.tried
 
 
 def right(policy: hs.Policy) -> float:

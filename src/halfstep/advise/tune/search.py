@@ -31,9 +31,6 @@ TOO_SLOW = 1.5
 LOOKS = 24
 """Timed rounds of a race of changes."""
 
-SINGLY = 6
-"""Exceptions that are tried one by one, the most sensitive ones: mostly one operator is to blame."""
-
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
@@ -121,11 +118,7 @@ class Search:
         beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
         for tried in sorted(beyond, key=board.cost)[:MENDED]:
             found = exceptions(board.calibration(tried.label), tried.policy)
-            if not self._excepted(tried, [[remedy] for remedy in found[:SINGLY]]):
-                return False
-            if any(board.sound(board.changed(tried, [remedy])) for remedy in found[:SINGLY]):
-                continue
-            rungs = sorted({min(count, len(found)) for count in LADDER[1:] if found})
+            rungs = sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
