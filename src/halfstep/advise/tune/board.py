@@ -88,11 +88,12 @@ class Board:
                 return tried
         name = preset if preset == SAFE else f"{preset} {policy.dtype}"
         if changes:
-            words = ", ".join(str(change).replace(" = ", " ") for change in changes[:2])
-            name += f" + {words}" if len(changes) <= 2 else f" + {words} and {len(changes) - 2} more"
-        label = name + COMPILED * compile
+            words = ", ".join(str(change).replace(" = ", " ") for change in changes)
+            name += f" + {words}" if len(changes) <= 2 else f" + {len(changes)} changes"
+        label, number = name + COMPILED * compile, 1
         while label in self.tried:
-            label += "'"
+            number += 1
+            label = f"{name} ({number}){COMPILED * compile}"
         self.tried[label] = Tried(
             label=label, policy=policy, preset=preset, compile=compile, changes=changes, **known
         )  # fmt: skip
