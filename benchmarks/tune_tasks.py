@@ -117,7 +117,7 @@ def clusters(seed: int, step: int, count: int = 256, inputs: int = 64) -> tuple[
     source = generator(seed, step)
     centres = torch.randn(10, inputs, generator=torch.Generator().manual_seed(7))
     labels = torch.randint(0, 10, (count,), generator=source)
-    return 0.35 * centres[labels] + torch.randn(count, inputs, generator=source), labels
+    return 0.5 * centres[labels] + torch.randn(count, inputs, generator=source), labels
 
 
 # ------------------------------------------------------------------ weights
@@ -238,7 +238,7 @@ def shortened(name: str) -> Callable[[], Task]:
 TASKS: dict[str, Callable[[], Task]] = {
     "distances": lambda: made("distances", "attention by distance, 4 x 64 places", Nearest, near_points),
     "stream": lambda: made("stream", "residual stream with an offset of 512", Stream, clusters),
-    "weights": lambda: made("weights", "3.2M parameters, 8 rows, readings around 1000", Readings, readings, rate=3e-4),
+    "weights": lambda: made("weights", "3.2M parameters, 8 rows, readings around 1000", Readings, readings),
     "norms": lambda: made("norms", "19 norms between narrow layers", Narrow, clusters, rate=3e-3),
     "llama": lambda: made("llama", "transformers' Llama, 2 layers of 128", llama, repeats, next_token),
     **{name: shortened(name) for name in ("lenet5", "resnet", "gpt")},

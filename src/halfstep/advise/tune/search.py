@@ -16,6 +16,7 @@ from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
 from halfstep.advise.tune.calibration import Remedy, applied
 from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.moves import exceptions, savings
+from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Change, Tried
@@ -117,8 +118,11 @@ class Search:
         judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
         beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
         for tried in sorted(beyond, key=board.cost)[:MENDED]:
-            found = exceptions(board.calibration(tried.label), tried.policy)
-            rungs = sorted({min(count, len(found)) for count in LADDER if found})
+            calibration = board.calibration(tried.label)
+            listed = exceptions(calibration, tried.policy)
+            probed = chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+            found = probed or listed
+            rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
@@ -126,6 +130,9 @@ class Search:
             if len(few) > 1 and not self._excepted(tried, [[r for r in few if r is not left] for left in few]):
                 return False
         return True
+
+    def _probe(self, policy: hs.Policy) -> float:
+        return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Remedy]]) -> bool:
         """Race a preset with each of some lists of exceptions."""
