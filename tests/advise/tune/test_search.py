@@ -198,7 +198,7 @@ def test_compiled_steps_are_candidates_too() -> None:
 def test_without_time_it_is_fp32_and_what_is_missing_is_said() -> None:
     search = searched(FakeLab(time=preset_time, left=0.0), compile=True)
     assert best(search).label == "O0" and not search.finished
-    assert "too short for the presets" in search.notes[0] and "minutes suffice" in search.notes[0]
+    assert "too short for the presets" in search.notes[0] and "more minutes are needed" in search.notes[0]
 
 
 def test_a_model_that_differs_from_run_to_run_is_noted() -> None:

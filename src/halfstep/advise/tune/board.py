@@ -149,7 +149,8 @@ class Board:
         """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             self._count(label)
-        self.control, self.resolution = found.control, found.resolution
+        if found.control is not None:
+            self.control, self.resolution = found.control, found.resolution
         self._laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",

@@ -1,8 +1,8 @@
 """Search: which candidate is the cheapest whose loss ends within the bound. A function of what the lab measures.
 
 Stages: presets; exceptions for cheaper presets beyond the bound, from the most sensitive; changes that save, from the
-most expensive; compile; a race of the finalists on other batches, and the proof of equivalence, with the next one where
-it fails. Each stage leaves a safe choice, so that the search can end after any of them.
+most expensive; a race of the finalists on other batches, and the proof of equivalence, with the next one where it
+fails; compiled steps, and their proof. Each stage leaves a safe choice, so that the search can end after any of them.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ class Search:
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
                 "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
             )
-        stages: tuple[tuple[str, Callable[[], bool]], ...] = (
-            ("the presets", self.presets),
-            ("exceptions for presets beyond the bound", self.repair),
-            ("changes that save", self.improve),
-            ("compiled steps", self.compile),
-            ("the proof of equivalence", self.prove),
+        stages: tuple[tuple[str, float, Callable[[], bool]], ...] = (
+            ("the presets", 8.0 * len(self.dtypes), self.presets),
+            ("exceptions for presets that are not sound", 20.0, self.repair),
+            ("changes that save", 20.0, self.improve),
+            ("the proof of equivalence", PROOF, self.prove),
+            ("compiled steps", PROOF, self.compile),
         )
-        done = [stage() for _, stage in stages]
-        missed = [name for (name, _), made in zip(stages, done, strict=True) if not made]
+        missed = [(name, trainings) for name, trainings, stage in stages if not stage()]
         if missed:
-            self.notes.append(f"the time was too short for {', '.join(missed)}: {self.enough()}")
+            names = ", ".join(name for name, _ in missed)
+            self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
 
     # ------------------------------------------------------------------ the stages
@@ -155,7 +155,9 @@ class Search:
         whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
-            moves = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            found = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            made = {(change.field, change.pattern) for change in base.changes}
+            moves = [move for move in found if (move.field, move.pattern) not in made]
             new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
             whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
@@ -175,36 +177,45 @@ class Search:
             base = min(better, key=board.cost)
         return whole
 
-    def compile(self) -> bool:
-        """Try the best candidate and fp32 with compiled steps."""
-        if not self.compiling:
-            return True
-        board = self.board
-        eager = list(dict.fromkeys((board.best, SAFE)))
-        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
-        found = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
-                           phase="compiled steps")  # fmt: skip
-        for label, before in zip(labels, eager, strict=True):
-            board.set(label, error=board[before].error)
-            board.prefer(label)
-        return found
-
     def prove(self) -> bool:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
-        board = self.board
+        board, decided = self.board, True
         for tried in self._finalists():
             if tried.label == SAFE or not board.cheaper(tried, board[SAFE]):
                 continue
-            proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
-            self.proofs.append((tried.label, proof))
-            self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
-            if proof.holds:
+            if self._proven(tried.label):
                 board.best = tried.label
                 return True
-            verdict = "undecided" if proof.verdict == "undecided" else "worse"
-            board.set(tried.label, verdict=verdict, reason=f"{proof.verdict}: {proof.reason}".removeprefix("worse: "))
+            decided &= board[tried.label].verdict != "undecided"
         self.fall_back()
-        return self.lab.left > 0.0
+        return decided
+
+    def compile(self) -> bool:
+        """Try the choice and fp32 with compiled steps; what is cheaper has to be proven too."""
+        if not self.compiling:
+            return True
+        board, before = self.board, self.board.best
+        eager = list(dict.fromkeys((before, SAFE)))
+        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
+        whole = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
+                           phase="compiled steps")  # fmt: skip
+        for label, alike in zip(labels, eager, strict=True):
+            board.set(label, error=board[alike].error)
+            board.prefer(label)
+        if board.best != before and not self._proven(board.best):
+            board.best = before
+        return whole
+
+    def _proven(self, label: str) -> bool:
+        """Test a candidate for equivalence, and return whether it passes."""
+        proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
+        self.proofs.append((label, proof))
+        self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
+        if not proof.holds:
+            verdict = proof.verdict if proof.verdict == "undecided" else "worse"
+            words = proof.reason if verdict == proof.verdict else f"{proof.verdict}: {proof.reason}"
+            self.board.set(label, verdict=verdict, reason=words)
+        return proof.holds
 
     def fall_back(self) -> None:
         """Make the best preset the choice that no training has shown to be worse."""
@@ -295,8 +306,8 @@ class Search:
         """Return the seconds that are kept free for the proof: at most half of all."""
         return min(PROOF * self.steps * self.lab.pace(), self.lab.seconds / 2)
 
-    def enough(self) -> str:
-        """Return what a whole search takes, in words."""
-        steps = self.lab.task.excerpt_steps
-        minutes = math.ceil((2.5 * len(PRESETS) * len(self.dtypes) + 4 * PROOF) * steps * self.lab.pace() / 60 + 1)
-        return f"about {minutes} minutes suffice on this machine, also with --resume"
+    def missing(self, trainings: float) -> str:
+        """Return how long so many more short trainings of the task's excerpt take, in words."""
+        steps = max(self.steps, self.lab.task.excerpt_steps)
+        minutes = math.ceil((1.3 * trainings * steps * self.lab.pace() + COMPILING * self.compiling) / 60)
+        return f"about {minutes} more minutes are needed, with --resume"

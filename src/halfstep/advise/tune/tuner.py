@@ -24,6 +24,9 @@ __all__ = ["low_formats", "tune", "weights_of"]
 
 FORMATS = ("bf16", "fp16")
 
+ALL = 70.0
+"""Short trainings of a whole search, roughly."""
+
 
 def tune(
     task: Task,
@@ -82,11 +85,13 @@ def tune(
         try:
             reference = lab.reference(steps)
             if reference is None:
-                search.notes.append(f"the time was too short for fp32 alone, the reference: {search.enough()}")
+                search.notes.append(f"the time was too short for fp32 alone, the reference: {search.missing(ALL)}")
             elif flaw := reference.flaw(max_loss_rise):
                 if steps >= task.excerpt_steps or not reference.finite:
                     raise TuneError(f"task {task.name!r}: {flaw}")
-                search.notes.append(f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.enough()}")
+                search.notes.append(
+                    f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.missing(ALL)}"
+                )
             else:
                 search.run(reference)
         except KeyboardInterrupt:
