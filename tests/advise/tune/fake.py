@@ -50,18 +50,22 @@ class FakeLab:
         time: policy, compile -> step time over fp32's.
         rise: policy -> loss rise.
         proofs: candidate -> the proof's verdict.
+        error: policy -> error of its gradients in a probe; nan: not measured.
         spots: of every audit.
         failing: policy -> error of its race, "" for none.
         size: policy -> bytes kept for backward.
+        error: policy -> error of the gradients.
         left: seconds; a race takes none of them, and none is run without.
     """
 
     time: Callable[[hs.Policy, bool], float]
     rise: Callable[[hs.Policy], float] = lambda policy: 0.0
     proofs: Callable[[Candidate], Proof] = lambda candidate: proof("equivalent")
+    error: Callable[[hs.Policy], float] = lambda policy: math.nan
     spots: Sequence[Spot] = ()
     failing: Callable[[hs.Policy], str] = lambda policy: ""
     size: Callable[[hs.Policy], int] = lambda policy: 1000
+    error: Callable[[hs.Policy], float] = lambda policy: 0.01
     left: float = 1e6
     seconds: float = 1e6
     seed: int = 0
@@ -97,7 +101,12 @@ class FakeLab:
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Return the audit with the given spots."""
-        return Calibration(spots=tuple(self.spots), error=0.01, steps=2)
+        assert candidate.policy is not None
+        return Calibration(spots=tuple(self.spots), error=self.error(candidate.policy), steps=2)
+
+    def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
+        """Return the error of the gradients as decreed."""
+        return self.error(policy)
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Return the proof as decreed."""

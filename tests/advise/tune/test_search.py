@@ -80,6 +80,37 @@ def test_a_fast_preset_beyond_the_bound_gets_the_most_sensitive_exceptions() -> 
     assert change.why == "local error 0.3, 0.4 bits of headroom; costs 0.2 ms"
 
 
+def test_exceptions_that_are_not_needed_are_dropped() -> None:
+    spots = [spot("softmax", "a", error=0.9), spot("matmul", "b", error=0.8)]
+
+    def rise(policy: hs.Policy) -> float:
+        return 0.0 if ("b", "fp32") in policy.modules or policy.params == "fp32" else 0.5
+
+    lab = FakeLab(time=lambda p, c: PRESET_TIMES[p.name] + 0.02 * len(p.modules), rise=rise, spots=spots)
+    search = searched(lab)
+    assert best(search).policy.modules == (("b", "fp32"),) and "pure bf16 + a fp32, b fp32" in search.board.tried
+
+
+def right(policy: hs.Policy) -> float:
+    return 0.01 if ("matmul", "fp32") in policy.ops else 0.8
+
+
+def test_gradients_that_are_far_off_get_exceptions_though_the_loss_is_within_the_bound() -> None:
+    lab = FakeLab(time=lambda p, c: PRESET_TIMES[p.name] + 0.02 * len(p.ops), spots=[spot("matmul")], error=right)
+    search = searched(lab)
+    assert best(search).label == "pure bf16 + matmul fp32"
+    assert [label for label, _ in search.proofs] == [best(search).label]
+    (plain,) = (tried for tried in search.board.measured() if tried.label == "pure bf16")
+    assert plain.reason.endswith("; its gradients are off by 80 %")
+
+
+def test_without_an_exception_that_helps_the_proof_decides() -> None:
+    lab = FakeLab(time=preset_time, error=right)
+    assert best(searched(lab)).label == "pure bf16"
+    undecided = FakeLab(time=preset_time, error=right, proofs=lambda c: proof("undecided", 3))
+    assert best(searched(undecided)).label == "O0"
+
+
 def test_an_overflow_is_more_sensitive_than_any_error() -> None:
     spots = [spot("softmax", "a", error=0.9), spot("matmul", "b", error=0.0, overflows=True)]
 
@@ -167,7 +198,7 @@ def test_compiled_steps_are_candidates_too() -> None:
 def test_without_time_it_is_fp32_and_what_is_missing_is_said() -> None:
     search = searched(FakeLab(time=preset_time, left=0.0), compile=True)
     assert best(search).label == "O0" and not search.finished
-    assert "too short for the presets" in search.notes[0] and "minutes suffice" in search.notes[0]
+    assert "too short for the presets" in search.notes[0] and "more minutes are needed" in search.notes[0]
 
 
 def test_a_model_that_differs_from_run_to_run_is_noted() -> None:

@@ -19,13 +19,16 @@ from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.measure import Ratio
 
-__all__ = ["PRESETS", "SAFE", "Board", "Weights"]
+__all__ = ["PRESETS", "SAFE", "WRONG", "Board", "Weights"]
 
 SAFE = "O0"
 """The preset that computes in fp32: the choice when nothing else is shown to be good."""
 
 PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 """The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
+
+WRONG = 0.1
+"""Error of the gradients above which a candidate has to be looked at: healthy bf16 models stay below a twentieth."""
 
 GROUP = 8
 """Candidates of one race at most, its base not counted: all of them are in memory at once."""
@@ -80,15 +83,17 @@ class Board:
     ) -> Tried:  # fmt: skip
         """Return the candidate with this policy, new or known."""
         for tried in self.tried.values():
-            if (tried.policy, tried.compile) == (policy, compile) and tried.label != FP32:
+            same = tried.policy.replace(name="") == policy.replace(name="")
+            if same and tried.compile == compile and tried.label != FP32:
                 return tried
         name = preset if preset == SAFE else f"{preset} {policy.dtype}"
         if changes:
-            words = ", ".join(str(change).replace(" = ", " ") for change in changes[:2])
-            name += f" + {words}" if len(changes) <= 2 else f" + {words} and {len(changes) - 2} more"
-        label = name + COMPILED * compile
+            words = ", ".join(str(change).replace(" = ", " ") for change in changes)
+            name += f" + {words}" if len(changes) <= 2 else f" + {len(changes)} changes"
+        label, number = name + COMPILED * compile, 1
         while label in self.tried:
-            label += "'"
+            number += 1
+            label = f"{name} ({number}){COMPILED * compile}"
         self.tried[label] = Tried(
             label=label, policy=policy, preset=preset, compile=compile, changes=changes, **known
         )  # fmt: skip
@@ -144,7 +149,8 @@ class Board:
         """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             self._count(label)
-        self.control, self.resolution = found.control, found.resolution
+        if found.control is not None:
+            self.control, self.resolution = found.control, found.resolution
         self._laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
@@ -207,9 +213,26 @@ class Board:
         return self.cost(tried) < self.cost(other) - self.weights.time * self.resolution
 
     def prefer(self, label: str) -> None:
-        """Make a candidate the best, if it is within the bound and cheaper."""
-        if self.tried[label].verdict == "within" and self.cheaper(self.tried[label], self.tried[self.best]):
+        """Make a candidate the best, if it is sound and cheaper."""
+        if self.sound(self.tried[label]) and self.cheaper(self.tried[label], self.tried[self.best]):
             self.best = label
+
+    def sound(self, tried: Tried) -> bool:
+        """Return whether its loss is within the bound and its gradients are not far off, as far as is known."""
+        return tried.verdict == "within" and not tried.error > WRONG
+
+    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
+        """Return a place in the order of candidates: the best, then the sound ones, the cheapest first."""
+        return tried.label != self.best, not self.sound(tried) and tried.label != SAFE, self.cost(tried)
+
+    def measured(self) -> tuple[Tried, ...]:
+        """Return fp32 and every candidate that was measured, with their reasons complete."""
+        for label, tried in self.tried.items():
+            if tried.error > WRONG and tried.verdict in {"within", "worse"}:
+                off = f"off by {100 * tried.error:.0f} %" if tried.error < math.inf else "not finite"
+                self.tried[label] = replace(tried, reason=f"{tried.reason}; its gradients are {off}")
+        known = (t for t in self.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
+        return tuple(known)
 
     def saves(self, tried: Tried, base: Tried) -> bool:
         """Return whether it is cheaper than `base`, the base of its last race, for certain."""

@@ -20,6 +20,7 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.journal import Journal
+from halfstep.advise.tune.probe import gradient_error, gradients
 from halfstep.advise.tune.proof import Proof, prove
 from halfstep.advise.tune.race import BASELINE, Race, error_line, race
 from halfstep.advise.tune.reference import Reference
@@ -83,6 +84,7 @@ class Lab:
         self.journal = Journal(path, _about(task, device, seed))
         self.before = self.journal.seconds
         self._trained: Fp32Loop | None = None
+        self._wide: list[Tensor] | None = None  # its gradients in fp32
 
     # ------------------------------------------------------------------ time
 
@@ -196,6 +198,31 @@ class Lab:
         """Return the audit of a candidate if it was made."""
         found = self.journal.entries.get(f"audit {_key(candidate)} {steps}")
         return None if found is None else Calibration.of(found)
+
+    def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
+        """Return the error of the gradients under `policy` on the weights of the audits; nan without time for it.
+
+        Args:
+            policy: what to compute them under.
+            steps: that fp32 has trained the weights.
+            reserve: seconds that are kept for later.
+        """
+
+        def measure() -> float:
+            loop = self._trained = self._trained or self._train(steps)
+            batch = self.task.batch_on(self.device, self.seed, steps)
+            if self._wide is None:
+                self._wide = gradients(self.task, loop.model, batch, None)
+            try:
+                return gradient_error(self.task, loop.model, batch, policy, self._wide)
+            except Exception:  # of the user's model, of torch, or no memory: a policy that is no use
+                return 1.0
+
+        key = f"probe {_digest(policy.replace(name='').to_toml())} {steps}"
+        if key not in self.journal.entries and self.left <= reserve:
+            return math.nan
+        found: float = self._remember(key, measure)
+        return found
 
     def _train(self, steps: int) -> Fp32Loop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)

@@ -21,7 +21,7 @@ LOW_BITS = 32
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "residual": ("low", "fp32"),
-        "params": ("low", "fp32"),
+        "params": ("low",),
         "norms": ("low", "fp32"),
         "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
         "inputs": ("low", "keep"),
@@ -69,7 +69,7 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
         memory: whether memory counts: then fields come first, which decide it.
     """
     share = 1.0 if memory else MINOR
-    found = [(share, remedy) for remedy in _fields(policy)]
+    found = [(share, remedy) for remedy in _of_fields(policy)]
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: list[Remedy] = []
     known: set[object] = set()
@@ -84,7 +84,7 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
     return chosen[:MOST]
 
 
-def _fields(policy: hs.Policy) -> Iterator[Remedy]:
+def _of_fields(policy: hs.Policy) -> Iterator[Remedy]:
     for field, values in FIELDS.items():
         if field in BEHIND_LOW and policy.params != "low":
             continue

@@ -1,8 +1,8 @@
 """Search: which candidate is the cheapest whose loss ends within the bound. A function of what the lab measures.
 
 Stages: presets; exceptions for cheaper presets beyond the bound, from the most sensitive; changes that save, from the
-most expensive; compile; a race of the finalists on other batches, and the proof of equivalence, with the next one where
-it fails. Each stage leaves a safe choice, so that the search can end after any of them.
+most expensive; a race of the finalists on other batches, and the proof of equivalence, with the next one where it
+fails; compiled steps, and their proof. Each stage leaves a safe choice, so that the search can end after any of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import halfstep as hs
-from halfstep.advise.tune.board import PRESETS, SAFE, Board
-from halfstep.advise.tune.calibration import applied
+from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
+from halfstep.advise.tune.calibration import Remedy, applied
 from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.moves import exceptions, savings
+from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Change, Tried
@@ -33,6 +34,9 @@ LOOKS = 24
 
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
+
+MENDED = 2
+"""Presets that are given exceptions at most, the cheapest ones."""
 
 ROUNDS = 3
 """Times that changes are looked for, each time from the best candidate so far."""
@@ -82,17 +86,17 @@ class Search:
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
                 "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
             )
-        stages: tuple[tuple[str, Callable[[], bool]], ...] = (
-            ("the presets", self.presets),
-            ("exceptions for presets beyond the bound", self.repair),
-            ("changes that save", self.improve),
-            ("compiled steps", self.compile),
-            ("the proof of equivalence", self.prove),
+        stages: tuple[tuple[str, float, Callable[[], bool]], ...] = (
+            ("the presets", 8.0 * len(self.dtypes), self.presets),
+            ("exceptions for presets that are not sound", 20.0, self.repair),
+            ("changes that save", 20.0, self.improve),
+            ("the proof of equivalence", PROOF, self.prove),
+            ("compiled steps", PROOF, self.compile),
         )
-        done = [stage() for _, stage in stages]
-        missed = [name for (name, _), made in zip(stages, done, strict=True) if not made]
+        missed = [(name, trainings) for name, trainings, stage in stages if not stage()]
         if missed:
-            self.notes.append(f"the time was too short for {', '.join(missed)}: {self.enough()}")
+            names = ", ".join(name for name, _ in missed)
+            self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
 
     # ------------------------------------------------------------------ the stages
@@ -109,31 +113,51 @@ class Search:
         return found
 
     def repair(self) -> bool:
-        """Give presets that are cheaper than the best, and beyond the bound, exceptions until they are within it."""
+        """Give presets that are cheaper than the best and not sound exceptions, until they are."""
         board = self.board
-        beyond = [t for t in board.tried.values() if t.verdict == "worse" and board.cheaper(t, board[board.best])]
-        for tried in sorted(beyond, key=board.cost)[:2]:
-            found = exceptions(board.calibration(tried.label), tried.policy)
-            rungs = sorted({min(count, len(found)) for count in LADDER if found})
-            labels = [board.changed(tried, found[:count]).label for count in rungs]
-            phase = f"exceptions for {tried.label}"
-            if labels and not board.race([tried.label, *labels], self.steps, base=tried.label, reserve=self._reserve(),
-                                         phase=phase):  # fmt: skip
+        judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
+        beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
+        for tried in sorted(beyond, key=board.cost)[:MENDED]:
+            calibration = board.calibration(tried.label)
+            listed = exceptions(calibration, tried.policy)
+            probed = chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+            found = probed or listed
+            rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
+            if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
-            for label in labels:
-                self._explain(label, board[tried.label])
-                self._settle(label)
+            passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
+            few = found[: passed[0]] if passed else []
+            if len(few) > 1 and not self._excepted(tried, [[r for r in few if r is not left] for left in few]):
+                return False
         return True
+
+    def _probe(self, policy: hs.Policy) -> float:
+        return self.lab.probe(policy, self.steps, reserve=self._reserve())
+
+    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Remedy]]) -> bool:
+        """Race a preset with each of some lists of exceptions."""
+        board = self.board
+        made = [board.changed(tried, remedies) for remedies in exceptions]
+        labels = [t.label for t in made if t.verdict == "unmeasured"]
+        whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
+                           phase=f"exceptions for {tried.label}")  # fmt: skip
+        for label in labels:
+            if board[label].time is not None:
+                self._explain(label, board[tried.label])
+            self._settle(label)
+        return whole
 
     def improve(self) -> bool:
         """Try changes one by one beside the best low candidate, then the good ones together."""
         board = self.board
-        low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
+        low = [t for t in board.tried.values() if board.sound(t) and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
         whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
-            moves = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            found = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            made = {(change.field, change.pattern) for change in base.changes}
+            moves = [move for move in found if (move.field, move.pattern) not in made]
             new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
             whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
@@ -145,44 +169,53 @@ class Search:
             )
             base = board[base.label]
             better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
+            for tried in better:
+                self._settle(tried.label)
+            better = [t for t in (board[t.label] for t in better) if board.sound(t)]
             if not better:
                 break
             base = min(better, key=board.cost)
-            for tried in better:
-                board.prefer(tried.label)
-            self._settle(base.label)
         return whole
-
-    def compile(self) -> bool:
-        """Try the best candidate and fp32 with compiled steps."""
-        if not self.compiling:
-            return True
-        board = self.board
-        eager = list(dict.fromkeys((board.best, SAFE)))
-        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
-        found = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
-                           phase="compiled steps")  # fmt: skip
-        for label, before in zip(labels, eager, strict=True):
-            board.set(label, error=board[before].error)
-            board.prefer(label)
-        return found
 
     def prove(self) -> bool:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
-        board = self.board
+        board, decided = self.board, True
         for tried in self._finalists():
-            if tried.label == SAFE:
-                break
-            proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
-            self.proofs.append((tried.label, proof))
-            self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
-            if proof.holds:
+            if tried.label == SAFE or not board.cheaper(tried, board[SAFE]):
+                continue
+            if self._proven(tried.label):
                 board.best = tried.label
                 return True
-            verdict = "undecided" if proof.verdict == "undecided" else "worse"
-            board.set(tried.label, verdict=verdict, reason=f"{proof.verdict}: {proof.reason}")
+            decided &= board[tried.label].verdict != "undecided"
         self.fall_back()
-        return self.lab.left > 0.0
+        return decided
+
+    def compile(self) -> bool:
+        """Try the choice and fp32 with compiled steps; what is cheaper has to be proven too."""
+        if not self.compiling:
+            return True
+        board, before = self.board, self.board.best
+        eager = list(dict.fromkeys((before, SAFE)))
+        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
+        whole = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
+                           phase="compiled steps")  # fmt: skip
+        for label, alike in zip(labels, eager, strict=True):
+            board.set(label, error=board[alike].error)
+            board.prefer(label)
+        if board.best != before and not self._proven(board.best):
+            board.best = before
+        return whole
+
+    def _proven(self, label: str) -> bool:
+        """Test a candidate for equivalence, and return whether it passes."""
+        proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
+        self.proofs.append((label, proof))
+        self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
+        if not proof.holds:
+            verdict = proof.verdict if proof.verdict == "undecided" else "worse"
+            words = proof.reason if verdict == proof.verdict else f"{proof.verdict}: {proof.reason}"
+            self.board.set(label, verdict=verdict, reason=words)
+        return proof.holds
 
     def fall_back(self) -> None:
         """Make the best preset the choice that no training has shown to be worse."""
@@ -190,7 +223,8 @@ class Search:
         plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
         board.best = SAFE
         for tried in plain:
-            if tried.verdict in {"within", "undecided"} and board.cheaper(tried, board[board.best]):
+            safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
+            if safe and board.cheaper(tried, board[board.best]):
                 board.best = tried.label
 
     def reason(self, proof: Proof | None) -> str:
@@ -208,7 +242,7 @@ class Search:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
+        order = sorted(within, key=board.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
         seed = self.lab.seed + SEEDS
@@ -218,7 +252,7 @@ class Search:
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
-        return sorted((board[x] for x in labels), key=lambda t: (t.label != board.best, board.cost(t)))
+        return sorted((board[x] for x in labels), key=board.rank)
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
@@ -272,8 +306,8 @@ class Search:
         """Return the seconds that are kept free for the proof: at most half of all."""
         return min(PROOF * self.steps * self.lab.pace(), self.lab.seconds / 2)
 
-    def enough(self) -> str:
-        """Return what a whole search takes, in words."""
-        steps = self.lab.task.excerpt_steps
-        minutes = math.ceil((2.5 * len(PRESETS) * len(self.dtypes) + 4 * PROOF) * steps * self.lab.pace() / 60 + 1)
-        return f"about {minutes} minutes suffice on this machine, also with --resume"
+    def missing(self, trainings: float) -> str:
+        """Return how long so many more short trainings of the task's excerpt take, in words."""
+        steps = max(self.steps, self.lab.task.excerpt_steps)
+        minutes = math.ceil((1.3 * trainings * steps * self.lab.pace() + COMPILING * self.compiling) / 60)
+        return f"about {minutes} more minutes are needed, with --resume"

@@ -14,16 +14,18 @@ from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
 from halfstep.advise.tune.reference import Reference
-from halfstep.advise.tune.result import Tried, TuneError, Tuning
+from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.errors import did_you_mean
-from halfstep.tasks.candidates import FP32
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 
 __all__ = ["low_formats", "tune", "weights_of"]
 
 FORMATS = ("bf16", "fp16")
+
+ALL = 70.0
+"""Short trainings of a whole search, roughly."""
 
 
 def tune(
@@ -83,11 +85,13 @@ def tune(
         try:
             reference = lab.reference(steps)
             if reference is None:
-                search.notes.append(f"the time was too short for fp32 alone, the reference: {search.enough()}")
+                search.notes.append(f"the time was too short for fp32 alone, the reference: {search.missing(ALL)}")
             elif flaw := reference.flaw(max_loss_rise):
                 if steps >= task.excerpt_steps or not reference.finite:
                     raise TuneError(f"task {task.name!r}: {flaw}")
-                search.notes.append(f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.enough()}")
+                search.notes.append(
+                    f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.missing(ALL)}"
+                )
             else:
                 search.run(reference)
         except KeyboardInterrupt:
@@ -103,15 +107,11 @@ def _result(task: Task, search: Search, reference: Reference | None, device: str
     chosen = board.set(board.best, verdict="chosen", reason=search.reason(proof))
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=task.name, chosen=chosen, tried=_measured(board), target=target, bound=board.bound,
+        task=task.name, chosen=chosen, tried=board.measured(), target=target, bound=board.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
         seed=lab.seed, device=device, machine=machine(), advice=tuple(advice(board, lab)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
     )  # fmt: skip
-
-
-def _measured(board: Board) -> tuple[Tried, ...]:
-    return tuple(t for t in board.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
 
 
 def weights_of(target: str) -> Weights:
