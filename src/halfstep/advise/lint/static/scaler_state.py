@@ -63,6 +63,8 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _steps(script) or _calls(script, script.scalers, "load_state_dict") or _handed_on(script, r"load|resume"):
         return
     for call in _calls(script, script.optimizers, "load_state_dict"):
+        if any(_is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a)):
+            continue  # its own state, not one from a checkpoint
         name = next(iter(script.scalers))
         yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
 
