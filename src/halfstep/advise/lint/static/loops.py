@@ -19,7 +19,8 @@ from halfstep.advise.lint.static.examples import (
     ZERO,
     loop,
 )
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import Site, sites
 from halfstep.advise.lint.static.script import Script, walked
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import Op, judged, plain
+from halfstep.advise.lint.static.ops import Op, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, walked
 
