@@ -91,8 +91,8 @@ class _Walk(Operations):
                 state.ended = "loop" if isinstance(node, (ast.Break, ast.Continue)) else "function"
             return states
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
-            one, other = ([ast.copy_location(ast.Expr(part), node)] for part in (node.value.body, node.value.orelse))
-            node = ast.If(node.value.test, one, other)
+            one, other = (ast.copy_location(ast.Expr(part), node) for part in (node.value.body, node.value.orelse))
+            node = ast.If(node.value.test, [one], [other])
         if isinstance(node, ast.If):
             return self.choice(node, states, place)
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
