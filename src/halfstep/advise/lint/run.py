@@ -15,7 +15,7 @@ from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-__all__ = ["lint", "python_files"]
+__all__ = ["lint"]
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
@@ -53,13 +53,13 @@ def lint(
         task = load_task(str(target))
         found = [*_in_file(path), *check_task(task, policy)]
     else:
-        files = python_files(Path(target))
+        files = _python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
     kept = [_relative(f) for f in found if f.code not in left_out and not _ignored(f)]
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
-def python_files(path: Path) -> list[Path]:
+def _python_files(path: Path) -> list[Path]:
     """Return the Python files that `path` is or holds.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.low_values import PRODUCTS
-from halfstep.advise.lint.static.paths import MANAGERS
+from halfstep.advise.lint.static.ops import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
 from halfstep.advise.lint.static.script import Script, walked
 
@@ -73,15 +73,9 @@ def _no_grad(script: Script) -> Iterator[Hit]:
 def _cross_entropy(script: Script) -> Iterator[Hit]:
     for site in all_sites(script):
         region = site.place.torch_region
-        if region is None or region.device == "cpu" or not region.sure:
-            continue
-        name = script.called(site.call)
-        made = script.constant(site.call.func) if isinstance(site.call.func, (ast.Name, ast.Attribute)) else None
-        if (
-            name == "torch.nn.functional.binary_cross_entropy"
-            or script.called(made or site.call.func) == "torch.nn.BCELoss"
-        ):
-            yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
+        if region is not None and region.device != "cpu" and region.sure:
+            if script.operator(site.call) in ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"):
+                yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
 def _in_place(script: Script) -> Iterator[Hit]:
@@ -104,25 +98,20 @@ def _replicas(script: Script) -> Iterator[Hit]:
 
 
 def _function(script: Script) -> Iterator[Hit]:
-    if not any(region_of(script, n) for n in walked(script.tree) if isinstance(n, ast.Call)):
+    if not any(region_of(script, call) for call in script.calls):
         return
     for node in walked(script.tree):
-        if not isinstance(node, ast.ClassDef) or not any(
-            script.name(b) == "torch.autograd.Function" for b in node.bases
-        ):
-            continue
-        methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-        if (
-            "backward" in methods
-            and not _decorated(script, methods.values())
-            and _multiplies(script, methods["backward"])
-        ):
-            yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
+        if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
+            methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+            cast = any(_casts(script, decorator) for d in (node, *methods.values()) for decorator in d.decorator_list)
+            if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
+                yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
 
 
-def _decorated(script: Script, methods: object) -> bool:
-    names = [script.name(d.func if isinstance(d, ast.Call) else d) for m in methods for d in m.decorator_list]  # type: ignore[attr-defined]
-    return any(name.endswith(("custom_fwd", "custom_bwd", "operator")) for name in names)
+def _casts(script: Script, decorator: ast.expr) -> bool:
+    """Return whether a decorator gives a Function its formats."""
+    name = script.called(decorator) or script.name(decorator)
+    return name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator"))
 
 
 def _multiplies(script: Script, method: ast.FunctionDef) -> bool:

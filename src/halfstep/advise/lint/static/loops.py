@@ -19,7 +19,8 @@ from halfstep.advise.lint.static.examples import (
     ZERO,
     loop,
 )
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import Site, sites
 from halfstep.advise.lint.static.script import Script, walked
 
@@ -27,6 +28,7 @@ __all__ = ["LOOP_RULES"]
 
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
 FINITE = re.compile(r"isfinite|isnan|isinf")
+TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
 OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
 """Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
 
@@ -106,16 +108,18 @@ def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
 def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         inner = {s.place.loops[-1] for s in sites(script, function) if s.place.loops and _is_training(s)}
-        losses, seen = _losses(script, function.node), set()
+        losses, seen, waited = _losses(script, function.node), set(), set()
         for site in sites(script, function):
             if not site.place.loops or site.place.loops[-1] not in inner or site.place.branches or site.place.no_grad:
                 continue
             call = site.call
+            if script.called(call).endswith("synchronize"):
+                waited.add(site.place.loops[-1])
             value = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "item" else None
             if script.called(call) == "float" and call.args:
                 value = call.args[0]
             name = script.name(value) if value is not None else ""
-            if name in losses and (name, site.place.loops[-1]) not in seen:
+            if name in losses and (name, site.place.loops[-1]) not in seen and site.place.loops[-1] not in waited:
                 seen.add((name, site.place.loops[-1]))
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
 
@@ -137,23 +141,19 @@ def _losses(script: Script, function: ast.AST) -> set[str]:
 
 
 def _own_step(script: Script) -> Iterator[Hit]:
-    for key, values in script.assigned.items():
-        for value in values:
-            if script.called(value.node) in ("halfstep.TrainStep", "halfstep.step.TrainStep") and isinstance(
-                value.node, ast.Call
-            ):
-                optimizer = script.name(value.node.args[1]) if len(value.node.args) > 1 else ""
-                yield from _stepped_beside(script, key, optimizer)
-
-
-def _stepped_beside(script: Script, step: str, optimizer: str) -> Iterator[Hit]:
-    for function in script.functions if optimizer else ():
-        calls = [site for site in sites(script, function) if site.place.loops]
-        steps = [site.place for site in calls if script.called(site.call) == step]
-        for site in calls:
-            beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
-            if beside and script.called(site.call) == f"{optimizer}.step":
-                yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
+    for function in script.functions:
+        calls = sites(script, function)
+        made = {  # step -> its optimizer
+            script.key(s.statement.targets[0]): script.name(s.call.args[1])
+            for s in calls
+            if isinstance(s.statement, ast.Assign) and script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1
+        }
+        for step, optimizer in made.items():
+            steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
+            for site in calls:
+                beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
+                if beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                    yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
 
 
 LAST = "if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()"

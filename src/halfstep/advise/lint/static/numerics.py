@@ -110,8 +110,10 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
 
 
 def _hidden(script: Script) -> Iterator[Hit]:
-    for _, _, node in _each(script):
+    for function, where, node in _each(script):
         if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
+            continue
+        if not _in_a_loss(script, function, where):
             continue
         test, *branches = node.args
         tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
@@ -172,8 +174,7 @@ def _differentiable(node: ast.AST) -> set[str]:
 
 def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bool:
     node = script.local(function, node)
-    called = script.called(node)
-    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.called(script.constant(node.func)) or called):
+    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
     for name in SUMS:
         if (inner := operand(script, node, name)) is not None:
@@ -289,14 +290,14 @@ def loss_fn(model, x, y):
         bad="""
 import torch
 
-def distance(model, a):
+def loss_fn(model, a):
     d = model(a).sum(-1)
     return torch.where(d > 0, torch.sqrt(d), 0.0)
 """,
         good="""
 import torch
 
-def distance(model, a):
+def loss_fn(model, a):
     d = model(a).sum(-1)
     safe = torch.where(d > 0, d, 1.0)
     return torch.where(d > 0, torch.sqrt(safe), 0.0)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import Op, judged, plain
+from halfstep.advise.lint.static.ops import Op, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, walked
 
@@ -27,17 +28,25 @@ FEW_STEPS = 20
 
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
-        stepped = {
-            (loop, script.called(site.call).rpartition(".")[0])
-            for site in sites(script, function)
-            for loop in site.place.loops
-            if isinstance(site.call.func, ast.Attribute) and site.call.func.attr == "step"
-        }
+        steps = [s for s in sites(script, function) if _is_call(script, s.call, script.scalers, "step") and s.call.args]
         for site in sites(script, function):
-            if SCALERS.fullmatch(script.called(site.call)) and isinstance(site.statement, ast.Assign):
-                key = script.key(site.statement.targets[0])
-                if not site.place.branches and any((loop, key) in stepped for loop in site.place.loops):
+            if not SCALERS.fullmatch(script.called(site.call)) or not isinstance(site.statement, ast.Assign):
+                continue
+            key = script.key(site.statement.targets[0])
+            for step in steps:
+                shared = [loop for loop in site.place.loops if loop in step.place.loops]
+                same = script.called(step.call) == f"{key}.step" and not site.place.branches
+                if shared and same and not _assigned_in(script, shared[-1], script.key(step.call.args[0])):
                     yield Hit(site.call.lineno, f"`{key}` is made anew in each iteration of the loop in which it steps")
+                    break
+
+
+def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
+    """Return whether a loop assigns an object: another training begins in each iteration."""
+    return any(
+        isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store) and script.key(n) == key
+        for n in walked(loop)
+    )
 
 
 def _saved_without(script: Script) -> Iterator[Hit]:
@@ -63,6 +72,8 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _steps(script) or _calls(script, script.scalers, "load_state_dict") or _handed_on(script, r"load|resume"):
         return
     for call in _calls(script, script.optimizers, "load_state_dict"):
+        if any(_is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a)):
+            continue  # its own state, not one from a checkpoint
         name = next(iter(script.scalers))
         yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
 
