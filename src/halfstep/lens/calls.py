@@ -65,7 +65,9 @@ __all__ = [
 TAG = "halfstep.site"
 TORCH = str(Path(torch.__file__).parent) + os.sep
 HERE = str(Path(__file__).parent.parent) + os.sep
-OWN = tuple(HERE + part for part in ("advise", "cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights"))
+OWN = tuple(
+    HERE + part for part in ("advise", "cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights")
+)
 ENGINE = "_engine_run_backward"
 
 RUNS_BACKWARD = frozenset({"backward", "grad"})
