@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.low_values import PRODUCTS
-from halfstep.advise.lint.static.paths import MANAGERS
+from halfstep.advise.lint.static.ops import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
 from halfstep.advise.lint.static.script import Script, walked
 
@@ -73,15 +73,9 @@ def _no_grad(script: Script) -> Iterator[Hit]:
 def _cross_entropy(script: Script) -> Iterator[Hit]:
     for site in all_sites(script):
         region = site.place.torch_region
-        if region is None or region.device == "cpu" or not region.sure:
-            continue
-        name = script.called(site.call)
-        made = script.constant(site.call.func) if isinstance(site.call.func, (ast.Name, ast.Attribute)) else None
-        if (
-            name == "torch.nn.functional.binary_cross_entropy"
-            or script.called(made or site.call.func) == "torch.nn.BCELoss"
-        ):
-            yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
+        if region is not None and region.device != "cpu" and region.sure:
+            if script.operator(site.call) in ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"):
+                yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
 def _in_place(script: Script) -> Iterator[Hit]:

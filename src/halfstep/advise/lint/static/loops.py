@@ -19,7 +19,8 @@ from halfstep.advise.lint.static.examples import (
     ZERO,
     loop,
 )
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import Site, sites
 from halfstep.advise.lint.static.script import Script, walked
 
@@ -106,16 +107,18 @@ def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
 def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         inner = {s.place.loops[-1] for s in sites(script, function) if s.place.loops and _is_training(s)}
-        losses, seen = _losses(script, function.node), set()
+        losses, seen, waited = _losses(script, function.node), set(), set()
         for site in sites(script, function):
             if not site.place.loops or site.place.loops[-1] not in inner or site.place.branches or site.place.no_grad:
                 continue
             call = site.call
+            if script.called(call).endswith("synchronize"):
+                waited.add(site.place.loops[-1])
             value = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "item" else None
             if script.called(call) == "float" and call.args:
                 value = call.args[0]
             name = script.name(value) if value is not None else ""
-            if name in losses and (name, site.place.loops[-1]) not in seen:
+            if name in losses and (name, site.place.loops[-1]) not in seen and site.place.loops[-1] not in waited:
                 seen.add((name, site.place.loops[-1]))
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
 

@@ -102,12 +102,12 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def _number(script: Script, node: ast.expr | None) -> float | None:
-    node = script.constant(node)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _number(script, node.operand)
+    found = script.constant(node)
+    if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.USub):
+        value = _number(script, found.operand)
         return None if value is None else -value
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        return float(node.value)
+    if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) and not isinstance(found.value, bool):
+        return float(found.value)
     return None
 
 
@@ -164,11 +164,8 @@ def _low_squares(script: Script) -> Iterator[Hit]:
 
 def _loss(script: Script, node: ast.AST) -> str:
     """Return the name of torch's loss that a call computes; "" if it is none."""
-    if not isinstance(node, ast.Call) or not node.args:
-        return ""
-    made = script.constant(node.func)
-    names = (script.called(node), script.called(made) if made is not None else "")
-    return next((name for name in names if LOSSES.fullmatch(name)), "")
+    name = script.operator(node) if isinstance(node, ast.Call) and node.args else ""
+    return name if LOSSES.fullmatch(name) else ""
 
 
 def _low_loss(script: Script) -> Iterator[Hit]:

@@ -172,8 +172,7 @@ def _differentiable(node: ast.AST) -> set[str]:
 
 def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bool:
     node = script.local(function, node)
-    called = script.called(node)
-    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.called(script.constant(node.func)) or called):
+    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
     for name in SUMS:
         if (inner := operand(script, node, name)) is not None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import Op, judged, plain
+from halfstep.advise.lint.static.ops import Op, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, walked
 
@@ -63,6 +64,8 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _steps(script) or _calls(script, script.scalers, "load_state_dict") or _handed_on(script, r"load|resume"):
         return
     for call in _calls(script, script.optimizers, "load_state_dict"):
+        if any(_is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a)):
+            continue  # its own state, not one from a checkpoint
         name = next(iter(script.scalers))
         yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
 

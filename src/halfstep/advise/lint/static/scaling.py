@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["SCALING_RULES"]
