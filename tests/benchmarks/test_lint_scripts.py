@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,12 @@ def test_a_run_keeps_labels_and_what_was_found_first(tmp_path: Path) -> None:
     script = {"repository": "owner/name", "commit": head.stdout.strip(), "path": "train.py", "set": "first"}
     gone = {"repository": "owner/name", "path": "train.py", "line": 1, "code": "HS026", "severity": "note", "what": ""}
     gone |= {"true": False, "reason": "no such call", "first": True, "now": True}
-    report = {"scripts": [script], "findings": [gone, {**gone, "line": 2, "first": False}], "summary": {}, "rules": []}
+    report: dict[str, Any] = {
+        "scripts": [script],
+        "findings": [gone, {**gone, "line": 2, "first": False}],
+        "summary": {},
+        "rules": [],
+    }
 
     (finding,) = run(report, tmp_path, first=False)
     assert (finding["code"], finding["line"], finding["true"]) == ("HS001", 10, None)
