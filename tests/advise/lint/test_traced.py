@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -111,6 +112,30 @@ def test_an_eps_of_0_is_reported_where_weights_get_lost(kind: type[torch.optim.O
     reported = "HS107" in {finding.code for finding in check_task(task, policy)}
     lost = not all(bool(p.isfinite().all()) for p in made[0].parameters())
     assert reported == lost == (kind is not torch.optim.AdamW)
+
+
+def test_whole_numbers_are_positions_only_where_different_ones_become_equal() -> None:
+    low = torch.bfloat16
+    cases = {
+        "positions": (lambda y: y + 0 * torch.arange(300).to(low).sum(), True),
+        "fp32 positions": (lambda y: y + 0 * torch.arange(300.0).to(low).sum(), True),
+        "a mask of -10000": (lambda y: y + 0 * torch.tensor([0.0, -10000.0]).to(low).sum(), False),
+        "pixels": (lambda y: y + 0 * torch.arange(256).to(low).sum(), False),
+    }
+    for name, (change, found_there) in cases.items():
+        task = task_of(loss_fn=lambda model, x, change=change: change(model(x)).float().square().mean())
+        assert ("HS125" in {f.code for f in check_task(task)}) == found_there, name
+
+
+def test_a_closed_row_is_reported_where_it_becomes_nan() -> None:
+    """The operator scaled_dot_product_attention gives 0 for such a row."""
+    mask = torch.ones(2, 2).tril(-1).bool()
+
+    def attention(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)[None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask).float().square().mean()
+
+    assert "HS121" not in {f.code for f in check_task(task_of(loss_fn=attention))}
 
 
 def test_sizes_for_fp8_are_multiples_of_16() -> None:
