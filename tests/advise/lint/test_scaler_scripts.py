@@ -199,17 +199,6 @@ def train(model, loader, optimizer, scaler, n):
             scaler.update()
             optimizer.zero_grad()
 """),
-    "sklearn's scaler": ("", """
-import torch
-from sklearn.preprocessing import StandardScaler
-scaler = StandardScaler()
-x = scaler.fit_transform(x)
-for i in range(3):
-    loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""),
     "loss scaler of timm": ("", """
 import torch
 def train(model, loader, optimizer, loss_scaler):
@@ -279,32 +268,6 @@ class T:
             self.optimizer_step()
             self.after()
 """),
-    "backward in region through a context variable": ("HS018", """
-import torch
-ctx = torch.autocast("cuda", torch.bfloat16)
-for x in loader:
-    with ctx:
-        loss = model(x)
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""),
-    "region disabled around backward": ("", """
-import torch
-for x in loader:
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model(x)
-        with torch.autocast("cuda", enabled=False):
-            loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""),
-    "a model moved after the optimizer keeps its parameters": ("", """
-import torch
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-model.cuda()
-model.to(torch.device("cuda"))
-"""),
     "bf16 scaler that is off": ("", """
 import torch
 scaler = torch.amp.GradScaler(enabled=False)
@@ -334,50 +297,6 @@ for x in loader:
     scaled = scaler.scale(loss)
     scaled.backward()
     scaler.step(optimizer)
-"""),
-    "accelerate": ("", """
-import torch
-from accelerate import Accelerator
-accelerator = Accelerator(mixed_precision="fp16")
-for x in loader:
-    with accelerator.accumulate(model):
-        loss = model(x)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-"""),
-    "fabric": ("", """
-import torch
-for x in loader:
-    loss = model(x)
-    fabric.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-"""),
-    "zero_grad by a helper, by None, and by the model": ("", """
-import torch
-for x in loader:
-    for p in model.parameters():
-        p.grad = None
-    model(x).backward()
-    optimizer.step()
-"""),
-    "no zero_grad": ("HS034", """
-import torch
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for x in loader:
-    model(x).backward()
-    optimizer.step()
-"""),
-    "no zero_grad but a helper has the optimizer": ("", """
-import torch
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for x in loader:
-    reset(optimizer)
-    model(x).backward()
-    optimizer.step()
 """),
     "scaler steps under TrainStep's own way": ("", """
 import torch
@@ -473,16 +392,47 @@ def step(loss, optimizer, scaler):
     scaler.step(optimizer)
     scaler.update()
 """),
-    "a scaler's class as annotation, aliased": ("HS004", """
+    "a scaler for each fold, whose optimizer is new too": ("", """
 import torch
-from torch.amp import GradScaler as GS
-def fit(model, opt, data):
-    s = GS()
-    amp = s
-    for x in data:
-        opt.zero_grad()
-        amp.scale(model(x)).backward()
-        amp.step(opt)
+for fold in folds:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler()
+    for x in fold:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""),
+    "a scaler for each epoch": ("HS011", """
+import torch
+def train(model, optimizer, loader):
+    for epoch in range(3):
+        scaler = torch.amp.GradScaler()
+        for x in loader:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""),
+    "the loss is read after it was scaled and divided again": ("", """
+import torch
+def train(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = scaler.scale(model(x))
+        loss.backward()
+        scaler.step(optimizer)
+        if x[0] == 0:
+            print(loss.item() / scaler.get_scale())
+        scaler.update()
+        optimizer.zero_grad()
+"""),
+    "names of torch.cuda.amp as a fallback": ("", """
+import torch
+try:
+    scaler = torch.amp.GradScaler("cuda")
+except AttributeError:
+    scaler = torch.cuda.amp.GradScaler()
 """),
 }  # fmt: skip
 """What is written -> (the codes of the rules that find something, the script)."""

@@ -1,4 +1,4 @@
-"""Models, losses and regions as they are written: what is right is left alone."""
+"""Losses, regions and arithmetic as they are written: what is right is left alone."""
 
 from __future__ import annotations
 
@@ -12,31 +12,6 @@ import torch
 with torch.no_grad(), torch.autocast("cuda"):
     for x in loader:
         y = model(x)
-"""),
-    "fp16 inference": ("", """
-import torch
-model = Net().half()
-with torch.no_grad():
-    model(x)
-"""),
-    "half of inputs and a frozen teacher": ("", """
-import torch
-teacher = Net().half()
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters())
-for x in loader:
-    with torch.no_grad():
-        t = teacher(x.half())
-    loss = model(x, t.float())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""),
-    "optimizer made again after a new head": ("", """
-import torch
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-model.fc = torch.nn.Linear(3, 3)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """),
     "loss in a disabled region on fp32": ("", """
 import torch
@@ -106,25 +81,111 @@ def loss_and_metric(model, x, y):
     rmse = torch.sqrt(F.mse_loss(model(x), y))
     return loss, rmse.item()
 """),
-    "rmse as a loss": ("HS042", """
+    "where behind a root of data": ("", """
+import torch
+def features(x):
+    return torch.where(x > 0, torch.log(x), 0.0)
+"""),
+    "device of a name": ("", """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+with torch.autocast(device):
+    y = net(x)
+with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16):
+    y = net(x)
+"""),
+    "a device type that does not exist": ("HS021", """
+import torch
+with torch.autocast("gpu", dtype=torch.bfloat16):
+    y = net(x)
+"""),
+    "a region for the CPU around a model on CUDA": ("HS021", """
+import torch
+model = Net().to("cuda")
+model.eval()
+with torch.autocast("cpu"):
+    y = model(x)
+"""),
+    "autocast decorates forward and loss is inside": ("", """
 import torch
 import torch.nn.functional as F
-for x, y in loader:
-    loss = torch.sqrt(F.mse_loss(model(x), y))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+class Net(torch.nn.Module):
+    @torch.autocast("cuda")
+    def forward(self, x, y):
+        return F.cross_entropy(self.layer(x), y)
 """),
-    "eps large enough": ("HS028", """
+    "autocast decorates a function with BCE": ("HS023", """
 import torch
-model = Net().half()
-optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+criterion = torch.nn.BCELoss()
+@torch.autocast("cuda")
+def loss_fn(model, x, y):
+    return criterion(torch.sigmoid(model(x)), y)
 """),
-    "fp32 master weights by hand": ("", """
+    "BCE in fp32 in a disabled region": ("", """
 import torch
-model = Net().half()
-master_params = [p.detach().clone().float() for p in model.parameters()]
-optimizer = torch.optim.Adam(master_params)
+import torch.nn.functional as F
+with torch.autocast("cuda"):
+    p = torch.sigmoid(net(x))
+    with torch.autocast("cuda", enabled=False):
+        loss = F.binary_cross_entropy(p.float(), y)
+"""),
+    "attention by hand under fp16": ("HS044", """
+import torch
+def attend(q, k, v, mask):
+    with torch.autocast("cuda", dtype=torch.float16):
+        scores = torch.matmul(q, k.transpose(-2, -1)) / 8
+        scores = scores.masked_fill(mask == 0, -1e9)
+        return scores.softmax(-1) @ v
+"""),
+    "attention by hand in unknown precision": ("", """
+import torch
+def attend(q, k, v, mask):
+    scores = torch.matmul(q, k.transpose(-2, -1)) / 8
+    scores = scores.masked_fill(mask == 0, -1e9)
+    return scores.softmax(-1) @ v
+"""),
+    "probabilities clamped in fp16": ("HS045", """
+import torch
+with torch.autocast("cuda", dtype=torch.float16):
+    p = torch.sigmoid(x @ w).clamp(1e-4, 1 - 1e-4)
+"""),
+    "a constant above the line of fp16": ("", """
+import torch
+with torch.autocast("cuda", dtype=torch.float16):
+    p = torch.sigmoid(x @ w) + 1e-4
+    q = torch.sigmoid((x @ w).float()) + 1e-8
+"""),
+    "a name that was low and is wide again": ("", """
+import torch
+with torch.autocast("cuda", dtype=torch.float16):
+    p = x @ w
+    p = p.float()
+    q = p + 1e-8
+    r = torch.softmax(x @ w, -1) + 1e-8
+"""),
+    "a penalty that is unscaled by hand": ("", """
+import torch
+inv_scale = 1.0 / scaler.get_scale()
+grads = torch.autograd.grad(scaler.scale(loss), params, create_graph=True)
+grads = [g * inv_scale for g in grads]
+"""),
+    "log of one minus sigmoid": ("HS040", """
+import torch
+def loss_fn(x):
+    p = torch.sigmoid(x)
+    return -torch.log(1 - p).mean()
+"""),
+    "distances with a small number under the root": ("", """
+import torch
+def loss_fn(a, b):
+    d = torch.sqrt(((a - b) ** 2).sum(-1) + 1e-12)
+    return d.mean()
+"""),
+    "distances without": ("HS042", """
+import torch
+def contrastive_loss(a, b):
+    d = (a - b).pow(2).sum(-1).sqrt()
+    return torch.relu(1 - d).mean()
 """),
 }  # fmt: skip
 """What is written -> (the codes of the rules that find something, the script)."""

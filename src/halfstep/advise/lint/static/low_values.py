@@ -38,6 +38,9 @@ LOSSES = re.compile(
 BY_INDEX = re.compile(r"torch\.nn\.(functional\.)?(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)")
 """Losses whose target is an index: they have the format of their first operand. Others promote it to the target's."""
 
+FILLS = {"masked_fill": 1, "masked_fill_": 1, "fill_": 0}
+"""Method that fills in a number -> the place of that argument."""
+
 LARGEST_FP16 = 65504.0
 ROUNDS_TO_ZERO = 2.0**-25
 """The largest number that fp16 rounds to 0."""
@@ -106,6 +109,9 @@ def _number(script: Script, node: ast.expr | None) -> float | None:
     if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.USub):
         value = _number(script, found.operand)
         return None if value is None else -value
+    if isinstance(found, ast.BinOp) and isinstance(found.op, ast.Sub):
+        left, right = _number(script, found.left), _number(script, found.right)
+        return None if left is None or right is None else left - right
     if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) and not isinstance(found.value, bool):
         return float(found.value)
     return None
@@ -122,28 +128,24 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
 
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in FILLS:
             continue
-        if (
-            node.func.attr not in ("masked_fill", "masked_fill_", "fill_")
-            or formats.of(node.func.value, where) != "fp16"
-        ):
-            continue
-        value = _number(script, argument(node, 0 if node.func.attr == "fill_" else 1, "value"))
-        if value is not None and LARGEST_FP16 < abs(value) < float("inf"):
+        value = _number(script, argument(node, FILLS[node.func.attr], "value"))
+        large = value is not None and LARGEST_FP16 < abs(value) < float("inf")
+        if large and formats.of(node.func.value, where) == "fp16":
             yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
 
 
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            value, small, large = node.left, node.right, None
+            value, small, large = node.left, node.right, ast.Constant(None)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
             value, small, large = node.func.value, argument(node, 0, "min"), argument(node, 1, "max")
         else:
             continue
         form = formats.of(value, where)
-        low, high = (_number(script, constant) if constant is not None else None for constant in (small, large))
+        low, high = _number(script, small), _number(script, large)
         if form == "fp16" and low is not None and 0 < low <= ROUNDS_TO_ZERO:
             yield Hit(node.lineno, f"{low:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
         if form and high is not None and ROUNDS_TO_ONE[form] <= high < 1:

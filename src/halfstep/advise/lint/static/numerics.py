@@ -110,8 +110,10 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
 
 
 def _hidden(script: Script) -> Iterator[Hit]:
-    for _, _, node in _each(script):
+    for function, where, node in _each(script):
         if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
+            continue
+        if not _in_a_loss(script, function, where):
             continue
         test, *branches = node.args
         tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
@@ -288,14 +290,14 @@ def loss_fn(model, x, y):
         bad="""
 import torch
 
-def distance(model, a):
+def loss_fn(model, a):
     d = model(a).sum(-1)
     return torch.where(d > 0, torch.sqrt(d), 0.0)
 """,
         good="""
 import torch
 
-def distance(model, a):
+def loss_fn(model, a):
     d = model(a).sum(-1)
     safe = torch.where(d > 0, d, 1.0)
     return torch.where(d > 0, torch.sqrt(safe), 0.0)

@@ -50,7 +50,7 @@ WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 
 def ends_window(op: Op) -> bool:
     """Return whether an operation stands under a condition that is true in some micro-batches."""
-    return any(isinstance(b, ast.If) and WINDOW.search(ast.unparse(b.test)) for b in op.place.branches)
+    return any(WINDOW.search(ast.unparse(choice.test)) for choice, _ in op.place.branches)
 
 
 def plain(key: str) -> str:

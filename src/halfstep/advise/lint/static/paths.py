@@ -90,13 +90,11 @@ class _Walk(Operations):
                 self.expression(node, state, place)
                 state.ended = "loop" if isinstance(node, (ast.Break, ast.Continue)) else "function"
             return states
-        if isinstance(node, ast.If):
-            return self.choice(
-                node.test, node.body, node.orelse, states, replace(place, branches=(*place.branches, node))
-            )
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
             one, other = ([ast.copy_location(ast.Expr(part), node)] for part in (node.value.body, node.value.orelse))
-            return self.choice(node.value.test, one, other, states, place)
+            node = ast.If(node.value.test, one, other)
+        if isinstance(node, ast.If):
+            return self.choice(node, states, place)
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             return self.loop(node, states, place)
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -120,18 +118,16 @@ class _Walk(Operations):
     def is_handler(node: ast.stmt, part: list[ast.stmt]) -> bool:
         return any(part is handler.body for handler in getattr(node, "handlers", ()))
 
-    def choice(
-        self, test: ast.expr, body: Sequence[ast.stmt], orelse: Sequence[ast.stmt], states: list[State], place: Place
-    ) -> list[State]:
+    def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:
         """Take both branches of an if, as far as what is known of its condition allows it."""
-        if not any(self.relevant(statement) for statement in (*body, *orelse)):
+        if not any(self.relevant(statement) for statement in (*node.body, *node.orelse)):
             return states
         found = []
         for state in states:
-            for truth, branch in ((True, body), (False, orelse)):
+            for truth, branch in ((True, node.body), (False, node.orelse)):
                 taken = state.fork()
-                if assume(test, truth, taken.known):
-                    found += self.block(branch, [taken], place)
+                if assume(node.test, truth, taken.known):
+                    found += self.block(branch, [taken], replace(place, branches=(*place.branches, (node, truth))))
         return found
 
     def loop(self, node: ast.For | ast.AsyncFor | ast.While, states: list[State], place: Place) -> list[State]:

@@ -63,13 +63,13 @@ class Place:
     Attributes:
         regions: the autocasts.
         loops: the for and while loops.
-        branches: the ifs.
+        branches: the ifs, each with the truth of its condition there.
         no_grad: whether gradients are off.
     """
 
     regions: tuple[Region, ...] = ()
     loops: tuple[ast.stmt, ...] = ()
-    branches: tuple[ast.stmt, ...] = ()
+    branches: tuple[tuple[ast.If, bool], ...] = ()
     no_grad: bool = False
 
     @property
@@ -189,7 +189,9 @@ def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Plac
             inner = replace(place, loops=(*place.loops, statement))
         elif isinstance(statement, ast.If):
             yield Placed(statement.test, place, statement)
-            inner = replace(place, branches=(*place.branches, statement))
+            for truth, block in ((True, statement.body), (False, statement.orelse)):
+                yield from _placed(script, block, replace(place, branches=(*place.branches, (statement, truth))))
+            continue
         inside = blocks(statement)
         if not inside:
             yield Placed(statement, place, statement)

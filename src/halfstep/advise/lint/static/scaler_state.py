@@ -28,17 +28,25 @@ FEW_STEPS = 20
 
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
-        stepped = {
-            (loop, script.called(site.call).rpartition(".")[0])
-            for site in sites(script, function)
-            for loop in site.place.loops
-            if isinstance(site.call.func, ast.Attribute) and site.call.func.attr == "step"
-        }
+        steps = [s for s in sites(script, function) if _is_call(script, s.call, script.scalers, "step") and s.call.args]
         for site in sites(script, function):
-            if SCALERS.fullmatch(script.called(site.call)) and isinstance(site.statement, ast.Assign):
-                key = script.key(site.statement.targets[0])
-                if not site.place.branches and any((loop, key) in stepped for loop in site.place.loops):
+            if not SCALERS.fullmatch(script.called(site.call)) or not isinstance(site.statement, ast.Assign):
+                continue
+            key = script.key(site.statement.targets[0])
+            for step in steps:
+                shared = [loop for loop in site.place.loops if loop in step.place.loops]
+                same = script.called(step.call) == f"{key}.step" and not site.place.branches
+                if shared and same and not _assigned_in(script, shared[-1], script.key(step.call.args[0])):
                     yield Hit(site.call.lineno, f"`{key}` is made anew in each iteration of the loop in which it steps")
+                    break
+
+
+def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
+    """Return whether a loop assigns an object: another training begins in each iteration."""
+    return any(
+        isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store) and script.key(n) == key
+        for n in walked(loop)
+    )
 
 
 def _saved_without(script: Script) -> Iterator[Hit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import FORWARD, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.optimizers import ADAMW, parameters_of, trains
-from halfstep.advise.lint.static.regions import argument, sites
-from halfstep.advise.lint.static.script import OPTIMIZERS, Script
+from halfstep.advise.lint.static.regions import Site, all_sites, argument, sites
+from halfstep.advise.lint.static.script import Script
 
 __all__ = ["WEIGHT_RULES"]
 
@@ -40,81 +41,93 @@ ROUNDS_TO_ZERO = 2.0**-25
 
 
 @dataclass(frozen=True)
-class _Trained:
-    """An optimizer over all parameters of a model."""
+class _LowModel:
+    """A model that a function makes low and then trains by an optimizer over all its parameters.
+
+    Attributes:
+        model: the model.
+        lowered: the call that makes it low.
+        form: "fp16" or "bf16".
+        optimizer: its optimizer.
+        made: the call that makes the optimizer.
+    """
 
     model: str
+    lowered: ast.Call
+    form: str
     optimizer: str
-    call: ast.Call
+    made: ast.Call
 
 
-def _trained(script: Script) -> Iterator[_Trained]:
-    """Yield the optimizers that are made of ``model.parameters()``."""
-    for key, values in script.assigned.items():
-        for value in values:
-            call = value.node
-            if value.index is None and isinstance(call, ast.Call) and OPTIMIZERS.fullmatch(script.called(call)):
-                if owner := parameters_of(script, call):
-                    yield _Trained(owner, key, call)
+def _low_models(script: Script) -> Iterator[_LowModel]:
+    if PRECISE_BEHIND.search(script.text):
+        return
+    for function in script.functions if script.uses_torch else ():
+        calls = sites(script, function)
+        for made in calls:
+            model = parameters_of(script, made.call)
+            if not model or not isinstance(made.statement, ast.Assign) or made.place.branches:
+                continue
+            optimizer = script.key(made.statement.targets[0])
+            used = [site.call.lineno for site in calls if _uses(script, site, made, {model, optimizer})]
+            if any(isinstance(c.func, ast.Attribute) and c.func.attr == "float" for c in script.methods_of(model)):
+                continue  # made fp32 again in some place
+            for site in calls:
+                form = script.low_format(site.call) or _low_when_loaded(script, site.call)
+                before = site.call.lineno < min(used, default=math.inf) and not site.place.branches
+                if form and before and _made_low(script, site) == model:
+                    yield _LowModel(model, site.call, form, optimizer, made.call)
 
 
-def _low_by_hand(script: Script, key: str) -> Iterator[tuple[ast.Call, str]]:
-    """Yield (call, format) where an object is made low."""
-    for call in script.methods_of(key):
-        if form := script.low_format(call):
-            yield call, form
-    for value in script.assigned.get(key, []):
-        if isinstance(value.node, ast.Call) and script.called(value.node).endswith("from_pretrained"):
-            for keyword in value.node.keywords:
-                if keyword.arg in ("torch_dtype", "dtype") and (form := script.format_of(keyword.value)) in LOW:
-                    yield value.node, form
+def _uses(script: Script, site: Site, made: Site, keys: set[str]) -> bool:
+    """Return whether a call trains: it stands behind the optimizer, in a loop or with the model as an argument."""
+    if site.call.lineno <= made.call.lineno:
+        return False
+    return bool(site.place.loops) or any(script.name(a) in keys for a in site.call.args)
 
 
-def _low_weights(script: Script) -> Iterator[tuple[_Trained, ast.Call, str]]:
-    if script.uses_torch and not PRECISE_BEHIND.search(script.text):
-        for trained in _trained(script):
-            if "float32" not in script.text or not _wide_again(script, trained.model):
-                for call, form in _low_by_hand(script, trained.model):
-                    yield trained, call, form
+def _made_low(script: Script, site: Site) -> str:
+    """Return the object that a call makes low: the one it is called on, or that its result is assigned to."""
+    statement = site.statement
+    value = getattr(statement, "value", None)
+    if isinstance(statement, ast.Expr) and value is site.call and isinstance(site.call.func, ast.Attribute):
+        return script.name(site.call.func.value)
+    while isinstance(value, ast.Call) and value is not site.call and isinstance(value.func, ast.Attribute):
+        value = value.func.value  # Net().half().cuda()
+    return script.key(statement.targets[0]) if isinstance(statement, ast.Assign) and value is site.call else ""
 
 
-def _wide_again(script: Script, key: str) -> bool:
-    """Return whether a model is made fp32 too, in some place."""
-    for call in script.methods_of(key):
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if method == "float" or (method == "to" and any(script.format_of(a) == "fp32" for a in call.args)):
-            return True
-    return False
+def _low_when_loaded(script: Script, call: ast.Call) -> str:
+    """Return the low format of ``from_pretrained(..., dtype=torch.float16)``; "" for other calls."""
+    if not script.called(call).endswith("from_pretrained"):
+        return ""
+    forms = [script.format_of(keyword.value) for keyword in call.keywords if keyword.arg in ("torch_dtype", "dtype")]
+    return forms[0] if forms and forms[0] in LOW else ""
 
 
 def _half(script: Script) -> Iterator[Hit]:
-    for trained, call, form in _low_weights(script):
-        yield Hit(call.lineno, f"`{trained.model}` is made {form}, and `{trained.optimizer}` trains it as it is")
+    for low in _low_models(script):
+        yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
 
 
 def _eps(script: Script) -> Iterator[Hit]:
-    for trained, _, form in _low_weights(script):
-        name = script.called(trained.call).rpartition(".")[2]
-        if form != "fp16" or name not in WITH_EPS:
-            continue
-        given = script.constant(argument(trained.call, None, "eps"))
-        value = given.value if isinstance(given, ast.Constant) else None if given is not None else WITH_EPS[name]
-        if isinstance(value, float) and 0 < value <= ROUNDS_TO_ZERO:
-            yield Hit(
-                trained.call.lineno,
-                f"eps={value:g} of `{trained.optimizer}` is 0 in fp16, the format of `{trained.model}`",
-            )
+    for low in _low_models(script):
+        name = script.called(low.made).rpartition(".")[2]
+        if low.form == "fp16" and name in WITH_EPS:
+            given = script.constant(argument(low.made, None, "eps"))
+            value = given.value if isinstance(given, ast.Constant) else None if given is not None else WITH_EPS[name]
+            if isinstance(value, float) and 0 < value <= ROUNDS_TO_ZERO:
+                what = f"eps={value:g} of `{low.optimizer}` is 0 in fp16, the format of `{low.model}`"
+                yield Hit(low.made.lineno, what)
 
 
 def _unscaled_fp16(script: Script) -> Iterator[Hit]:
-    low = {trained.optimizer: trained.model for trained, _, form in _low_weights(script) if form == "fp16"}
-    for function in script.functions:
-        for site in sites(script, function):
-            owner, _, method = script.called(site.call).rpartition(".")
-            if script.scalers.get(owner) == "torch" and method in ("step", "unscale_") and site.call.args:
-                if (optimizer := script.key(site.call.args[0])) in low:
-                    yield Hit(site.call.lineno, f"`{optimizer}` has the fp16 gradients of `{low[optimizer]}`")
-                    return
+    low = {each.optimizer: each.model for each in _low_models(script) if each.form == "fp16"}
+    for site in all_sites(script):
+        owner, _, method = script.called(site.call).rpartition(".")
+        if script.scalers.get(owner) == "torch" and method in ("step", "unscale_") and site.call.args:
+            if model := low.pop(script.key(site.call.args[0]), ""):
+                yield Hit(site.call.lineno, f"`{script.key(site.call.args[0])}` has the fp16 gradients of `{model}`")
 
 
 WEIGHT_RULES = (
