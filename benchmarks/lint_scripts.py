@@ -7,12 +7,12 @@ at the commit of the report, so the clone's own branch does not matter. `--list`
 None of their code is in this repository: the report names repository, commit, path and line.
 
 The scripts were chosen by popularity over kinds of training before a finding was seen. The findings in the set "first"
-were read one by one, and the classes of rules with false ones were mended; those in "second" and "third" were read
-after that. The third set takes every file with a backward pass and autocast, GradScaler or half() of 12 more
-repositories, at most 20 of one. Every finding has a label: true if the code does what the finding describes and the advice is right
-for it, else false, with the reason in a sentence. `--first` marks the findings of this run as those before mending;
-what mended rules no longer find stays in the report for that share. A finding without a label counts as false, and the
-command ends with status 1.
+were read one by one; classes of rules with false ones were mended, and HS048 was written. Those in "second" and
+"third" were read after that. The third set takes every file with a backward pass and autocast, GradScaler or half() of
+12 more repositories, at most 20 of one. Every finding has a label: true if the code does what the finding describes and
+the advice is right for it, else false, with the reason in a sentence. `--first` marks the findings of this run as those
+before mending; what mended rules no longer find stays in the report for that share. A finding without a label counts as
+false, and the command ends with status 1.
 """
 
 from __future__ import annotations

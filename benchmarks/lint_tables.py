@@ -1,19 +1,38 @@
-"""The tables of docs/lint.md, made from the linter's registry; `make tables`."""
+"""The tables of docs/lint.md, made from the linter's registry and from benchmarks/results/lint.json; `make tables`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.markdown import table
+from benchmarks.reports import load
 from halfstep.advise.lint import RULES
 
 
 def lint_blocks() -> dict[str, str]:
-    """Return the tables of static and of traced rules, by the names of their markers."""
-    made = {}
+    """Return the tables of static and of traced rules and of public scripts, by the names of their markers."""
+    made = {"lint scripts": _scripts(load("lint.json"))}
     for name, traced in (("lint static", False), ("lint traced", True)):
         rules = [rule for rule in RULES.values() if rule.traced is traced]
         rows = [[f"`{r.code}`", r.severity, _cell(r.title), _cell(r.why), _cell(r.fix)] for r in rules]
         made[name] = table(["code", "severity", "what", "why", "fix"], rows) if rows else "None so far."
     return made
+
+
+def _scripts(report: dict[str, Any]) -> str:
+    """Return the table of findings in public scripts: all, and without names of torch.cuda.amp."""
+    found = report["summary"]
+    rows = []
+    for name, shares in found.items():
+        if isinstance(shares, dict) and "without HS026" in shares:
+            sets = {s["repository"] for s in report["scripts"] if name.startswith((s["set"], "all"))}
+            files = sum(s["repository"] in sets for s in report["scripts"])
+            rows.append([name, str(files), *(_of(part) for part in (shares, shares["without HS026"]))])
+    return table(["scripts, rules", "files", "true findings", "without HS026"], rows)
+
+
+def _of(share: dict[str, Any]) -> str:
+    return f"{share['true']} of {share['findings']} ({share['share']:.0%})"
 
 
 def _cell(text: str) -> str:

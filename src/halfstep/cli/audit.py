@@ -16,7 +16,7 @@ from halfstep.report import require_extra
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_candidate
 
-__all__ = ["run_audit"]
+__all__ = ["policy_of", "run_audit"]
 
 PLACES = 4
 """Places named of each group of findings."""
@@ -35,7 +35,7 @@ def run_audit(
     out = console()
     try:
         where = device_type(device)
-        chosen = _policy(policy, where)
+        chosen = policy_of(policy, where)
         loaded = load_task(task)
         questions = [_question(text) for text in what_if]
         writable(json_path)
@@ -64,12 +64,15 @@ def run_audit(
     return 0
 
 
-def _policy(label: str, device: str) -> hs.Policy:
+def policy_of(label: str, device: str) -> hs.Policy:
+    """Return the policy called `label`: a preset or a path, with :fp16 or another format behind it.
+
+    Raises:
+        TaskError: no such policy, or a loop of torch alone.
+    """
     found = policy_candidate(label, device)
     if found is None or found.policy is None:
-        raise TaskError(
-            f"{label!r} is a training loop without halfstep; audit a preset ('torch' has torch.amp's lists)"
-        )
+        raise TaskError(f"{label!r} is a training loop without halfstep; name a preset ('torch' has torch.amp's lists)")
     return found.policy
 
 

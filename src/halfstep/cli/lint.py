@@ -11,6 +11,7 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, rule_of
+from halfstep.cli.audit import policy_of
 from halfstep.cli.terminal import command_line, complain, console, say, writable, write_json
 from halfstep.errors import HalfstepError, LintError, did_you_mean
 from halfstep.report import SarifResult, sarif_log, strict_json
@@ -44,7 +45,8 @@ def run_lint(
             raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
         writable(json_path)
         writable(sarif_path, "--sarif")
-        found = [finding for target in targets for finding in hs.lint(target, policy=policy, ignore=ignore)]
+        chosen = policy_of(policy, "cpu")
+        found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=ignore)]
     except HalfstepError as error:
         return complain(error)
     _print(out, found)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -15,6 +16,8 @@ from halfstep.advise.lint.rule import LintFinding, Rule
 from halfstep.advise.lint.traced import TRACED_RULES, check_task
 from halfstep.advise.lint.tracing.examples import example
 from halfstep.tasks import load_task
+
+COUNT = itertools.count(1)
 
 
 def found(text: str, under: str, folder: Path) -> list[LintFinding]:
@@ -92,13 +95,53 @@ def test_a_skipped_step_says_nothing_about_updates() -> None:
     assert "HS105" in {f.code for f in check_task(task_of(lr=1e-9), policy)}
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax])
+def test_an_eps_of_0_is_reported_where_weights_get_lost(kind: type[torch.optim.Optimizer]) -> None:
+    """The fused AdamW of torch computes in fp32; the others divide 0 by 0 where a gradient underflows."""
+    policy = hs.Policy.of("O3", dtype="fp16")
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made.append(nn.Linear(4, 8))
+        return made[-1]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).float() * 1e-9).sum()
+
+    task = task_of(model=model, loss_fn=loss_fn, optimizer=lambda model: kind(model.parameters(), lr=1e-3))
+    reported = "HS107" in {finding.code for finding in check_task(task, policy)}
+    lost = not all(bool(p.isfinite().all()) for p in made[0].parameters())
+    assert reported == lost == (kind is not torch.optim.AdamW)
+
+
+def test_whole_numbers_are_positions_only_where_different_ones_become_equal() -> None:
+    low = torch.bfloat16
+    cases = {
+        "positions": (lambda y: y + 0 * torch.arange(300).to(low).sum(), True),
+        "fp32 positions": (lambda y: y + 0 * torch.arange(300.0).to(low).sum(), True),
+        "a mask of -10000": (lambda y: y + 0 * torch.tensor([0.0, -10000.0]).to(low).sum(), False),
+        "pixels": (lambda y: y + 0 * torch.arange(256).to(low).sum(), False),
+    }
+    for name, (change, found_there) in cases.items():
+        task = task_of(loss_fn=lambda model, x, change=change: change(model(x)).float().square().mean())
+        assert ("HS125" in {f.code for f in check_task(task)}) == found_there, name
+
+
+def test_a_closed_row_is_reported_where_it_becomes_nan() -> None:
+    """The operator scaled_dot_product_attention gives 0 for such a row."""
+    mask = torch.ones(2, 2).tril(-1).bool()
+
+    def attention(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)[None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask).float().square().mean()
+
+    assert "HS121" not in {f.code for f in check_task(task_of(loss_fn=attention))}
+
+
 def test_sizes_for_fp8_are_multiples_of_16() -> None:
     task = task_of(model=lambda: nn.Linear(4, 24))
     assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="bf16"))] == []
     assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="fp8_e4m3"))] == ["HS111"]
-
-
-COUNT = itertools.count(1)
 
 
 class Drawn(nn.Module):
@@ -109,7 +152,8 @@ class Drawn(nn.Module):
         self.factor = nn.Parameter(torch.full((1,), float(next(COUNT))))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+        y: Tensor = x * self.factor
+        return y
 
 
 class Swish(torch.autograd.Function):
@@ -122,7 +166,8 @@ class Swish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         s = x.sigmoid()
-        return grads[0] * (s + x * s * (1 - s))
+        gradient: Tensor = grads[0] * (s + x * s * (1 - s))
+        return gradient
 
 
 def task_of(*, lr: float = 0.1, **changed: Any) -> hs.Task:

@@ -107,7 +107,9 @@ class Rule:
 
     def text(self) -> str:
         """Return the rule in full, for ``--explain``."""
-        how = "one traced step of a task" if self.traced else "the source"
+        how = "the source"
+        if self.traced:
+            how = f"one traced step of a task; in the example, under the policy {self.under}"
         bad, good = ("\n".join(f"    {line}" for line in part.strip().splitlines()) for part in (self.bad, self.good))
         return (
             f"{self.code} ({self.severity}): {self.title}\n\nWhy: {self.why}\nFix: {self.fix}\nFound in {how}. Silence "

@@ -26,7 +26,7 @@ NOT_FINITE = "not finite"
 CAST_OVERFLOW = "cast overflow"
 """A cast to a low format that makes inf of finite numbers."""
 ROUNDED_INTEGERS = "rounded integers"
-"""Whole numbers, such as positions, that a low format changes."""
+"""Whole numbers, such as positions, of which a low format makes different ones equal."""
 
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
 BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}
@@ -51,6 +51,10 @@ def shown(
 
 
 def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iterator[str]:
+    if op in WHOLE:
+        for tensor in tensors((args, kwargs)):
+            if not tensor.requires_grad and tensor.layout is torch.strided:
+                yield from (f"whole {dtype}" for dtype in _merging(tensor))
     first = inputs[0].detach() if inputs else None
     if first is None or not first.numel():
         return
@@ -58,21 +62,10 @@ def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iter
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
         if isinstance(dim, int) and bool((first == -math.inf).all(dim).any()):
             yield MASKED_ROW
-    if op == "scaled_dot_product_attention":
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        if isinstance(mask, Tensor):
-            closed = ~mask if mask.dtype is torch.bool else mask == -math.inf
-            if bool(closed.all(-1).any()):
-                yield MASKED_ROW
     if inputs[0].requires_grad and _at_boundary(op, first, args):
         yield INFINITE_DERIVATIVE
     if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and _finite_numbers(args, kwargs):
         yield "finite"
-    if op in WHOLE:
-        changed = [
-            _changed(t.detach()) for t in tensors((args, kwargs)) if not t.requires_grad and t.layout is torch.strided
-        ]
-        yield from (f"whole {dtype}" for dtypes in changed for dtype in dtypes)
 
 
 def _at_boundary(op: str, values: Tensor, args: Any) -> bool:
@@ -86,13 +79,14 @@ def _finite_numbers(args: Any, kwargs: Any) -> bool:
     return all(math.isfinite(a) for a in (*args, *kwargs.values()) if type(a) is float)
 
 
-def _changed(values: Tensor) -> Iterator[torch.dtype]:
-    """Yield the low formats that change `values`, if they are whole numbers."""
-    if values.dtype in LOW_DTYPES or values.is_complex() or values.numel() < 2:
+def _merging(values: Tensor) -> Iterator[torch.dtype]:
+    """Yield the low formats in which different ones of `values`, if they are whole numbers, become equal."""
+    if values.dtype in LOW_DTYPES or values.dtype is torch.bool or values.is_complex() or values.numel() < 2:
         return
     wide = values.double()
     if bool(torch.isfinite(wide).all()) and bool((wide == wide.round()).all()):
-        yield from (dtype for dtype in LOW_DTYPES if bool((wide.to(dtype).double() != wide).any()))
+        different = wide.unique()
+        yield from (d for d in LOW_DTYPES if different.to(d).unique().numel() < different.numel())
 
 
 def _of_results(op: str, outputs: tuple[Tensor, ...], before: frozenset[str]) -> Iterator[str]:

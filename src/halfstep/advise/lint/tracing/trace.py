@@ -108,7 +108,7 @@ def trace_step(task: Task, policy: hs.Policy | str = "mixed", device: str = "cpu
     with torch.random.fork_rng():
         try:
             first.make()
-            first.describe(trace)
+            first.describe(trace)  # before a step may refuse the optimizer
             first.step(trace)
             again = _Run(task, trace.policy, device)
             again.make()
@@ -137,8 +137,8 @@ class _Run:
         self.batch = self.task.batch_on(self.device, SEED, 0)
         self.start = {name: t.detach().clone() for name, t in _state(self.model).items()}
 
-    def describe(self, trace: Trace) -> None:
-        """Write down the optimizer, before a step may refuse it."""
+    def describe(self, trace: Trace, low: frozenset[str] = frozenset()) -> None:
+        """Write down optimizer and weights, `low` being those that the policy lowers."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self.optimizer.param_groups
         trace.optimizer = type(self.optimizer).__name__
@@ -153,7 +153,7 @@ class _Run:
             | {"names": [names.get(id(p), "") for p in group["params"]]}
             for group in groups
         )
-        trace.weights = self._weights(trace, frozenset())
+        trace.weights = self._weights(trace, low)
 
     def _weights(self, trace: Trace, low: frozenset[str]) -> tuple[Weight, ...]:
         """Return what is known of parameters and buffers; `low` are those that the policy lowers."""
@@ -200,7 +200,7 @@ class _Run:
         trace.generic = made.generic
         if skipped:  # weights stayed because the step was skipped
             self.gradients = {name: torch.zeros_like(g) for name, g in self.gradients.items()}
-        trace.weights = self._weights(trace, low)
+        self.describe(trace, low)  # again: the step has chosen torch's fused form of the optimizer where it suits
 
     def _arrive(self, name: str) -> Callable[[Tensor], None]:
         def arrive(gradient: Tensor) -> None:

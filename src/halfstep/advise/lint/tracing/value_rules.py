@@ -109,13 +109,11 @@ VALUE_RULES = (
         "positions or time steps become equal.",
         fix="Compute positions, time steps and their angles in fp32: hs.suspended() around the product, or "
         '.with_modules({"rotary": "fp32"}).',
-        bad=example("angles = torch.outer(torch.arange(300.0)[::38], self.frequencies).to(x.dtype)\n"
-                    "t = torch.arange(300.0)[:, None] @ self.frequencies[None]\n"
-                    "return self.body(x) + t.cos()[:8] + angles * 0",
+        bad=example("t = torch.arange(300.0)[:, None] @ self.frequencies[None]\nreturn self.body(x) + t.cos()[:8]",
                     init='self.register_buffer("frequencies", torch.linspace(0.1, 1, 16))'),
         good=example("t = torch.arange(300.0)[:, None] * self.frequencies[None]\nreturn self.body(x) + t.cos()[:8]",
                      init='self.register_buffer("frequencies", torch.linspace(0.1, 1, 16))'),
-        check=_shows(numbers.ROUNDED_INTEGERS, "{op}{place} rounds whole numbers to {form}"),
+        check=_shows(numbers.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
     ),
     Rule(
         code="HS126", severity="warning", title="a small constant that is 0 in the format",

@@ -128,7 +128,7 @@ WEIGHT_RULES = (
     ),
     Rule(
         code="HS102", severity="warning", title="parameters of the model that the optimizer does not have",
-        why="They get gradients and stay at their initial values; the gradient norm does not include them.",
+        why="They stay at their initial values, and the gradient norm does not include them.",
         fix="Make the optimizer from model.parameters() when the model is complete, or call requires_grad_(False).",
         bad=example("return self.head(self.body(x))", init="self.head = nn.Linear(16, 16)",
                     optimizer="torch.optim.AdamW(model.body.parameters(), lr=1e-3)"),
@@ -159,7 +159,7 @@ WEIGHT_RULES = (
     ),
     Rule(
         code="HS106", severity="warning", title="weight decay below half an ulp of the weights",
-        why="The factor 1 - lr * weight_decay changes no weight: the multiplication rounds back, and the run has no "
+        why="The factor 1 - lr * weight_decay alone changes no weight: the product rounds back, and the run has no "
         "decay.",
         fix="Choose a larger decay or rate, set weight_decay=0, or keep fp32 values of the weights.",
         bad=example(optimizer="torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=1e-4)"),
