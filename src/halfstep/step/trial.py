@@ -99,8 +99,8 @@ class Ground:
             tensor.data = copy
         for parameter, _ in self._gradients:
             parameter.grad = None
-        for parameter, state in self._state.items():
-            self.optimizer.state[parameter] = None if state is None else _cloned(dict(state))
+        for key, state in self._state.items():
+            self.optimizer.state[key] = None if state is None else _cloned(dict(state))
         for values in (vars(self.optimizer), *self.optimizer.param_groups):
             for name, value in values.items():
                 if isinstance(value, Tensor):
@@ -195,7 +195,7 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.append(copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))  # type: ignore[call-overload]
+        made.append(copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
     return made
 
 
