@@ -47,7 +47,8 @@ class Net(nn.Module):
         if self.cache is None:  # as rotary embeddings do: what is made first stays
             self.cache = y.detach()[0, 0].clone()
         y = self.layer(F.dropout(self.again(y), 0.3)) * self.cache.float()
-        return self.out(y + 0.1 * torch.randn(y.shape, generator=self.noise))
+        out: Tensor = self.out(y + 0.1 * torch.randn(y.shape, generator=self.noise))
+        return out
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -700,13 +701,13 @@ def test_copies_of_a_step_choose_for_themselves_or_keep_the_choice(
     copied: Callable[[hs.TrainStep], hs.TrainStep], unmeasured: Callable[[], None]
 ) -> None:
     step = built("auto", clip_norm=0.5)
-    early = copied(step)
+    early: Any = copied(step)
     assert isinstance(early, Undecided)
     assert early.clip_norm == 0.5
     step(*batch())
     assert early.choice is None
     early(*batch())
-    assert early.choice is not None
+    assert early.choice.rounds
     unmeasured()
     late = copied(step)
     assert type(late) is hs.TrainStep
