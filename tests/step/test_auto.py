@@ -85,7 +85,7 @@ def built(policy: Any, kind: type[hs.TrainStep] = hs.TrainStep, loss: Any = loss
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
-    """Let candidates really run, and take as long as this says."""
+    """Let candidates really run, and take as long as this gives."""
     seconds = dict(SECONDS)
 
     class Timed(Race):

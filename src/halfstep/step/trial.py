@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Ground", "Trial", "out_of_memory"]
+__all__ = ["Ground", "Trial"]
 
 CONTAINERS = (dict, OrderedDict, list, set, deque)
 WARM_UP = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
@@ -203,7 +203,7 @@ def _cloned(tree: Any) -> Any:
     return map_tensors(tree, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
-def out_of_memory(error: BaseException) -> bool:
+def _out_of_memory(error: BaseException) -> bool:
     """Return whether `error` is a lack of memory; torch raises a plain RuntimeError on a CPU."""
     words = "out of memory", "can't allocate memory"
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
@@ -250,7 +250,7 @@ class Trial:
             with self._ground.returning():
                 self.seconds = self._timed()
         except Exception as error:
-            if not out_of_memory(error):
+            if not _out_of_memory(error):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
