@@ -47,11 +47,13 @@ class Net(nn.Module):
         if self.cache is None:  # as rotary embeddings do: what is made first stays
             self.cache = y.detach()[0, 0].clone()
         y = self.layer(F.dropout(self.again(y), 0.3)) * self.cache.float()
-        return self.out(y + 0.1 * torch.randn(y.shape, generator=self.noise))
+        out: Tensor = self.out(y + 0.1 * torch.randn(y.shape, generator=self.noise))
+        return out
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y) * random.uniform(0.9, 1.0) * float(np.random.uniform(0.9, 1.0))
+    loss: Tensor = F.cross_entropy(model(x), y) * random.uniform(0.9, 1.0) * float(np.random.uniform(0.9, 1.0))
+    return loss
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
@@ -75,12 +77,15 @@ def built(policy: Any, kind: type[hs.TrainStep] = hs.TrainStep, loss: Any = loss
         optimizer.step()
     if (schedule := options.pop("schedule", None)) is not None:
         options["scheduler"] = schedule(optimizer)
-    return kind(model, optimizer, loss, policy=policy, **options)
+    before = [p.grad for p in model.parameters()]
+    step = kind(model, optimizer, loss, policy=policy, **options)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
+    return step
 
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
-    """Let candidates really run, and take as long as this says."""
+    """Let candidates really run, and take as long as this gives."""
     seconds = dict(SECONDS)
 
     class Timed(Race):
@@ -108,7 +113,7 @@ def everything(step: hs.TrainStep) -> list[Any]:
     optimizer = copy.deepcopy(step.optimizer.state_dict())
     flat += [sorted(optimizer["param_groups"][0].items(), key=lambda item: item[0]), sorted(optimizer["state"])]
     flat += [(k, v) for state in optimizer["state"].values() for k, v in sorted(state.items())]
-    flat += [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), model.noise.get_state()]
+    flat += [torch.get_rng_state(), random.getstate(), repr(np.random.get_state()), model.noise.get_state()]
     flat += [model.calls, list(model.seen), model.cache, type(model), sorted(vars(model)), sorted(vars(step.optimizer))]
     flat += [type(part) for part in model.modules()]
     flat += [sorted(vars(part)) for part in model.modules()]
@@ -179,8 +184,8 @@ def test_training_is_that_of_a_step_with_the_policy_from_the_start(
 
 def test_fp16_waits_for_its_scale_and_trains_as_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = hs.Policy.of("pure", dtype="fp16", scale=hs.ScaleRule(init=2.0**24))
-    monkeypatch.setitem(choose.POLICIES, "pure", policy)  # type: ignore[misc]
-    options = {"retry": True}
+    monkeypatch.setitem(choose.POLICIES, "pure", policy)
+    options: dict[str, Any] = {"retry": True}
     step = built("auto", **options)
     found = trained(step)
     assert step.choice is not None
@@ -193,22 +198,24 @@ def test_two_steps_of_one_loop_each_choose() -> None:
     critic = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
     def adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return critic(model(x)).square().mean() + loss_fn(model, x, y)
+        loss: Tensor = critic(model(x)).square().mean() + loss_fn(model, x, y)
+        return loss
 
     def run(policy: Any) -> list[Any]:
         seeded()
         critic.load_state_dict(start)
         critic.zero_grad()
         step = built(policy, loss=adversarial)
+        found: list[Any] = [step(*batch(9)).host()]
+        held = [p.grad for p in critic.parameters()]
         other = hs.TrainStep(
             critic,
             torch.optim.SGD(critic.parameters(), lr=0.1),
             lambda m, x: m(x[:, :2]).square().mean(),
             policy=policy,
         )
-        found = [(step(*batch(n)).host(), other(batch(n)[0]).host()) for n in range(3)]
+        found += [(step(*batch(n)).host(), other(batch(n)[0]).host()) for n in range(3)]
         chosen.append((step.choice, other.choice))
-        held = [p.grad for p in critic.parameters()]
         values = copy.deepcopy(critic.state_dict())
         hs.unprepare(critic)
         return [repr(found), values, held, step.model.state_dict()]
@@ -667,6 +674,7 @@ def test_a_state_that_cannot_be_loaded_leaves_the_choice_open() -> None:
     state = step.state_dict()
     other = built("auto")
     before = everything(other)
+    wrong: dict[str, Any]
     for wrong in ({"weights": {"drawn": 1}}, {"model": {}}, {"policy": "name = 3"}, {"choice": 5}, {"step": -1}):
         with pytest.raises((StepError, PolicyError, WeightsError)):
             other.load_state_dict({**state, **wrong})
@@ -693,13 +701,13 @@ def test_copies_of_a_step_choose_for_themselves_or_keep_the_choice(
     copied: Callable[[hs.TrainStep], hs.TrainStep], unmeasured: Callable[[], None]
 ) -> None:
     step = built("auto", clip_norm=0.5)
-    early = copied(step)
+    early: Any = copied(step)
     assert isinstance(early, Undecided)
     assert early.clip_norm == 0.5
     step(*batch())
     assert early.choice is None
     early(*batch())
-    assert early.choice is not None
+    assert early.choice.rounds
     unmeasured()
     late = copied(step)
     assert type(late) is hs.TrainStep

@@ -57,6 +57,13 @@ def test_what_is_much_slower_runs_once_and_what_is_close_runs_on() -> None:
     assert race.best() == "mixed"  # the gain is not certain
 
 
+def test_equal_ones_with_little_noise_do_not_run_to_the_end() -> None:
+    race = raced({"O2": noisy(1.0, 0.02, 1), "pure": noisy(0.999, 0.02, 2)})
+    assert race.best() == "O2"
+    assert race.names == ["O2"]
+    assert race.rounds < 15
+
+
 def test_noise_does_not_choose_and_a_gain_beyond_it_does() -> None:
     twins = [raced({"fp32": noisy(1, 0.1, 2 * n), "mixed": noisy(1, 0.1, 2 * n + 1)}).best() for n in range(40)]
     gains = [raced({"fp32": noisy(1, 0.1, 2 * n), "mixed": noisy(0.85, 0.1, 2 * n + 1)}).best() for n in range(40)]

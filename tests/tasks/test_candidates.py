@@ -56,6 +56,7 @@ def test_a_policy_from_a_file(tmp_path: Path) -> None:
     ("label", "complaint"),
     [
         ("mixd", r"unknown policy 'mixd'; did you mean 'mixed'\?; there are O0, torch, O1, mixed, O2"),
+        ("auto", r"policy 'auto' is measured by hs.TrainStep alone; there are O0, torch"),
         ("torch.apm", r"unknown policy 'torch.apm'; did you mean 'torch.amp'\?"),
         ("mixed:bf61", r"policy 'mixed:bf61': unknown format 'bf61'; did you mean 'bf16'\?"),
         ("fp32:bf16", "policy 'fp32:bf16': fp32 has no other format"),

@@ -199,5 +199,6 @@ def undecide(step: TrainStep, scaler: object, blackbox: object) -> None:
         TrainStep(model, optimizer, step.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
     step._metrics, step.saving, step.preemption = None, None, None
     step.record = Record(model, replayable=False)
-    step.__class__ = _undecided(type(step))
+    kind: Any = type(step)  # hashable, which a class with Tensors in it is not to mypy
+    step.__class__ = _undecided(kind)
     vars(step)["_blackbox"] = blackbox

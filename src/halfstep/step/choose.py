@@ -205,7 +205,7 @@ def described(policy: Policy, device: str, compiled: bool) -> str:
 
 
 def concluded(race: Race, best: str, device: str, seconds: float, calls: int) -> Choice:
-    """Return the choice of candidate `best`, with the ratios that speak for it.
+    """Return the choice of candidate `best`, with the ratios behind it.
 
     Args:
         race: that is over.

@@ -23,6 +23,9 @@ CLEAR = {1: 4.0, 2: 0.5, 3: 0.2, 4: 0.1}
 """Rounds -> how far all ratios must lie beyond the margin: one time may be disturbed by anything. With five rounds the
 interval is the range of the ratios, and those of equal candidates lie on one side of 1 in one case of 16."""
 
+FUTILE, CLOSE = 8, 0.03
+"""After so many rounds a median within the margin is enough, if the interval ends less than this below 1."""
+
 
 class Unfit(Exception):
     """A candidate cannot be chosen; the message is the reason."""
@@ -96,7 +99,10 @@ class Race:
         beyond = CLEAR.get(ratio.rounds, 0.0)
         if ratio.high < (1.0 - MARGIN) / (1.0 + beyond):
             return True
-        return False if ratio.low > (1.0 - MARGIN) * (1.0 + beyond) else None
+        if ratio.low > (1.0 - MARGIN) * (1.0 + beyond):
+            return False
+        futile = ratio.rounds >= FUTILE and ratio.median > 1.0 - MARGIN and ratio.low > 1.0 - CLOSE
+        return False if futile else None
 
     def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
         """Return the ratio of two candidates' steps; if they had no round in common, by way of others that had some.

@@ -12,7 +12,6 @@ changes elsewhere is not known here.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Ground", "Trial", "out_of_memory"]
+__all__ = ["Ground", "Trial"]
 
 CONTAINERS = (dict, OrderedDict, list, set, deque)
 WARM_UP = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
@@ -99,8 +98,8 @@ class Ground:
             tensor.data = copy
         for parameter, _ in self._gradients:
             parameter.grad = None
-        for parameter, state in self._state.items():
-            self.optimizer.state[parameter] = None if state is None else _cloned(dict(state))
+        for key, state in self._state.items():
+            self.optimizer.state[key] = None if state is None else _cloned(dict(state))
         for values in (vars(self.optimizer), *self.optimizer.param_groups):
             for name, value in values.items():
                 if isinstance(value, Tensor):
@@ -195,7 +194,7 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.append(copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))  # type: ignore[call-overload]
+        made.append(copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
     return made
 
 
@@ -204,7 +203,7 @@ def _cloned(tree: Any) -> Any:
     return map_tensors(tree, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
-def out_of_memory(error: BaseException) -> bool:
+def _out_of_memory(error: BaseException) -> bool:
     """Return whether `error` is a lack of memory; torch raises a plain RuntimeError on a CPU."""
     words = "out of memory", "can't allocate memory"
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
@@ -242,7 +241,7 @@ class Trial:
         self.seconds, self.calls = math.nan, 0
 
     def visit(self) -> float:
-        """Return the seconds of one step, a median; nothing else has changed afterwards.
+        """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards.
 
         Raises:
             Unfit: the first step was not finite, or memory was not enough.
@@ -251,7 +250,7 @@ class Trial:
             with self._ground.returning():
                 self.seconds = self._timed()
         except Exception as error:
-            if not out_of_memory(error):
+            if not _out_of_memory(error):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
@@ -286,7 +285,7 @@ class Trial:
         times = [self._step(step, batch, named)]
         while len(times) < MOST and sum(times) < TIMED:
             times.append(self._step(step, batch, named))
-        return statistics.median(times)
+        return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 
     def _step(self, step: TrainStep, batch: Any, named: Any, *, check: bool = False) -> float:
         """Return the seconds of one training step, all micro-batches of it.

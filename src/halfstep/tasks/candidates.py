@@ -76,6 +76,8 @@ def _candidate(label: str, device: str) -> Candidate:
         return Candidate(label=f"{AMP} {made}", dtype=made)
     if not name.endswith(".toml") and name not in hs.policy.PRESETS:
         known = (*hs.policy.PRESETS, FP32, AMP)
+        if name == "auto":
+            raise TaskError(f"policy {label!r} is measured by hs.TrainStep alone; there are {', '.join(known)}")
         raise TaskError(
             f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in "
             f".toml, each with :{' or :'.join(SUFFIXES)} behind it for another format"
