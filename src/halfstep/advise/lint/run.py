@@ -15,7 +15,7 @@ from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-__all__ = ["lint", "python_files"]
+__all__ = ["lint"]
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
@@ -53,13 +53,13 @@ def lint(
         task = load_task(str(target))
         found = [*_in_file(path), *check_task(task, policy)]
     else:
-        files = python_files(Path(target))
+        files = _python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
     kept = [_relative(f) for f in found if f.code not in left_out and not _ignored(f)]
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
-def python_files(path: Path) -> list[Path]:
+def _python_files(path: Path) -> list[Path]:
     """Return the Python files that `path` is or holds.
 
     Raises:
@@ -95,14 +95,13 @@ def _in_file(path: Path, among: int = 1) -> Iterator[LintFinding]:
     """Yield what the static rules find in a file; a file among others that cannot be parsed is a finding itself."""
     try:
         script = Script.read(path)
-    except LintError as error:
+        hits = [(rule, hit) for rule in RULES.values() if not rule.traced for hit in rule.check(script)]
+    except (LintError, RecursionError) as error:
+        reason = LintError(f"{path} is nested too deeply") if isinstance(error, RecursionError) else error
         if among == 1:
-            raise
-        yield RULES["HS000"].finding(Hit(0, str(error)), str(path))
-        return
-    for rule in RULES.values():
-        if not rule.traced:
-            yield from (rule.finding(hit, str(path)) for hit in rule.check(script))
+            raise reason from error
+        hits = [(RULES["HS000"], Hit(0, str(reason)))]
+    yield from (rule.finding(hit, str(path)) for rule, hit in hits)
 
 
 def _relative(finding: LintFinding) -> LintFinding:

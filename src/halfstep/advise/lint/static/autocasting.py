@@ -98,25 +98,21 @@ def _replicas(script: Script) -> Iterator[Hit]:
 
 
 def _function(script: Script) -> Iterator[Hit]:
-    if not any(region_of(script, n) for n in walked(script.tree) if isinstance(n, ast.Call)):
+    if not any(region_of(script, call) for call in script.calls):
         return
     for node in walked(script.tree):
-        if not isinstance(node, ast.ClassDef) or not any(
-            script.name(b) == "torch.autograd.Function" for b in node.bases
-        ):
-            continue
-        methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-        if (
-            "backward" in methods
-            and not _decorated(script, methods.values())
-            and _multiplies(script, methods["backward"])
-        ):
-            yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
+        if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
+            methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+            decorators = [*node.decorator_list, *(d for method in methods.values() for d in method.decorator_list)]
+            cast = any(_casts(script, decorator) for decorator in decorators)
+            if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
+                yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
 
 
-def _decorated(script: Script, methods: object) -> bool:
-    names = [script.name(d.func if isinstance(d, ast.Call) else d) for m in methods for d in m.decorator_list]  # type: ignore[attr-defined]
-    return any(name.endswith(("custom_fwd", "custom_bwd", "operator")) for name in names)
+def _casts(script: Script, decorator: ast.expr) -> bool:
+    """Return whether a decorator gives a Function its formats."""
+    name = script.called(decorator) or script.name(decorator)
+    return name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator"))
 
 
 def _multiplies(script: Script, method: ast.FunctionDef) -> bool:

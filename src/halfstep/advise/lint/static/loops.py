@@ -19,7 +19,7 @@ from halfstep.advise.lint.static.examples import (
     ZERO,
     loop,
 )
-from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
 from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import Site, sites
 from halfstep.advise.lint.static.script import Script, walked
@@ -28,6 +28,7 @@ __all__ = ["LOOP_RULES"]
 
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
 FINITE = re.compile(r"isfinite|isnan|isinf")
+TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
 OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
 """Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
 
@@ -91,14 +92,15 @@ def _calls(node: ast.AST, method: str) -> bool:
 
 def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
     clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
+    backward: Op | None = None
     stepping = any(op.kind in ("step", "scaler_step") and ends_window(op) for op in path)
     for op in path:
-        if op.kind == "clip" and stepping:
-            again = clipped.get(op.call, False)
-            if again:
+        if op.kind == "clip" and stepping and backward is not None and in_each(op, backward):
+            if clipped.get(op.call, False):
                 yield op, "gradients are clipped in every micro-batch, and the optimizer steps in some"
             clipped[op.call] = False
         elif op.kind in BACKWARDS:
+            backward = op
             clipped = dict.fromkeys(clipped, True)
         elif op.kind in ("step", "scaler_step", "zero", "escape"):
             clipped = {}
@@ -140,23 +142,19 @@ def _losses(script: Script, function: ast.AST) -> set[str]:
 
 
 def _own_step(script: Script) -> Iterator[Hit]:
-    for key, values in script.assigned.items():
-        for value in values:
-            if script.called(value.node) in ("halfstep.TrainStep", "halfstep.step.TrainStep") and isinstance(
-                value.node, ast.Call
-            ):
-                optimizer = script.name(value.node.args[1]) if len(value.node.args) > 1 else ""
-                yield from _stepped_beside(script, key, optimizer)
-
-
-def _stepped_beside(script: Script, step: str, optimizer: str) -> Iterator[Hit]:
-    for function in script.functions if optimizer else ():
-        calls = [site for site in sites(script, function) if site.place.loops]
-        steps = [site.place for site in calls if script.called(site.call) == step]
-        for site in calls:
-            beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
-            if beside and script.called(site.call) == f"{optimizer}.step":
-                yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
+    for function in script.functions:
+        calls = sites(script, function)
+        made = {  # step -> its optimizer
+            script.key(s.statement.targets[0]): script.name(s.call.args[1])
+            for s in calls
+            if isinstance(s.statement, ast.Assign) and script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1
+        }
+        for step, optimizer in made.items():
+            steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
+            for site in calls:
+                beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
+                if beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                    yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
 
 
 LAST = "if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()"

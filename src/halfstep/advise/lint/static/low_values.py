@@ -138,14 +138,16 @@ def _large_fill(script: Script) -> Iterator[Hit]:
 
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
+        small: ast.expr | None
+        large: ast.expr | None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            value, small, large = node.left, node.right, ast.Constant(None)
+            value, small, large = node.left, node.right, None
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
             value, small, large = node.func.value, argument(node, 0, "min"), argument(node, 1, "max")
         else:
             continue
         form = formats.of(value, where)
-        low, high = _number(script, small), _number(script, large)
+        low, high = (None if each is None else _number(script, each) for each in (small, large))
         if form == "fp16" and low is not None and 0 < low <= ROUNDS_TO_ZERO:
             yield Hit(node.lineno, f"{low:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
         if form and high is not None and ROUNDS_TO_ONE[form] <= high < 1:
