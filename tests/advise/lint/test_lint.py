@@ -77,6 +77,9 @@ def test_a_file_that_cannot_be_parsed_is_an_error_and_in_a_folder_a_finding(fold
     with pytest.raises(LintError, match=r"old\.py:1 cannot be parsed: Missing parentheses"):
         hs.lint("old.py")
     assert [(f.code, f.file) for f in hs.lint(".")] == [("HS000", "old.py"), ("HS001", "train.py")]
+    (folder / "deep.py").write_text("import torch\nloss.backward()\nx = " + "+".join(["a"] * 3000))
+    with pytest.raises(LintError, match=r"deep\.py is nested too deeply"):
+        hs.lint("deep.py")
     (folder / "latin.py").write_bytes(b"x = '\xe9'\n")
     with pytest.raises(LintError, match=r"latin\.py' cannot be read"):
         hs.lint("latin.py")

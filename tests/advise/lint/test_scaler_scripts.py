@@ -434,6 +434,58 @@ try:
 except AttributeError:
     scaler = torch.cuda.amp.GradScaler()
 """),
+    "a window's end that has a name": ("", """
+import torch
+def train(model, loader, optimizer, scaler, n):
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        update = (i + 1) % n == 0
+        if update:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (i + 1) % n == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""),
+    "unscale_ in each micro-batch under an option": ("HS003 HS036", """
+import torch
+def train(model, loader, optimizer, scaler, n, clip):
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if (i + 1) % n == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""),
+    "halfstep's scaler starts anew after a step that was left out": ("", """
+import torch
+import halfstep as hs
+def train(model, loader, optimizer):
+    scaler = hs.GradScaler("cpu")
+    for x in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        if torch.isfinite(norm(model)):
+            scaler.step(optimizer)
+            scaler.update()
+"""),
+    "a second model whose backward pass is elsewhere": ("", """
+import torch
+def train(model, critic, loader, optimizer, critic_opt, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        critic.learn(x)
+        critic_opt.step()
+        optimizer.zero_grad()
+        critic_opt.zero_grad()
+"""),
 }  # fmt: skip
 """What is written -> (the codes of the rules that find something, the script)."""
 

@@ -95,14 +95,13 @@ def _in_file(path: Path, among: int = 1) -> Iterator[LintFinding]:
     """Yield what the static rules find in a file; a file among others that cannot be parsed is a finding itself."""
     try:
         script = Script.read(path)
-    except LintError as error:
+        hits = [(rule, hit) for rule in RULES.values() if not rule.traced for hit in rule.check(script)]
+    except (LintError, RecursionError) as error:
+        reason = LintError(f"{path} is nested too deeply") if isinstance(error, RecursionError) else error
         if among == 1:
-            raise
-        yield RULES["HS000"].finding(Hit(0, str(error)), str(path))
-        return
-    for rule in RULES.values():
-        if not rule.traced:
-            yield from (rule.finding(hit, str(path)) for hit in rule.check(script))
+            raise reason from error
+        hits = [(RULES["HS000"], Hit(0, str(reason)))]
+    yield from (rule.finding(hit, str(path)) for rule, hit in hits)
 
 
 def _relative(finding: LintFinding) -> LintFinding:

@@ -103,7 +103,8 @@ def _function(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree):
         if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
             methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-            cast = any(_casts(script, decorator) for d in (node, *methods.values()) for decorator in d.decorator_list)
+            decorators = [*node.decorator_list, *(d for method in methods.values() for d in method.decorator_list)]
+            cast = any(_casts(script, decorator) for decorator in decorators)
             if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
                 yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
 

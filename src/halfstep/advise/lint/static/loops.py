@@ -19,7 +19,7 @@ from halfstep.advise.lint.static.examples import (
     ZERO,
     loop,
 )
-from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
 from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.regions import Site, sites
 from halfstep.advise.lint.static.script import Script, walked
@@ -92,14 +92,15 @@ def _calls(node: ast.AST, method: str) -> bool:
 
 def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
     clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
+    backward: Op | None = None
     stepping = any(op.kind in ("step", "scaler_step") and ends_window(op) for op in path)
     for op in path:
-        if op.kind == "clip" and stepping:
-            again = clipped.get(op.call, False)
-            if again:
+        if op.kind == "clip" and stepping and backward is not None and in_each(op, backward):
+            if clipped.get(op.call, False):
                 yield op, "gradients are clipped in every micro-batch, and the optimizer steps in some"
             clipped[op.call] = False
         elif op.kind in BACKWARDS:
+            backward = op
             clipped = dict.fromkeys(clipped, True)
         elif op.kind in ("step", "scaler_step", "zero", "escape"):
             clipped = {}

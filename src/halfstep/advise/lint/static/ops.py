@@ -14,7 +14,7 @@ from halfstep.advise.lint.static.conditions import words
 from halfstep.advise.lint.static.regions import Place
 from halfstep.advise.lint.static.script import SCALERS, Script, calls_in, walked
 
-__all__ = ["BACKWARDS", "MANAGERS", "Op", "Operations", "State", "ends_window", "plain"]
+__all__ = ["BACKWARDS", "MANAGERS", "Op", "Operations", "State", "ends_window", "in_each", "plain"]
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
@@ -51,6 +51,15 @@ WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 def ends_window(op: Op) -> bool:
     """Return whether an operation stands under a condition that is true in some micro-batches."""
     return any(WINDOW.search(ast.unparse(choice.test)) for choice, _ in op.place.branches)
+
+
+def in_each(op: Op, backward: Op) -> bool:
+    """Return whether an operation runs in every iteration with that backward pass, or in none of them."""
+    loop = op.place.loops[-1] if op.place.loops else None
+    stored = {n.id for n in walked(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} if loop else set()
+    more = [branch for branch in op.place.branches if branch not in backward.place.branches]
+    tests = [ast.unparse(choice.test) for choice, _ in more]
+    return not any("%" in test or "(" in test or words(test) & stored for test in tests)
 
 
 def plain(key: str) -> str:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from halfstep.advise.lint.rule import Hit
 from halfstep.advise.lint.static.conditions import VARYING, assume, words
-from halfstep.advise.lint.static.ops import Op, Operations, State
+from halfstep.advise.lint.static.ops import Op, Operations, State, plain
 from halfstep.advise.lint.static.regions import Place, blocks, entered
 from halfstep.advise.lint.static.script import Function, Script, walked
 
@@ -46,19 +46,24 @@ def paths(script: Script, function: Function) -> tuple[tuple[Op, ...], ...]:
         return ()
 
 
-def judged(script: Script, judge: Callable[[Sequence[Op]], Iterable[tuple[Op, str]]]) -> Iterator[Hit]:
+def judged(
+    script: Script, judge: Callable[[Sequence[Op]], Iterable[tuple[Op, str]]], *, library: str = ""
+) -> Iterator[Hit]:
     """Yield a hit for each operation that is wrong on every path on which it is judged.
 
     Args:
         script: the script.
         judge: yields the operations of a path on which a rule decides: with what is wrong, or with "" if it is right
             or cannot be known.
+        library: "torch" for a rule that holds for the scalers of torch alone.
     """
     for function in script.functions:
         found: dict[ast.AST, set[str]] = {}
         for path in paths(script, function):
             verdicts: dict[ast.AST, str] = {}  # a call of a loop is judged in each iteration; one wrong one is enough
             for op, what in judge(path):
+                if library and script.scalers.get(plain(op.scaler)) != library:
+                    continue
                 verdicts[op.call] = verdicts.get(op.call) or what
             for call, what in verdicts.items():
                 found.setdefault(call, set()).add(what)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, plain
+from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
 from halfstep.advise.lint.static.paths import judged
 from halfstep.advise.lint.static.script import Script, walked
 
@@ -60,17 +60,23 @@ def _update_twice(path: Sequence[Op]) -> Verdict:
 
 def _unscale_twice(path: Sequence[Op]) -> Verdict:
     done: dict[tuple[str, str], str] = {}
+    backward: Op | None = None
     for op in path:
         key = (op.scaler, op.target)
-        if op.kind == "unscale":
+        if op.kind == "scaled_backward":
+            backward = op
+        elif op.kind == "unscale":
             name, target = plain(op.scaler), plain(op.target)
             before = done.get(key)
             what = f"`{name}.unscale_({target})` runs a second time before `{name}.update()`"
             if before == "step":
                 what = f"`{name}.unscale_({target})` runs after `{name}.step({target})`, before `{name}.update()`"
-            in_each = any(o.kind == "scaler_step" and ends_window(o) for o in path) and not ends_window(op)
-            if before or not in_each:  # where it runs in each micro-batch, a step may come between by chance
-                yield op, what if before else ""
+            steps_in_some = any(o.kind == "scaler_step" and ends_window(o) for o in path)
+            always = backward is not None and in_each(op, backward)
+            if before and (always or not steps_in_some):
+                yield op, what
+            elif not always or not steps_in_some:  # else a step comes between in some iterations, and not in others
+                yield op, ""
             done[key] = "unscale"
         elif op.kind == "scaler_step":
             done[key] = "step"
@@ -83,11 +89,8 @@ def _step_without_update(path: Sequence[Op]) -> Verdict:
     for op in path:
         if op.kind == "scaler_step":
             name, target = plain(op.scaler), plain(op.target)
-            twice = (op.scaler, op.target) in done
-            yield (
-                op,
-                f"`{name}.step({target})` runs again with no `{name}.update()` since the last time" if twice else "",
-            )
+            what = f"`{name}.step({target})` runs again with no `{name}.update()` since the last time"
+            yield op, what if (op.scaler, op.target) in done else ""
             done.add((op.scaler, op.target))
         elif op.kind in ("update", "escape", "new_scaler"):
             done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
@@ -103,6 +106,7 @@ def _unprotected_step(path: Sequence[Op]) -> Verdict:
             scaler, sure = scaler or op.scaler or "?", False
         elif op.kind == "scaler_step":
             stepped.add(op.target)
+            sure = False  # the scaled gradients may be those of this optimizer alone
         elif op.kind == "step" and op.target not in stepped:
             what = f"`{plain(op.target)}.step()` is given gradients of a loss scaled by `{plain(scaler)}`"
             yield op, what if sure else ""
@@ -130,10 +134,7 @@ def _forgotten_scale(script: Script) -> Iterator[Hit]:
     ]
     for call in dropped:
         if (owner := script.called(call).rpartition(".")[0]) in script.scalers:
-            yield Hit(
-                call.lineno,
-                f"the result of `{owner}.scale` is not used: it returns the scaled loss, and scales nothing in place",
-            )
+            yield Hit(call.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
     if not scales:
         yield from judged(script, _never_scaled)
 
@@ -146,10 +147,8 @@ def _never_scaled(path: Sequence[Op]) -> Verdict:
         elif op.kind in UNKNOWN:
             backward = None
         elif op.kind == "scaler_step" and backward:
-            yield (
-                backward,
-                f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss",
-            )
+            what = f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss"
+            yield backward, what
 
 
 def _update_between(path: Sequence[Op]) -> Verdict:
@@ -165,10 +164,8 @@ def _update_between(path: Sequence[Op]) -> Verdict:
         elif op.kind == "scaler_step":
             bad = op.scaler in scaled & updated and bool(stepped) and op.target not in stepped
             name, target = plain(op.scaler), plain(op.target)
-            yield (
-                op,
-                f"`{name}.step({target})` follows `{name}.update()`, and its loss was scaled before it" if bad else "",
-            )
+            what = f"`{name}.step({target})` follows `{name}.update()`, and its loss was scaled before it"
+            yield op, what if bad else ""
             stepped.add(op.target)
 
 
@@ -217,7 +214,7 @@ SCALING_RULES = (
         fix="Call `scaler.update()` once an iteration, after the steps of all optimizers.",
         bad=loop(FORWARD, SCALED, STEP, UPDATE, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _update_twice),
+        check=lambda script: judged(script, _update_twice, library="torch"),
     ),
     Rule(
         code="HS003",
@@ -228,7 +225,7 @@ SCALING_RULES = (
         fix="Unscale once, just before clipping; with accumulation only in the micro-batch that ends a window.",
         bad=loop(FORWARD, SCALED, UNSCALE, CLIP, UNSCALE, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _unscale_twice),
+        check=lambda script: judged(script, _unscale_twice, library="torch"),
     ),
     Rule(
         code="HS004",
@@ -238,7 +235,7 @@ SCALING_RULES = (
         fix="Call `scaler.update()` after `scaler.step(optimizer)`.",
         bad=loop(FORWARD, SCALED, STEP, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _step_without_update),
+        check=lambda script: judged(script, _step_without_update, library="torch"),
     ),
     Rule(
         code="HS005",

@@ -26,22 +26,10 @@ READS = frozenset(
 """Functions for whose result, or its shape, the host waits."""
 
 MAKES = frozenset(
-    {
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "contiguous",
-        "clone",
-        "detach",
-        "unsqueeze",
-        "squeeze",
-        "view",
-    }
-    | {"reshape", "expand", "expand_as", "transpose", "permute", "flatten", "__getitem__", "type_as", "__get__"}
-    | {"clamp", "add", "sub", "sqrt", "max"}
+    (
+        "to float double half bfloat16 type type_as contiguous clone detach unsqueeze squeeze view reshape expand "
+        "expand_as transpose permute flatten __getitem__ __get__ clamp add sub sqrt max"
+    ).split()
 )
 """Functions whose result stands for their argument where a formula of several operators is looked for."""
 
