@@ -37,9 +37,9 @@ from halfstep.tasks import machine
 GOAL = 1.02  # of the best of the others
 AUTO, AGAIN, BF16 = "auto", "fp32 again", "torch.amp bf16"
 COMPILED = "torch.amp compiled"
-WARM_UP, LEAST, MOST = 3, 11, 200
-SECONDS = 12.0  # what the rounds of a case may take
-RARE = 3  # rounds of what takes more than `SLOW` times as long as fp32: torch's fp16 kernels on a CPU
+WARM_UP, LEAST, MOST = 3, 9, 200
+SECONDS = 8.0  # what the rounds of a case may take
+RARE = 2  # rounds of what takes more than `SLOW` times as long as fp32: torch's fp16 kernels on a CPU
 SLOW = 3.0
 
 Loop = Callable[[Case, nn.Module], Run]

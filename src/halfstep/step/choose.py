@@ -141,7 +141,8 @@ def choose(
         for name in (eager, *sorted(others, key=others.__getitem__)[:1]):
             if not pays(nodes, trials[eager].seconds, spent):
                 break
-            race.run([best, add(name + COMPILED, True)])
+            pair = [best, add(name + COMPILED, True)]
+            race.run(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index))
             spent += trials[name + COMPILED].first or 0.0
             if race.best() == best:
                 break
