@@ -297,6 +297,15 @@ for x in loader:
     optimizer.step()
     optimizer.zero_grad()
 """),
+    "a loss that is checked before its backward pass": ("", """
+import torch
+for x in loader:
+    loss = model(x)
+    if torch.isfinite(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""),
 }  # fmt: skip
 """What is written -> (the codes of the rules that find something, the script)."""
 
