@@ -170,8 +170,8 @@ SCALER_STATE_RULES = (
         code="HS011",
         severity="error",
         title="a loss scaler made inside of the loop",
-        why="Each one starts at the first scale (65536) again: steps are skipped until the scale has come down, and what was found "
-        "out is thrown away.",
+        why="Each one starts at the first scale (65536) again: steps are skipped until the scale has come down, "
+        "and what was found out is thrown away.",
         fix="Make one scaler before all loops.",
         bad=loop("scaler = torch.amp.GradScaler()", FORWARD, SCALED, STEP, UPDATE, ZERO, before=""),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -221,8 +221,8 @@ SCALER_STATE_RULES = (
         code="HS015",
         severity="warning",
         title="a loss scaler with bf16",
-        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, "
-        "with most optimizers on CUDA, a wait of the host in each step.",
+        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, with most "
+        "optimizers on CUDA, a wait of the host in each step.",
         fix="Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).",
         bad=loop(FORWARD_BF16, SCALED, STEP, UPDATE, ZERO),
         good=loop(FORWARD_BF16, BACKWARD, "optimizer.step()", ZERO, before=""),
