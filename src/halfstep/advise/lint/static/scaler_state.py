@@ -21,7 +21,6 @@ OTHER_SCALING = re.compile(
 )
 """Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
-
 FEW_STEPS = 20
 """With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
 
@@ -50,15 +49,12 @@ def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
 
 
 def _saved_without(script: Script) -> Iterator[Hit]:
-    if (
-        not _steps(script)
-        or _calls(script, script.scalers, "state_dict")
-        or _handed_on(script, r"save|checkpoint|ckpt")
-    ):
+    handed_on = _handed_on(script, r"save|checkpoint|ckpt")
+    if not _steps(script) or handed_on or _calls(script, script.scalers, "state_dict"):
         return
     seen = set()
-    for node in walked(script.tree):
-        if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
+    for node in script.calls:
+        if script.called(node) == "torch.save" and node.args:
             if (text := ast.unparse(node.args[0])) in seen:
                 continue
             seen.add(text)
