@@ -210,10 +210,19 @@ model.to(torch.float16)
 optimizer = torch.optim.Adam(model.parameters(), eps=1e-5)
 train(model, optimizer)
 """),
-    "a resized embedding after the optimizer": ("HS031", """
+    "adapters after the optimizer": ("HS031", """
 import torch
+from peft import get_peft_model
+optimizer = torch.optim.AdamW(model.parameters())
+model = get_peft_model(model, config)
+train(model, optimizer)
+"""),
+    "embeddings that keep their parameter and linear layers that keep theirs": ("", """
+import torch
+from torchao.float8 import convert_to_float8_training
 optimizer = torch.optim.AdamW(model.parameters())
 model.resize_token_embeddings(1000)
+convert_to_float8_training(model)
 train(model, optimizer)
 """),
     "new parameters that are added to the optimizer": ("", """
@@ -296,6 +305,15 @@ for x in loader:
         continue
     optimizer.step()
     optimizer.zero_grad()
+"""),
+    "a loss that is checked before its backward pass": ("", """
+import torch
+for x in loader:
+    loss = model(x)
+    if torch.isfinite(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """),
 }  # fmt: skip
 """What is written -> (the codes of the rules that find something, the script)."""

@@ -46,13 +46,8 @@ def _accumulates(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
         if op.kind in ("scaled_backward", "plain_backward"):
             backward = True
         elif op.kind in ("step", "scaler_step"):
-            again = op.target in stepped and backward
-            yield (
-                op,
-                f"`{plain(op.target)}` steps in every iteration, and the file never sets gradients to zero"
-                if again
-                else "",
-            )
+            what = f"`{plain(op.target)}` steps in every iteration, and the file never sets gradients to zero"
+            yield op, what if op.target in stepped and backward else ""
             stepped.add(op.target)
             backward = False
         elif op.kind in ("escape", "managed_backward") and op.target:
@@ -64,19 +59,15 @@ def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
-        clears = [n for n in walked(node) if isinstance(n, ast.Call) and _calls(n, "zero_grad")]
-        for choice in [n for n in walked(node) if isinstance(n, ast.If)]:
-            inside = [n for statement in choice.body for n in walked(statement)]
+        clears = {n for n in walked(node) if _calls(n, "zero_grad")}
+        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse]:
             test = script.constant(choice.test)
-            positive = test is not None and FINITE.search(ast.unparse(test)) and _finite(test)
-            if (
-                positive
-                and clears
-                and not choice.orelse
-                and set(clears) <= set(inside)
-                and any(_calls(n, "step") for n in inside)
-            ):
-                yield Hit(clears[0].lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
+            if test is None or not FINITE.search(ast.unparse(test)) or not _finite(test):
+                continue
+            inside = {n for statement in choice.body for n in walked(statement)}
+            stepped = any(_calls(n, "step") for n in inside) and not any(_calls(n, "backward") for n in inside)
+            if stepped and clears and clears <= inside:
+                yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
 
 
 def _finite(test: ast.expr) -> bool:

@@ -222,7 +222,7 @@ def attend(scores, v):
         code="HS040",
         severity="warning",
         title="the logarithm of a softmax or sigmoid",
-        why="A probability below the format's smallest number is 0 (below 6e-8 in fp16), and its logarithm is "
+        why="A probability below the format's smallest number is 0 (below 3e-8 in fp16), and its logarithm is "
         "-inf; the gradient is NaN.",
         fix="Use log_softmax, logsigmoid(x), or logsigmoid(-x) for log(1 - sigmoid(x)).",
         bad="""

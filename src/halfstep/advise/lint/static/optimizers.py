@@ -13,9 +13,8 @@ from halfstep.advise.lint.static.script import OPTIMIZERS, Script
 __all__ = ["ADAMW", "OPTIMIZER_RULES", "parameters_of", "trains"]
 
 REPLACES = re.compile(
-    r"(.*\.)?(resize_token_embeddings|get_peft_model|convert_to_float8_training|swap_linear_with_float8_linear)"
+    r"(.*\.)?get_peft_model|torch\.nn\.utils\.weight_norm"
     r"|torch\.distributed\.(_composable\.)?fsdp\.(fully_shard|FullyShardedDataParallel)"
-    r"|torch\.nn\.utils\.(weight_norm|spectral_norm|parametrizations\.\w+|parametrize\.register_parametrization)"
 )
 """Functions that give a model parameters that an optimizer made before does not have."""
 

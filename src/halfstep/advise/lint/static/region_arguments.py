@@ -127,7 +127,7 @@ with torch.autocast("cuda", enabled=False):
         code="HS026",
         severity="note",
         title="names of torch.cuda.amp",
-        why="torch warns and will remove them; they are for one device.",
+        why="torch warns at each of them; its new names are for all devices.",
         fix='Use torch.amp: autocast("cuda", ...), GradScaler("cuda"), custom_fwd(device_type="cuda").',
         bad="""
 import torch

@@ -21,7 +21,6 @@ OTHER_SCALING = re.compile(
 )
 """Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
-
 FEW_STEPS = 20
 """With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
 
@@ -50,15 +49,12 @@ def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
 
 
 def _saved_without(script: Script) -> Iterator[Hit]:
-    if (
-        not _steps(script)
-        or _calls(script, script.scalers, "state_dict")
-        or _handed_on(script, r"save|checkpoint|ckpt")
-    ):
+    handed_on = _handed_on(script, r"save|checkpoint|ckpt")
+    if not _steps(script) or handed_on or _calls(script, script.scalers, "state_dict"):
         return
     seen = set()
-    for node in walked(script.tree):
-        if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
+    for node in script.calls:
+        if script.called(node) == "torch.save" and node.args:
             if (text := ast.unparse(node.args[0])) in seen:
                 continue
             seen.add(text)
@@ -170,8 +166,8 @@ SCALER_STATE_RULES = (
         code="HS011",
         severity="error",
         title="a loss scaler made inside of the loop",
-        why="Each one starts at 65536 again: steps are skipped until the scale has come down, and what was found "
-        "out is thrown away.",
+        why="Each one starts at the first scale (65536) again: steps are skipped until the scale has come down, "
+        "and what was found out is thrown away.",
         fix="Make one scaler before all loops.",
         bad=loop("scaler = torch.amp.GradScaler()", FORWARD, SCALED, STEP, UPDATE, ZERO, before=""),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -211,7 +207,7 @@ SCALER_STATE_RULES = (
         code="HS014",
         severity="error",
         title="fp16 without a loss scaler",
-        why="Gradients below 6e-8 become zero in fp16: small layers stop learning without an error.",
+        why="Gradients below 3e-8 become zero in fp16: small layers stop learning without an error.",
         fix="Scale the loss with torch.amp.GradScaler, or use bf16, which has fp32's range.",
         bad=loop(FORWARD, BACKWARD, "optimizer.step()", ZERO, before=""),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -221,8 +217,8 @@ SCALER_STATE_RULES = (
         code="HS015",
         severity="warning",
         title="a loss scaler with bf16",
-        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, on CUDA, a "
-        "wait of the host in each step, and a large scale can overflow.",
+        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, with most "
+        "optimizers on CUDA, a wait of the host in each step.",
         fix="Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).",
         bad=loop(FORWARD_BF16, SCALED, STEP, UPDATE, ZERO),
         good=loop(FORWARD_BF16, BACKWARD, "optimizer.step()", ZERO, before=""),
