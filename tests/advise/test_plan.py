@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from benchmarks.counts import allocations
-from benchmarks.plan import PEAK, PERSISTENT, Case, adamw, momentum, policy_of, scores_loss, trained, words
+from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
 from halfstep.testing.models import GPT, ResNet18
 
@@ -45,7 +45,14 @@ def plan_of_words(policy: str) -> MemoryPlan:
     return planned(WORDS, policy)
 
 
-@pytest.mark.parametrize(("case", "policy"), [(WORDS, "fp32"), (WORDS, "mixed"), (WORDS, "pure"), (PICTURES, "mixed")])
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        (WORDS, "mixed"),
+        (PICTURES, "pure"),
+        *(pytest.param(case, policy, marks=pytest.mark.hours) for case in (WORDS, PICTURES) for policy in POLICIES),
+    ],
+)
 def test_planned_bytes_are_those_a_step_allocates_here(case: Case, policy: str) -> None:
     trained(case, policy_of(policy))
     persistent, peak = allocations(lambda: trained(case, policy_of(policy)))
