@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
+from halfstep.tasks.lenet import LeNet5
 from halfstep.testing.models import GPT, ResNet18
 
 
@@ -32,7 +34,12 @@ def pictures() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
 
 
+def digits() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 1, 32, 32), torch.randint(10, (64,))
+
+
 WORDS = Case(model=gpt, batch=lambda: words(4, 32, 64), loss_fn=scores_loss, optimizer=adamw)
+DIGITS = Case(model=LeNet5, batch=digits, loss_fn=scores_loss, optimizer=adamw)
 PICTURES = Case(model=resnet, batch=pictures, loss_fn=scores_loss, optimizer=momentum)
 
 
@@ -49,8 +56,8 @@ def plan_of_words(policy: str) -> MemoryPlan:
     ("case", "policy"),
     [
         (WORDS, "mixed"),
-        (PICTURES, "pure"),
-        *(pytest.param(case, policy, marks=pytest.mark.hours) for case in (WORDS, PICTURES) for policy in POLICIES),
+        (DIGITS, "fp32"),  # kernels of convolutions take a seventh of its peak
+        *(pytest.param(*both, marks=pytest.mark.hours) for both in product((WORDS, DIGITS, PICTURES), POLICIES)),
     ],
 )
 def test_planned_bytes_are_those_a_step_allocates_here(case: Case, policy: str) -> None:
