@@ -50,18 +50,16 @@ class FakeLab:
         time: policy, compile -> step time over fp32's.
         rise: policy -> loss rise.
         proofs: candidate -> the proof's verdict.
-        error: policy -> error of its gradients in a probe; nan: not measured.
         spots: of every audit.
         failing: policy -> error of its race, "" for none.
         size: policy -> bytes kept for backward.
-        error: policy -> error of the gradients.
+        error: policy -> error of the gradients, in an audit and in a probe.
         left: seconds; a race takes none of them, and none is run without.
     """
 
     time: Callable[[hs.Policy, bool], float]
     rise: Callable[[hs.Policy], float] = lambda policy: 0.0
     proofs: Callable[[Candidate], Proof] = lambda candidate: proof("equivalent")
-    error: Callable[[hs.Policy], float] = lambda policy: math.nan
     spots: Sequence[Spot] = ()
     failing: Callable[[hs.Policy], str] = lambda policy: ""
     size: Callable[[hs.Policy], int] = lambda policy: 1000
