@@ -255,7 +255,7 @@ def goals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     good = [made for made in found if made.get("verdict") in GOOD and made["ratio"]]
 
     def resolution(made: Mapping[str, Any]) -> float:
-        return max(made["control"]["high"], 1 / made["control"]["low"])
+        return float(max(made["control"]["high"], 1 / made["control"]["low"]))
 
     slow = [m for m in good if not m["same_policy"] and m["ratio"]["median"] > resolution(m)]
     return {

@@ -219,7 +219,7 @@ def llama() -> nn.Module:
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
 def repeats(seed: int, step: int, count: int = 8, length: int = 64) -> tuple[Tensor]:
