@@ -14,7 +14,7 @@ from typing import Any
 
 import halfstep as hs
 
-__all__ = ["Calibration", "Remedy", "Spot", "applied", "calibration_of", "differences"]
+__all__ = ["Calibration", "Remedy", "Spot", "applied", "calibration_of", "differences", "sensitivity"]
 
 RULED = ("ops", "modules")
 """Fields of a policy that are lists of rules."""
@@ -104,6 +104,16 @@ class Calibration:
         kind = pattern.removeprefix("class:")
         places = {s.module for s in self.spots if s.kind == kind and s.module} if kind != pattern else {pattern}
         return [spot for spot in self.spots if any(_within(spot.module, place) for place in places)]
+
+    def facts(self, field: str, pattern: str) -> str:
+        """Return the numbers of the most sensitive spot that a rule concerns, with a semicolon; "" for a field."""
+        spots = self.covered(field, pattern) if pattern else []
+        return f"{max(spots, key=sensitivity).facts}; " if spots else ""
+
+
+def sensitivity(spot: Spot) -> tuple[bool, float, float]:
+    """Return what spots are compared by: overflow, then error, then the lack of headroom."""
+    return spot.overflows, spot.error, -spot.headroom
 
 
 def _within(module: str, place: str) -> bool:
