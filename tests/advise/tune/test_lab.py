@@ -169,14 +169,14 @@ def test_the_journal_is_whole_after_every_measurement(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ calibration and moves
 
 
-def test_an_audit_becomes_spots_and_an_error() -> None:
+def test_an_audit_becomes_spots() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     audit = hs.audit(model, [batches(0, 0)], loss_fn, MIXED.policy, steps=1)
     found = calibration_of(audit)
     by_place = {(spot.module, spot.op): spot for spot in found.spots}
     assert by_place["0", "linear"].kind == "Linear" and by_place["0", "linear"].cast_bytes > 0
-    assert 1e-4 < by_place["0", "linear"].error < 1e-2 and 1e-4 < found.error < 0.1
+    assert 1e-4 < by_place["0", "linear"].error < 1e-2
     assert found == type(found).of(json.loads(json.dumps(_plain(found))))
     assert {spot.module for spot in found.covered("modules", "class:Linear")} == {"0", "2"}
     assert len(found.covered("ops", "linear")) == 2

@@ -259,8 +259,9 @@ class Search:
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
-        if self.board[label].verdict in {"within", "worse"} and label != SAFE:
-            self.board.calibration(label)
+        tried = self.board[label]
+        if tried.verdict in {"within", "worse"} and label != SAFE:
+            self.board.set(label, error=self._probe(tried.policy))
         self.board.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
