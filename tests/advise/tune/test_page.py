@@ -114,7 +114,8 @@ def test_fp32_that_was_chosen_is_no_policy_to_train_with() -> None:
     safe = dataclasses.replace(ALL[0], label="O0", preset="O0")
     made = tuning(chosen=safe, tried=(*ALL[:3], safe), proof=None, proofs=())
     assert (
-        blocks(made, Paragraph)[0].text.startswith("Stay with fp32") and blocks(made, Facts)[0].facts[-1].text == "fp32"
+        blocks(made, Paragraph)[0].text.startswith("Stay with fp32")
+    assert blocks(made, Facts)[0].facts[-1].text == "fp32"
     )
 
 
