@@ -222,7 +222,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
-def repeats(seed: int, step: int, count: int = 8, length: int = 64) -> tuple[Tensor]:
+def repeats(seed: int, step: int, count: int = 4, length: int = 48) -> tuple[Tensor]:
     """Return tokens that come again after half a sequence, (count, length)."""
     half = torch.randint(0, 256, (count, length // 2), generator=generator(seed, step))
     cycle = half % 16  # few of them: learned in some tens of steps
