@@ -121,9 +121,9 @@ def timed(task: Task, those: Sequence[Candidate], seconds: float) -> dict[str, l
 
 
 def proofs(
-    task: Task, those: Sequence[Candidate], times: Mapping[str, Sequence[float]], seconds: float
+    task: Task, those: Sequence[Candidate], times: Mapping[str, Sequence[float]], seconds: float, *, quick: bool
 ) -> dict[str, Proof]:
-    """Test the tuned policy, then presets from the fastest on, until the time is up."""
+    """Test the tuned policy, then presets from the fastest on, until the time is up; if `quick` two in all."""
     fp32 = times[FP32]
     order = [c for c in those if c.label != FP32 and c.label in times]
     order.sort(key=lambda c: (c.label != TUNED, paired_ratio(times[c.label], fp32).median))
@@ -133,9 +133,9 @@ def proofs(
     for candidate in order:
         if candidate.policy is None:
             continue  # plain fp32 itself
-        # the chosen policy and a first preset are tested in any case
-        left = math.inf if len(found) < 2 else end - time.monotonic()
-        if left <= 0.0:
+        # the chosen policy and a first preset have half of it each in any case
+        left = max(end - time.monotonic(), seconds / 2 if len(found) < 2 else 0.0)
+        if left <= 0.0 or (quick and len(found) == 2):
             break
         found[candidate.label] = prove(task, candidate, seed=FIRST_SEED, seconds=left, runs=runs, on_run=runs.append)
     return found
@@ -155,7 +155,7 @@ def measured(name: str, parts: Path, seconds: float, *, quick: bool) -> dict[str
     searched = time.monotonic() - begun
     those = candidates(tuning)
     times = timed(task, those, RACE * seconds)
-    tested = proofs(task, those, times, 0.0 if quick else seconds - (time.monotonic() - begun))
+    tested = proofs(task, those, times, (1 - SEARCH - RACE) * seconds, quick=quick)
     report = {
         "task": name,
         "about": task.about,
@@ -255,7 +255,7 @@ def goals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     good = [made for made in found if made.get("verdict") in GOOD and made["ratio"]]
 
     def resolution(made: Mapping[str, Any]) -> float:
-        return max(made["control"]["high"], 1 / made["control"]["low"])
+        return float(max(made["control"]["high"], 1 / made["control"]["low"]))
 
     slow = [m for m in good if not m["same_policy"] and m["ratio"]["median"] > resolution(m)]
     return {

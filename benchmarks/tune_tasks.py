@@ -219,10 +219,10 @@ def llama() -> nn.Module:
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
-def repeats(seed: int, step: int, count: int = 8, length: int = 64) -> tuple[Tensor]:
+def repeats(seed: int, step: int, count: int = 4, length: int = 48) -> tuple[Tensor]:
     """Return tokens that come again after half a sequence, (count, length)."""
     half = torch.randint(0, 256, (count, length // 2), generator=generator(seed, step))
     cycle = half % 16  # few of them: learned in some tens of steps

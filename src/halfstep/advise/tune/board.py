@@ -192,10 +192,8 @@ class Board:
         return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
 
     def calibration(self, label: str) -> Calibration:
-        """Return the audit of a candidate, and note its error."""
-        found = self.lab.calibration(self.candidate(label), self.steps)
-        self.set(label, error=found.error)
-        return found
+        """Return the audit of a candidate."""
+        return self.lab.calibration(self.candidate(label), self.steps)
 
     # ------------------------------------------------------------------ deciding
 
@@ -229,8 +227,8 @@ class Board:
         """Return fp32 and every candidate that was measured, with their reasons complete."""
         for label, tried in self.tried.items():
             if tried.error > WRONG and tried.verdict in {"within", "worse"}:
-                off = f"off by {100 * tried.error:.0f} %" if tried.error < math.inf else "not finite"
-                self.tried[label] = replace(tried, reason=f"{tried.reason}; its gradients are {off}")
+                off = f"its gradients are off by {100 * tried.error:.0f} %"
+                self.tried[label] = replace(tried, reason=f"{tried.reason}; {off}")
         known = (t for t in self.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
         return tuple(known)
 

@@ -1,7 +1,7 @@
 """Calibration: what one audit measured of a policy, reduced to what a search needs, as plain values.
 
 A `Spot` is an operator in a module, forward and backward together; a `Remedy` is a change that a finding of the audit
-asks for. From the weights' gradients follows the candidate's error.
+asks for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import halfstep as hs
 
-__all__ = ["Calibration", "Remedy", "Spot", "applied", "calibration_of", "differences"]
+__all__ = ["Calibration", "Remedy", "Spot", "applied", "calibration_of", "differences", "sensitivity"]
 
 RULED = ("ops", "modules")
 """Fields of a policy that are lists of rules."""
@@ -78,15 +78,12 @@ class Calibration:
     Attributes:
         spots: operators in the order in which they ran first.
         remedies: of the findings, the gravest first.
-        error: relative error of the gradients against fp32, the root mean square over the parameters; nan if unknown,
-            inf if a step was not finite.
         steps: that were audited.
         failed: the error that ended the audit, "" for none.
     """
 
     spots: tuple[Spot, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    error: float = math.nan
     steps: int = 0
     failed: str = ""
 
@@ -104,6 +101,16 @@ class Calibration:
         kind = pattern.removeprefix("class:")
         places = {s.module for s in self.spots if s.kind == kind and s.module} if kind != pattern else {pattern}
         return [spot for spot in self.spots if any(_within(spot.module, place) for place in places)]
+
+    def facts(self, field: str, pattern: str) -> str:
+        """Return the numbers of the most sensitive spot that a rule concerns, with a semicolon; "" for a field."""
+        spots = self.covered(field, pattern) if pattern else []
+        return f"{max(spots, key=sensitivity).facts}; " if spots else ""
+
+
+def sensitivity(spot: Spot) -> tuple[bool, float, float]:
+    """Return what spots are compared by: overflow, then error, then the lack of headroom."""
+    return spot.overflows, spot.error, -spot.headroom
 
 
 def _within(module: str, place: str) -> bool:
@@ -127,7 +134,7 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
                 )
                 why = f"{finding.kind} in {finding.place}: {facts}"
                 remedies.setdefault((field, pattern), Remedy(field=field, pattern=pattern, value=value, why=why))
-    return Calibration(spots=spots, remedies=tuple(remedies.values()), error=_gradient_error(audit), steps=audit.steps)
+    return Calibration(spots=spots, remedies=tuple(remedies.values()), steps=audit.steps)
 
 
 def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
@@ -139,14 +146,6 @@ def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
         overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
         cast_bytes=sum(row.cast_bytes for row in rows), bytes=forward.bytes,
     )  # fmt: skip
-
-
-def _gradient_error(audit: hs.lens.Audit) -> float:
-    if audit.bad:
-        return math.inf
-    rows = audit.filter(lambda row: not row.cancels, role="weight gradient")
-    errors = [row.accumulated for row in rows if not math.isnan(row.accumulated)]
-    return math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else math.nan
 
 
 def differences(base: hs.Policy, other: hs.Policy) -> list[tuple[str, str, str | float]]:

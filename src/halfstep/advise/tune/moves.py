@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration, Remedy, Spot, applied
+from halfstep.advise.tune.calibration import Calibration, Remedy, Spot, applied, sensitivity
 from halfstep.formats import FORMATS
 
 __all__ = ["exceptions", "savings"]
@@ -112,7 +112,7 @@ def _rules(calibration: Calibration) -> Iterator[tuple[float, Remedy]]:
         share = sum(spot.time for spot in concerned)
         if share < COUNTS:
             continue
-        worst = max(concerned, key=lambda spot: (spot.overflows, spot.error, -spot.headroom))
+        worst = max(concerned, key=sensitivity)
         for value in _other_rules(concerned):
             yield share, Remedy(field=field, pattern=pattern, value=value, why=worst.facts)
 

@@ -56,8 +56,8 @@ class Tried:
         milliseconds: median time of a step; nan if it was not timed.
         state_bytes: bytes between steps; 0 if not counted.
         saved_bytes: bytes kept for the backward pass; 0 if not counted.
-        error: relative error of the gradients against fp32 on the same weights and batches, the root mean square over
-            the parameters; 0.0 for fp32, inf if one is not finite, nan if not measured.
+        error: relative error of the gradients against fp32 on the same weights and batch, the mean over the parameters,
+            each at most 1; 0.0 for fp32, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
             fraction of fp32's; inf if it is not finite, nan if not measured.
         verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
@@ -140,6 +140,11 @@ class Tuning:
     def policy(self) -> hs.Policy:
         """The policy that was chosen."""
         return self.chosen.policy
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the choice computes in fp32, as what it is compared with does, and needs no proof."""
+        return self.chosen.preset == "O0" and not self.chosen.compile
 
     @property
     def compile(self) -> bool:

@@ -120,7 +120,10 @@ class Search:
         for tried in sorted(beyond, key=board.cost)[:MENDED]:
             calibration = board.calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
-            probed = chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+            probed = [
+                replace(remedy, why=f"{calibration.facts(remedy.field, remedy.pattern)}{remedy.why}")
+                for remedy in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+            ]
             found = probed or listed
             rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
@@ -256,8 +259,9 @@ class Search:
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
-        if self.board[label].verdict in {"within", "worse"} and label != SAFE:
-            self.board.calibration(label)
+        tried = self.board[label]
+        if tried.verdict in {"within", "worse"} and label != SAFE:
+            self.board.set(label, error=self._probe(tried.policy))
         self.board.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
