@@ -37,7 +37,7 @@ from halfstep.tasks import Task
 if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
-    from halfstep.advise.plan import plan
+    from halfstep.advise.plan.plan import plan
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
 

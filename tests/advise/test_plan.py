@@ -144,7 +144,7 @@ def test_a_task_and_a_model_that_exists_are_planned_alike_and_unchanged() -> Non
 
 def test_a_plan_is_a_value_and_a_record_of_plain_values() -> None:
     plan = planned(WORDS)
-    names = {**vars(hs.advise.plan), "Policy": hs.Policy, "ScaleRule": hs.ScaleRule}  # type: ignore[attr-defined]
+    names = {**vars(hs.advise.plan), "Policy": hs.Policy, "ScaleRule": hs.ScaleRule}
     assert eval(repr(plan), names) == plan and hash(plan) == hash(planned(WORDS))
     record = json.loads(json.dumps(plan.record()))
     assert record["summary"]["peak_bytes"] == plan.peak_bytes == sum(row["bytes"] for row in record["peak"])

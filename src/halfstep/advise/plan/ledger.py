@@ -151,9 +151,11 @@ class Ledger:
         self._event(~number)
 
     def _died(self, death: Any) -> None:
-        if self._deaths.get(death.key) is death:
-            del self._deaths[death.key]
-            self._end(death.block)
+        key: int = death.key
+        number: int = death.block
+        if self._deaths.get(key) is death:
+            del self._deaths[key]
+            self._end(number)
 
     def live(self) -> Iterator[Block]:
         """Yield the blocks that are alive."""

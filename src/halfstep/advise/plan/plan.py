@@ -109,7 +109,7 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
     Those for a GPU are made in one process, as its start takes seconds.
     """
     found: list[MemoryPlan | Exception] = []
-    ready = []
+    ready: list[Any] = []  # arguments, or an error
     for request in requests:
         try:
             ready.append(_checked(**request))

@@ -21,8 +21,6 @@ LARGEST = 1 << 22  # elements of integers
 LARGEST_FLOAT = 1 << 12  # elements of floating tensors: lengths and counts, no pictures
 NAME = "_halfstep_value"  # attribute of a fake tensor; goes with it
 
-INDEX = torch.ops.aten.index.Tensor
-
 
 class Values:
     """Values of fake tensors, computed beside them."""
