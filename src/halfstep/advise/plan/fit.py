@@ -119,7 +119,7 @@ def _guess(need: dict[int, int], room: float, low: int, high: int) -> int:
     """Return the size to plan next, between `low`, which fits, and `high`, which does not.
 
     By the line through the two largest sizes that fit, if that stays below `high`: beyond the batch from which
-    activations make the peak, bytes are a line. Else by the line through `low` and `high`, or through two that do not fit.
+    activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit.
     """
     fitting = sorted(size for size in need if size <= low)[-2:]
     pairs = [(fitting[0], fitting[1])] if len(fitting) == 2 else []
