@@ -131,14 +131,20 @@ def allocated(call: Callable[[], Any], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    return allocations(call)[1]
+
+
+def allocations(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return what `call` has allocated on the CPU beyond what it freed, its result included, and the most it had."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        call()
+        result = call()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     used = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         used += event.nbytes()
         most = max(most, used)
-    return most
+    del result
+    return used, most
 
 
 def launches(call: Callable[[], Any]) -> int:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from benchmarks.counts import allocations
 from halfstep.tasks import load_task, machine
 from halfstep.testing.models import GPT, ResNet18
 
@@ -217,23 +217,10 @@ def trained(case: Case, policy: hs.Policy) -> object:
     return step, batch
 
 
-def counted(call: Callable[[], object]) -> tuple[int, int]:
-    """Return what `call` has allocated and not freed when it returns, and the most that it had at one time, bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: int(event.start_ns())):
-        total += event.nbytes()
-        peak = max(peak, total)
-    del kept
-    return total, peak
-
-
 def compare(case: Case, label: str) -> dict[str, Any]:
     """Return what is planned and counted of one model under one policy."""
     policy = policy_of(label)
-    persistent, peak = counted(lambda: trained(case, policy))
+    persistent, peak = allocations(lambda: trained(case, policy))
     begin = time.perf_counter()
     plan = hs.plan(case.model, case.batch(), case.loss_fn, case.optimizer, policy=policy, **case.options)
     seconds = time.perf_counter() - begin

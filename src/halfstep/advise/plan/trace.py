@@ -1,14 +1,12 @@
 """Trace: follow the memory of training steps that run on fake tensors.
 
 `Tracer` is a mode above torch's fake tensors: it is shown every operator, notes the memory of what it returns in a
-`Ledger`, with the phase and the module it belongs to, and answers the few reads of values that a step itself makes.
+`Ledger`, with the phase and the module it belongs to, and answers the few reads of values that a step itself makes. An
+operator costs 0.3 ms of the processor, nearly all of it in torch's fake tensors.
 
 Note [modules in backward]: an operator of the backward pass belongs to the module whose forward made its autograd node.
 Nodes are numbered in the order of their creation; the number is noted when an operator runs forward. The backward pass
 runs in the calling thread (`set_multithreading_enabled(False)`), so that numbers are unique.
-
-Note [sums in place]: where several gradients reach one tensor, autograd adds them in place on real tensors, and out of
-place on fake ones. Such a sum is counted as the memory of its first argument, which dies.
 """
 
 from __future__ import annotations
