@@ -104,7 +104,7 @@ def module_rows(plan: MemoryPlan, count: int) -> Rows:
 
 def sent_rows(found: Sequence[Sent]) -> Rows:
     """Return (collective, number, put in, sent in a ring) a step, and their sum."""
-    rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
+    rows: Rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
     if len(rows) > 1:
         rows.append(("together", str(sum(s.number for s in found)), gib(sum(s.put_in for s in found)),
                      gib(sum(s.ring for s in found))))  # fmt: skip
