@@ -35,9 +35,8 @@ def model(layers: int = LAYERS) -> nn.Module:
         use_cache=False,
     )
     made: nn.Module = LlamaForCausalLM(config)
-    enable = (
-        getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable
-    )  # its newer name
+    # of transformers, by its newer name where that is known
+    enable: Any = getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     return made.train()
 
