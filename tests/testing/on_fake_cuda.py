@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -122,7 +123,7 @@ def plans() -> dict[str, Any]:
     """Plan a step on this device and on the CPU: bytes at the peak and between steps, and the parts of these."""
     given = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
     found = {
-        device: hs.plan(lambda: net(device), given, loss_fn, adamw, policy="pure", device=device)
+        device: hs.plan(partial(net, device), given, loss_fn, adamw, policy="pure", device=device)
         for device in ("cpu", "cuda")
     }
     return {

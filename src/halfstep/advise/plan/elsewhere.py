@@ -6,6 +6,7 @@ pickle, as to a worker of `multiprocessing`: functions by their names, with the 
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -41,8 +42,11 @@ def elsewhere(function: Callable[..., Any], requests: Sequence[Mapping[str, Any]
         here.pop("authkey", None)  # multiprocessing's own, which refuses to be sent this way
         request.write_bytes(pickle.dumps((here, job)))
         words = ["-m", "halfstep.advise.plan.elsewhere", str(request), str(answer)]
+        paths = os.pathsep.join(filter(None, sys.path))  # the same modules as here, this package's among them
         try:
-            done = run_python(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            done = run_python(
+                words, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
         except FakeCudaError as error:
             raise PlanError(f"a plan for a GPU needs the fake GPU: {error}; or plan for device='cpu'") from error
         if not answer.exists():
