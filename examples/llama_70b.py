@@ -34,8 +34,9 @@ def model(layers: int = LAYERS) -> nn.Module:
         max_position_embeddings=LENGTH,
         use_cache=False,
     )
-    made = LlamaForCausalLM(config)
-    enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)  # its newer name
+    made: nn.Module = LlamaForCausalLM(config)
+    # of transformers, by its newer name where that is known
+    enable: Any = getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     return made.train()
 

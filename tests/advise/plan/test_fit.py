@@ -87,6 +87,11 @@ def test_bytes_with_steps_are_searched_until_a_batch_fits_and_the_next_does_not(
     assert found == wanted and proved and {wanted, wanted + 1} <= set(asked)
 
 
+def test_a_peak_that_parameters_make_before_activations_do() -> None:
+    found, plans, proved, _ = searched(lambda size: max(40 + 1e-4 * size, 10 + 5e-3 * size, 0.02 * size - 100), 64)
+    assert found == int((ROOM + 100) / 0.02) and proved and plans <= MOST_PLANS
+
+
 def test_what_never_fits_and_what_does_not_grow() -> None:
     assert searched(lambda size: 100.0 + size, 16)[0] == 0
     assert searched(lambda size: 100.0, 1)[:3] == (0, 1, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from halfstep.report import render
 from tests.advise.plan.plans import GIB, made
 
 
-def fitted(peak: float, gpu: str = "a100-80", **fields: object) -> MemoryPlan:
+def fitted(peak: float, gpu: str = "a100-80", **fields: Any) -> MemoryPlan:
     plan = made(peak, **fields)
     return made(peak, fit=fit_of(plan, gpu), **fields)
 

@@ -13,8 +13,11 @@ __all__ = ["TOLERANCE", "Fit", "Largest", "fit_of", "largest_batch"]
 TOLERANCE = 0.1
 """Share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it."""
 
-MOST_PLANS = 10
-"""Plans made in the search for the largest batch; three are enough where bytes are affine in the batch."""
+MOST_PLANS = 12
+"""Plans made in the search for the largest batch; four are enough where bytes are affine in the batch."""
+
+MOST = 1 << 20
+"""The largest batch that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,7 @@ class Largest:
         batch: its size; 0 if a batch of one does not fit; None if none was found: the peak does not grow with it.
         need: bytes of its highest point; 0 without one.
         plans: how many plans were made to find it; both `batch` and `batch` + 1 were planned.
-        proved: whether `batch` + 1 was planned and does not fit. The search ends after 10 plans.
+        proved: whether `batch` + 1 was planned and does not fit. The search ends after 12 plans, and at 1,048,576.
     """
 
     batch: int | None
@@ -82,7 +85,7 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
     """Return the largest batch that `fits`, planned and not extrapolated.
 
     The bytes of two batches give a line, the line a guess, and the guess is planned, until a batch fits and the next
-    one does not. Where shapes decide all bytes that takes three plans besides `first`.
+    one does not.
 
     Args:
         plan_of: returns the plan of a batch size.
@@ -98,34 +101,39 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
             need[size] = fit_of(plan_of(size), gpu).need
         return need[size] <= room
 
-    low, high = (batch, None) if fits(batch) else (0, batch)
-    if high == 1:
-        return Largest(batch=0, need=0, plans=1, proved=True)
-    other = 2 * batch if high is None else max(1, batch // 2)
-    while high is None or high - low > 1:
-        if len(need) >= MOST_PLANS:
-            break
+    low, high = (batch, MOST + 1) if fits(batch) else (0, batch)
+    other = 2 * batch if low else max(1, batch // 2)
+    while high - low > 1 and len(need) < MOST_PLANS:
         if fits(other):
             low = max(low, other)
         else:
-            high = other if high is None else min(high, other)
-        guess = _guess(need, room)
-        if guess is None:
-            return Largest(batch=None, need=need[low] if low else 0, plans=len(need), proved=False)
-        top = 2**31 if high is None else high - 1
-        other = min(max(guess if guess > low else low + 1, 1), top)
-    found = low
-    return Largest(
-        batch=found, need=need[found] if found else 0, plans=len(need), proved=high is not None and high == low + 1
-    )
+            high = min(high, other)
+        if low and need[low] <= need[min(need)] and low >= 2 * min(need) and high > MOST:
+            return Largest(batch=None, need=need[low], plans=len(need), proved=False)
+        other = _guess(need, room, low, high)
+    proved = high - low == 1 and high <= MOST
+    return Largest(batch=low, need=need.get(low, 0), plans=len(need), proved=proved)
 
 
-def _guess(need: dict[int, int], room: float) -> int | None:
-    """Return the largest batch that should fit by the line through the two nearest known sizes; None: no growth."""
-    near = sorted(need, key=lambda size: abs(need[size] - room))[:2]
-    small, large = min(near), max(near)
-    slope = (need[large] - need[small]) / (large - small)
-    return None if slope <= 0 else int(small + (room - need[small]) / slope)
+def _guess(need: dict[int, int], room: float, low: int, high: int) -> int:
+    """Return the size to plan next, between `low`, which fits, and `high`, which does not.
+
+    By the line through the two largest sizes that fit, if that stays below `high`: beyond the batch from which
+    activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit.
+    """
+    fitting = sorted(size for size in need if size <= low)[-2:]
+    pairs = [(fitting[0], fitting[1])] if len(fitting) == 2 else []
+    over = sorted(size for size in need if size >= high)[:2]
+    if low and over:
+        pairs.append((low, high))
+    elif len(over) == 2:
+        pairs.append((over[0], over[1]))
+    for small, large in pairs:
+        slope = (need[large] - need[small]) / (large - small)
+        guess = int(small + (room - need[small]) / slope) if slope > 0 else high
+        if guess < high:
+            return max(guess, low + 1)
+    return min(high - 1, MOST if high > MOST else (low + high) // 2)
 
 
 UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))

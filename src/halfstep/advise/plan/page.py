@@ -48,8 +48,8 @@ MODULES = 20
 METHOD = (
     "The step ran on tensors without memory: every operator of forward and backward pass and update, under the policy, "
     "with the shapes and formats that it would have. Each block of memory was followed from its allocation to its end.",
-    f"Plans are within {100 * TOLERANCE:.0f} % of what is counted in real steps, and what persists within 3 %. A verdict holds "
-    "for a peak that much higher or lower, else it is undecided.",
+    f"Plans are within {100 * TOLERANCE:.0f} % of what is counted in real steps, and what persists within 3 %. A "
+    "verdict holds for a peak that much higher or lower, else it is undecided.",
     "Not included: the driver's context (taken off the GPU's memory), buffers of NCCL, workspaces of cuDNN, and holes "
     "between blocks of torch's allocator.",
 )

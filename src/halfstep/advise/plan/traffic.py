@@ -20,7 +20,7 @@ from halfstep.formats import DTYPES
 from halfstep.policy import Policy
 from halfstep.trees import tensors
 
-__all__ = ["DdpBytes", "Sent", "collective", "ddp_bytes", "sent"]
+__all__ = ["Sent", "collective", "ddp_bytes", "sent"]
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -32,7 +32,7 @@ def verdict(plan: MemoryPlan) -> str:
     each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
     if fit is None:
         return f"needs {gib(plan.peak_bytes)} at its peak and {gib(plan.persistent_bytes)} between steps{each}"
-    card = with_article(fit.gpu)
+    card = _with_article(fit.gpu)
     at = "" if fit.when == "step" else f" in the {fit.when}" if fit.when == "first step" else " in preparation"
     if fit.verdict == "fits":
         text = f"fits {card} with {gib(fit.spare)} to spare{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}"
@@ -43,15 +43,15 @@ def verdict(plan: MemoryPlan) -> str:
             f"undecided for {card}{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}, and a plan may be "
             f"{100 * TOLERANCE:.0f} % off"
         )
-    return f"{text}; {largest_words(plan.largest)}" if plan.largest is not None else text
+    return f"{text}; {_largest_words(plan.largest)}" if plan.largest is not None else text
 
 
-def with_article(gpu: str) -> str:
+def _with_article(gpu: str) -> str:
     """Return "an h100" or "a t4"."""
     return f"{'an' if gpu[0] in 'ahlm8' else 'a'} {gpu}"
 
 
-def largest_words(largest: Largest) -> str:
+def _largest_words(largest: Largest) -> str:
     """Return the largest batch in words."""
     if largest.batch is None:
         return "the peak does not grow with the batch"
@@ -104,7 +104,7 @@ def module_rows(plan: MemoryPlan, count: int) -> Rows:
 
 def sent_rows(found: Sequence[Sent]) -> Rows:
     """Return (collective, number, put in, sent in a ring) a step, and their sum."""
-    rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
+    rows: Rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
     if len(rows) > 1:
         rows.append(("together", str(sum(s.number for s in found)), gib(sum(s.put_in for s in found)),
                      gib(sum(s.ring for s in found))))  # fmt: skip
