@@ -111,8 +111,10 @@ def test_a_search_that_was_cut_off_and_tested_nothing_does_not_sound_certain() -
 
 
 def test_fp32_that_was_chosen_is_no_policy_to_train_with() -> None:
-    made = tuning(chosen=ALL[0], tried=ALL[:3], proof=None, proofs=())
+    safe = dataclasses.replace(ALL[0], label="O0", preset="O0")
+    made = tuning(chosen=safe, tried=(*ALL[:3], safe), proof=None, proofs=())
     assert blocks(made, Paragraph)[0].text.startswith("Stay with fp32")
+    assert blocks(made, Facts)[0].facts[-1].text == "fp32"
 
 
 def test_every_candidate_is_a_point_the_chosen_one_is_marked_and_the_bound_a_line() -> None:

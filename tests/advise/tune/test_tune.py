@@ -109,7 +109,10 @@ def test_with_time_for_everything_changes_are_tried_and_an_interruption_costs_no
     runs = 1
     while tuning.interrupted:
         tuning, runs = tuned(WorkClock(), minutes=LONG, resume=path, on_progress=stop), runs + 1
-    assert runs > 2 and tuning.policy == whole.policy and tuning.tried == whole.tried
+    assert runs > 2 and tuning.policy == whole.policy and tuning.proof == whole.proof
+    assert (
+        tuned(WorkClock(), minutes=LONG, resume=path).tried == tuning.tried
+    )  # audits order what is tried by real time
 
 
 def test_generators_are_restored() -> None:

@@ -109,16 +109,15 @@ def _conclusion(tuning: Tuning) -> Section:
 def _in_words(tuning: Tuning) -> str:
     """Return the conclusion as two or three sentences."""
     chosen, proof, fp32 = tuning.chosen, tuning.proof, _fp32(tuning)
-    if chosen.label == FP32 or chosen.preset == FP32:
-        first = "Stay with fp32: no candidate was cheaper and trained as it does."
-    else:
-        gains = []
-        if chosen.time is not None:
-            gains.append(f"{_times(chosen.time)} of fp32's time for a step")
-        if chosen.bytes and fp32.bytes:
-            gains.append(f"{chosen.bytes / fp32.bytes:.2f} of its memory")
-        first = f"Train with {chosen.label}" + (f": it takes {' and '.join(gains)}." if gains else ".")
-        first += f" {_sentence(_without_proof(chosen.reason, proof))}"
+    if tuning.is_fp32:
+        return f"Stay with fp32, the preset {chosen.label}: {chosen.reason}."
+    gains = []
+    if chosen.time is not None:
+        gains.append(f"{_times(chosen.time)} of fp32's time for a step")
+    if chosen.bytes and fp32.bytes:
+        gains.append(f"{chosen.bytes / fp32.bytes:.2f} of its memory")
+    first = f"Train with {chosen.label}" + (f": it takes {' and '.join(gains)}." if gains else ".")
+    first += f" {_sentence(_without_proof(chosen.reason, proof))}"
     if proof is None:
         return f"{first} Whether it trains as fp32 does was not tested."
     ends = {
@@ -173,6 +172,8 @@ def _memory_fact(chosen: Tried, fp32: Tried) -> Fact | None:
 
 def _result_fact(tuning: Tuning) -> Fact:
     proof = tuning.proof
+    if tuning.is_fp32:
+        return Fact(heading="Result", text="fp32", more=("It is what the others are compared with.",))
     if proof is None:
         return Fact(heading="Result", text="not tested", more=("No training beside fp32 was made.",), tone="open")
     more = [proof.reason, f"margin: {proof.margin_from}"] if proof.margin_from else [proof.reason]

@@ -142,6 +142,11 @@ class Tuning:
         return self.chosen.policy
 
     @property
+    def is_fp32(self) -> bool:
+        """Whether the choice computes in fp32, as what it is compared with does, and needs no proof."""
+        return self.chosen.preset == "O0" and not self.chosen.compile
+
+    @property
     def compile(self) -> bool:
         """Whether to give TrainStep ``compile=True`` with it."""
         return self.chosen.compile
