@@ -54,7 +54,7 @@ stroke-width: 3; stroke: var(--{{ "hue%d" % look.hue if look.hue else "ink" }})"
 {%- for row in block.rows %}
 <tr>
 {%- for cell in row -%}
-{%- if loop.first %}<th scope="row">{{ cell.text }}</th>
+{%- if loop.first %}<th scope="row"{% if cell.tone %} class="{{ cell.tone }}"{% endif %}>{{ cell.text }}</th>
 {%- else %}<td{% if cell.tone %} class="{{ cell.tone }}"{% endif %}>{{ cell.text }}</td>{% endif -%}
 {%- endfor -%}
 </tr>

@@ -66,7 +66,8 @@ th, td { padding: 6px 12px; text-align: right; white-space: nowrap; border-top: 
 thead th { color: var(--muted); font-weight: 600; vertical-align: bottom; white-space: normal; min-width: 5.5em; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
 tbody th { font-weight: 600; }
-td.words { white-space: normal; text-align: left; min-width: 15em; } th.words { text-align: left; }
+td.words { white-space: normal; text-align: left; min-width: 15em; }
+th.words { white-space: normal; text-align: left; min-width: 9em; }
 .good { color: var(--good); } .bad { color: var(--bad); } .open { color: var(--open); }
 .fact.good, .fact.bad, .fact.open { color: inherit; }
 pre { margin: 0 0 14px; padding: 10px 12px; background: var(--page); border: 1px solid var(--faint); border-radius: 6px;

@@ -117,7 +117,7 @@ def _in_words(tuning: Tuning) -> str:
     if chosen.bytes and fp32.bytes:
         gains.append(f"{chosen.bytes / fp32.bytes:.2f} of its memory")
     first = f"Train with {chosen.label}" + (f": it takes {' and '.join(gains)}." if gains else ".")
-    first += f" {_sentence(chosen.reason)}"
+    first += f" {_sentence(_without_proof(chosen.reason, proof))}"
     if proof is None:
         return f"{first} Whether it trains as fp32 does was not tested."
     ends = {
@@ -128,6 +128,11 @@ def _in_words(tuning: Tuning) -> str:
         "undecided": "Whether it trains as fp32 does is undecided:",
     }
     return f"{first} {ends[proof.verdict]} {proof.reason}."
+
+
+def _without_proof(reason: str, proof: Proof | None) -> str:
+    """Return why a candidate was chosen, without the verdict that has a sentence of its own."""
+    return reason if proof is None else reason.partition(f"; {proof.verdict}")[0]
 
 
 def _how(tuning: Tuning) -> str:
@@ -322,13 +327,13 @@ def _table(tuning: Tuning) -> Section:
         time = f"{tried.time.median:.3f} \N{PLUS-MINUS SIGN}{_half(tried.time):.3f}" if tried.time else ""
         rows.append(
             (
-                Cell(text=tried.label),
+                Cell(text=tried.label, tone="words"),
                 Cell(text=tried.verdict, tone=SHOWN.get(tried.verdict, "")),
                 Cell(text=time),
                 Cell(text=memory),
                 Cell(text=_percent(tried.loss_rise)),
                 Cell(text="" if math.isnan(tried.error) else f"{tried.error:.2g}"),
-                Cell(text=_sentence(tried.reason), tone="words"),
+                Cell(text=_sentence(_without_proof(tried.reason, tuning.proof)), tone="words"),
             )
         )
     table = Table(
@@ -373,7 +378,7 @@ def _half(ratio: Ratio) -> float:
 def _percent(share: float) -> str:
     if math.isnan(share):
         return ""
-    return f"{100 * share:+.2g} %".replace("-", "\N{MINUS SIGN}") if math.isfinite(share) else "not finite"
+    return f"{100 * share:+.2f} %".replace("-", "\N{MINUS SIGN}") if math.isfinite(share) else "not finite"
 
 
 def _mb(count: int) -> str:
