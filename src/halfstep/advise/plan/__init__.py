@@ -3,7 +3,7 @@
 from halfstep.advise.plan.fit import Fit, Largest, fit_of, largest_batch
 from halfstep.advise.plan.gpus import Gpu, gpu_named, gpu_names
 from halfstep.advise.plan.memory import PARTS, PHASES, MemoryPlan, Moment, PlanError, Row
-from halfstep.advise.plan.plan import plan, plan_each
+from halfstep.advise.plan.planner import plan, plan_each
 from halfstep.advise.plan.traffic import Sent
 
 __all__ = [
