@@ -144,12 +144,11 @@ def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
         sending = max(0, grown) + 2 * max(buckets, default=0)
     else:
         wide = low if hooked else torch.float32
-        kinds = [wide] if hooked else list(stored)
         backwards = trained[::-1]  # gradients arrive from the last layer on
-        buckets = [
-            size
-            for kind in kinds
-            for size in _buckets([_bytes(p, kind) for p in backwards if hooked or p.dtype is kind], FIRST, CAP)
+        buckets = [  # of one stored format each, whatever is sent
+            size // kind.itemsize * (wide if hooked else kind).itemsize
+            for kind in stored
+            for size in _buckets([_bytes(p, kind) for p in backwards if p.dtype is kind], FIRST, CAP)
         ]
         seen = []
         sending = max(buckets, default=0) if hooked and any(p.dtype is not low for p in trained) else 0
