@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
 from benchmarks.cases import AMP
 from benchmarks.engine_tables import engine_blocks
@@ -43,9 +44,11 @@ PAGES = (  # of docs, beside the README
     "integrations",
     "lint",
     "performance",
+    "plan",
     "reliability",
     "scale",
     "serving",
+    "tune",
 )
 BESIDE = (
     "accelerate",
@@ -383,6 +386,10 @@ def blocks(reports: Reports) -> dict[str, str]:
         "matrix": matrix_table(load("matrix.json")),
         "source auto": f"{source(auto)} Commit {auto['commit']}." if auto else "",
         "auto": auto_table(auto),
+        "source plan": source(plan) if (plan := load("plan.json")) else "",
+        "plan": plan_table(plan),
+        "source tune": f"{source(tune)} Commit {tune['commit']}." if (tune := load("tune.json")) else "",
+        "tune": tune_table(tune),
         "source serving": f"{source(serving)} Commit {serving['commit']}." if serving else "",
         "serving": serving_table(serving),
         "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",
