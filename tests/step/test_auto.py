@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,13 @@ def test_pure_runs_only_where_it_lowers_more_than_o2() -> None:
 
 
 # ---------------------------------------------------------------------- the line, and the choice
+
+
+def test_one_that_looks_faster_and_is_not_certain_has_its_interval() -> None:
+    chosen = Ratio(median=1.0, low=1.0, high=1.0, rounds=4)
+    assert choose._beside("mixed", replace(chosen, median=1.2), chosen) == "mixed 1.20"
+    near = Ratio(median=0.594, low=0.39, high=1.37, rounds=3)
+    assert choose._beside("O2", near, chosen) == "O2 0.59 (not certain: 0.39 to 1.37)"
 
 
 def test_the_choice_is_logged_in_one_line(times: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:

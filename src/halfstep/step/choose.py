@@ -205,6 +205,12 @@ def described(policy: Policy, device: str, compiled: bool) -> str:
     return f"{name}, compiled" if compiled else name
 
 
+def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
+    """Return the ratio of a candidate that was not chosen; with its interval where it looks faster than the choice."""
+    uncertain = f" (not certain: {ratio.low:.2f} to {ratio.high:.2f})" if ratio.median < chosen.median else ""
+    return f"{name} {ratio.median:.2f}{uncertain}"
+
+
 def concluded(race: Race, best: str, device: str, seconds: float, calls: int) -> Choice:
     """Return the choice of candidate `best`, with the ratios behind it.
 
@@ -224,7 +230,7 @@ def concluded(race: Race, best: str, device: str, seconds: float, calls: int) ->
     parts = [
         f"auto: {described(policy, device, compiled)}: {of_base}{1e3 * race.typical(best):.3g} ms a step, "
         f"{race.rounds} rounds, {calls} calls of loss_fn, {seconds:.1f} s",
-        ", ".join(f"{name} {ratios[name].median:.2f}" for name in timed if name in ratios and name not in {best, base}),
+        ", ".join(_beside(name, ratios[name], own) for name in timed if name in ratios and name not in {best, base}),
         *(f"{name} cannot be chosen: {reason}" for name, reason in race.dropped.items()),
     ]
     return Choice(
