@@ -38,8 +38,9 @@ demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3
 test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
+# A file's tests stay in one process: fixtures of a module start processes and compile.
 test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
-	$(PYTEST) --ignore tests/integrations -m 'slow and not hours'
+	$(PYTEST) --dist loadfile --ignore tests/integrations -m 'slow and not hours'
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
 

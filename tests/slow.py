@@ -15,7 +15,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_measured_case_says_everything",
         "test_explaining_and_auditing_leave_the_first_time_out",
     ),
-    "tests/benchmarks/test_soak.py": ("test_a_short_soak_does_everything_and_what_is_kept_is_found",),
     "tests/cli/test_compare.py": ("test_without_the_images_the_gpt_runs_alone", "test_python_dash_m"),
     "tests/cli/test_run_policy.py": (
         "test_processes_that_a_script_starts_follow_the_policy_too",

@@ -12,6 +12,7 @@ from benchmarks.soak import BOUNDS, growths, soak, soak_table
 STEPS = 300
 
 
+@pytest.mark.hours
 def test_a_short_soak_does_everything_and_what_is_kept_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.CRITICAL, "halfstep"):
         kept: list[Any] = []
