@@ -19,7 +19,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/cli/test_run_policy.py": (
         "test_processes_that_a_script_starts_follow_the_policy_too",
         "test_the_sitecustomize_of_the_environment_still_runs",
-        "test_torchruns_ranks_skip_together",
     ),
     "tests/compat/apex/test_parallel.py": ("test_two_processes_reduce_as_apexs_arguments_say",),
     "tests/compat/apex/test_run.py": ("test_processes_that_a_script_starts_find_apex_too",),
@@ -31,7 +30,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/distributed/test_sample.py": ("test_a_sample_of_what_several_processes_do",),
     "tests/examples/test_examples.py": (
         "test_a_compiled_model_trains_as_the_eager_one",
-        "test_at_scale_two_ranks_reach_the_loss_of_one_process_which_opens_their_checkpoint",
         "test_a_gan_learns_with_one_scale_and_with_one_for_each_loss",
         "test_recurrent_layers_learn_in_every_format",
         "test_stages_of_a_pipeline_share_norm_and_verdict",

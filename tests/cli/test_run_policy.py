@@ -340,10 +340,8 @@ def test_the_sitecustomize_of_the_environment_still_runs(tmp_path: Path) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "outside",
-    [pytest.param(True, id="around torchrun"), pytest.param(False, id="inside torchrun", marks=pytest.mark.hours)],
-)
+@pytest.mark.hours
+@pytest.mark.parametrize("outside", [True, False], ids=["around torchrun", "inside torchrun"])
 def test_torchruns_ranks_skip_together(outside: bool) -> None:
     python = [sys.executable, *TORCHRUN]
     words = [*RUN, "--", *python, str(DDP)] if outside else [*python, *RUN[1:], str(DDP)]

@@ -302,6 +302,7 @@ def test_at_scale_one_process_trains_and_goes_on_from_its_checkpoint(tmp_path: P
 
 
 @pytest.mark.dist
+@pytest.mark.hours  # 14 seconds; tests/distributed has a sample of the strategies in CI
 def test_at_scale_two_ranks_reach_the_loss_of_one_process_which_opens_their_checkpoint(tmp_path: Path) -> None:
     folder, updates = str(tmp_path / "checkpoints"), 40
     wanted = run("at_scale", "pure", updates)
