@@ -27,7 +27,7 @@ import halfstep as hs
 from halfstep.testing.counts import Counts, Row, Sync
 from halfstep.testing.traffic import Cost, bytes_of, cost_of, tensors_in
 
-__all__ = ["CountError", "Counter", "count_step"]
+__all__ = ["CountError", "Counter", "count_step", "line_outside"]
 
 ALWAYS_READ = frozenset(
     {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::unique_dim"}
@@ -178,7 +178,7 @@ class Counter(TorchDispatchMode):
             else:
                 result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
-            where = _line_outside() or "torch"
+            where = line_outside() or "torch"
             raise CountError(
                 f"the shape of what {name} returns depends on values ({where}), and fake tensors have none; count this "
                 "step on CPU tensors"
@@ -240,7 +240,7 @@ class Counter(TorchDispatchMode):
         return False
 
     def _sync(self, phase: str, name: str) -> None:
-        self._syncs.append(Sync(phase=phase, operator=name, where=_line_outside()))
+        self._syncs.append(Sync(phase=phase, operator=name, where=line_outside()))
 
 
 def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int = 2, **named: Any) -> Counts:
@@ -310,11 +310,14 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return False
 
 
-def _line_outside() -> str:
-    """Return ``file.py:12 text`` of the innermost line that is neither torch's nor this package's."""
+def line_outside(folders: tuple[str, ...] = UNNAMED) -> str:
+    """Return ``file.py:12 text`` of the innermost line of the program that calls; "" if there is none.
+
+    Args:
+        folders: where the names of files begin whose lines do not count.
+    """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(UNNAMED):
-        assert frame is not None
+    while frame.f_code.co_filename.startswith(folders):
         if frame.f_back is None:
             return ""
         frame = frame.f_back

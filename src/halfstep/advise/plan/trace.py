@@ -11,8 +11,6 @@ runs in the calling thread (`set_multithreading_enabled(False)`), so that number
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -36,6 +34,7 @@ from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
+from halfstep.testing import line_outside
 
 __all__ = ["OUTSIDE", "Tracer", "local"]
 
@@ -199,7 +198,7 @@ class Tracer(TorchDispatchMode):
             found = self._from_values(func, args, kwargs) if forward else None
             if found is None:
                 raise PlanError(
-                    f"the result of {name} needs values that depend on the weights ({line_outside()}), and a plan has "
+                    f"the result of {name} needs values that depend on the weights ({_line()}), and a plan has "
                     "none; use an operator whose result has a fixed shape, such as torch.where, or plan without it"
                 ) from error
             return found
@@ -253,7 +252,7 @@ class Tracer(TorchDispatchMode):
         except DataDependentOutputException as error:
             if self.phase == "forward":
                 raise PlanError(
-                    f"the model reads a value that depends on weights or random numbers ({line_outside()}), and a plan "
+                    f"the model reads a value that depends on weights or random numbers ({_line()}), and a plan "
                     "has none; compute with tensors instead, such as torch.where for `if`"
                 ) from error
         one = 0 if tensor.dtype is torch.bool else 1
@@ -272,12 +271,5 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if part is None else part
 
 
-def line_outside() -> str:
-    """Return ``file.py:12 text`` of the innermost line that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(OUTSIDE):
-        if frame.f_back is None:
-            return "in torch"
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(path).name}:{line} {linecache.getline(path, line).strip()}"
+def _line() -> str:
+    return line_outside(OUTSIDE) or "in torch"
