@@ -1,0 +1,23 @@
+"""The pages for users that have no test file of their own: snippets run from top to bottom and give what they state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.snippets import run_page, snippets
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+NAMES = ("start", "troubleshooting", "faq", "limits", "platforms", "versioning", "compare", "upstream")
+PAGES = sorted(page for page in [*DOCS.glob("howto/*.md"), *(DOCS / f"{name}.md" for name in NAMES)] if page.exists())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
+def test_snippets_run_in_order_and_keep_their_promises(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    run_page(page)
