@@ -19,6 +19,7 @@ from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
 from benchmarks.cases import AMP
 from benchmarks.engine_tables import engine_blocks
+from benchmarks.front import front_pictures
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks
@@ -418,6 +419,12 @@ def main() -> int:
         if "--check" not in sys.argv:
             path.parent.mkdir(exist_ok=True)
             path.write_text(picture_file(chart, words), encoding="utf-8")
+    for name, picture in front_pictures(reports.cpu, load("lean.json"), load("verdict.json")).items():
+        path = ROOT / "docs" / "pictures" / name
+        if not path.exists() or path.read_text(encoding="utf-8") != picture:
+            stale.append(name)
+        if "--check" not in sys.argv:
+            path.write_text(picture, encoding="utf-8")
     if stale and "--check" in sys.argv:
         print(f"not what the JSON files say: {', '.join(stale)}; run `make tables`", file=sys.stderr)
         return 1
