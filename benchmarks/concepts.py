@@ -288,7 +288,9 @@ def counted(
     return count.at, sum(p.numel() for p in model.parameters())
 
 
-def bytes_per_parameter() -> str:
+@cache
+def bytes_rows() -> list[list[str]]:
+    """Return candidate, the most bytes a parameter of each place, the most at once, and those between updates."""
     bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in hs.policy.PRESETS if name != "O0"}
     runs = {
         "fp32 (torch)": counted(None),
@@ -324,7 +326,25 @@ def bytes_per_parameter() -> str:
             rows[-1][0] += f"; {name}"
         else:
             rows.append([name, *cells])
-    return table(["AdamW in bf16", *HELD, "sum", *STEP, "most at once", "between updates"], rows)
+    return rows
+
+
+def bytes_by_place() -> str:
+    """Return what is there from one moment of a step to another."""
+    rows = [row[: 2 + len(HELD)] for row in bytes_rows()]
+    return table(["AdamW in bf16", *HELD, "sum"], rows)
+
+
+def bytes_at_once() -> str:
+    """Return what is there while an optimizer steps, at most, and between updates."""
+    rows = [[row[0], *row[2 + len(HELD) :]] for row in bytes_rows()]
+    return table(["AdamW in bf16", *STEP, "most at once", "between updates"], rows)
+
+
+def bytes_of_presets() -> str:
+    """Return the excerpt of the concept page."""
+    rows = [[row[0], *row[-2:]] for row in bytes_rows() if "own step" not in row[0] and '="' not in row[0]]
+    return table(["AdamW in bf16", "most at once", "between updates"], rows)
 
 
 def counted_model() -> str:
@@ -350,7 +370,9 @@ def blocks() -> dict[str, str]:
         "operator tables": tables(),
         "scale fields": scale_fields(),
         "scale rules": scale_rules(),
-        "bytes": bytes_per_parameter(),
+        "bytes": bytes_of_presets(),
+        "bytes by place": bytes_by_place(),
+        "bytes at once": bytes_at_once(),
         "bytes model": counted_model(),
         "result": attributes(StepResult, "`result.`"),
         "record": attributes(StepMetrics, "`record.`"),

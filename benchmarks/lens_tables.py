@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import ratio, table
+from benchmarks.speed_tables import source
 
 NOTHING = "Not measured here."
 
@@ -13,6 +14,7 @@ def lens_blocks(lens: dict[str, Any]) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     cases = lens.get("cases", {})
     return {
+        "source lens": lens_source(lens),
         "instruments": "\n\n".join(steps(case) for case in cases.values() if "turns" in case) or NOTHING,
         "box bytes": bytes_kept(cases) if cases else NOTHING,
         "explain": explanations(cases) if cases else NOTHING,
@@ -82,3 +84,15 @@ def named(faults: dict[str, Any]) -> str:
             totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
     head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     return table(head, totals)
+
+
+def lens_source(data: dict[str, Any]) -> str:
+    """Return the command and the machine of the measurements of instruments."""
+    if not data:
+        return "Not measured here."
+    parts = [*data["cases"].values(), *([data["faults"]] if data["faults"] else [])]
+    commits = sorted({part["commit"] for part in parts})
+    text = f"{source(data)} {data['machine']['torch_threads']} threads. Commit {', '.join(commits)}."
+    if any(part["quick"] for part in parts):
+        text += "\n\n**Few rounds (`--quick`), which show that it runs and measure nothing.**"
+    return text
