@@ -29,6 +29,7 @@ from benchmarks.markdown import BLOCK, fill
 from benchmarks.matrix import matrix_table
 from benchmarks.memory_tables import counted, faults, memory, process_memory, task_memory
 from benchmarks.pictures import picture_blocks, pictures
+from benchmarks.reliability_tables import reliability_blocks
 from benchmarks.reports import Reports, committed, load
 from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
@@ -71,6 +72,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     return {
         **conclusion_blocks(reports),
         **picture_blocks(reports),
+        **reliability_blocks(),
         "source bench": bench_source(bench),
         "source compare": source(full),
         "source compare resnet": source(digits),
