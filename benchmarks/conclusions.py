@@ -96,8 +96,9 @@ def faster(reports: Reports) -> str:
         for case in losses["cases"]
         if case["title"].startswith("cross entropy") and case["threads"] == 2
     ]
-    most = max(rows[AMP]["alone"] for rows in (case["rows"] for case in reports.pages["cases"].values()))
-    ours = max(own["alone"] for case in reports.pages["cases"].values() for name, own in case["rows"].items() if name != AMP)
+    pages = [case["rows"] for case in reports.pages["cases"].values()]
+    most = max(rows[AMP]["alone"] for rows in pages)
+    ours = max(own["alone"] for rows in pages for name, own in rows.items() if name != AMP)
     return bullets(
         f"**Models whose time goes to their weights.** A step under `pure` takes {mlp:.2f} of torch.amp's time on an "
         f"MLP of 21M parameters and {gpt:.2f} on a GPT that trains on one sequence a step "
@@ -159,8 +160,9 @@ def accurate(reports: Reports) -> str:
     zoo = load("zoo.json")["rows"]
     assert all(found.reason for name in zoo for found in deviations(name)), "a deviation without a known reason"
     return bullets(
-        f"**Final results.** LeNet-5, a ResNet and a GPT end within noise of fp32 in {good} of {len(verdicts)} comparisons "
-        f"over 5 seeds: torch.amp, `torch`, `O1`, `mixed` and `O2`, in bf16 and fp16 ({link('accuracy', 'accuracy')}).",
+        f"**Final results.** LeNet-5, a ResNet and a GPT end within noise of fp32 in {good} of {len(verdicts)} "
+        f"comparisons over 5 seeds: torch.amp, `torch`, `O1`, `mixed` and `O2`, in bf16 and fp16 "
+        f"({link('accuracy', 'accuracy')}).",
         f"**Loss curves.** Over 50 steps no preset is further from fp32 than {far:.1f} times torch.amp's own distance "
         f"({where}, `{label}`); the bound is 4 ({link('loss curves', 'accuracy', 'loss-curves')}).",
         f"**Architectures.** {len(zoo)} architectures of transformers were trained tiny under five presets in two "
@@ -224,10 +226,11 @@ def causes(reports: Reports) -> str:
         f"**Operator, module and line.** Of {len(blind)} faults that were written without knowledge of the black box, "
         f"it names all three in {whole}; none of four other instruments names all three in any "
         f"({link('seeded faults', 'causes', 'seeded-faults')}).",
-        f"**Root cause.** Of {len(stories)} stories rebuilt from public trackers it names the root cause of {right}; before "
-        f"changes that its wrong answers led to, it was {before} of {len(first)} ({link('stories', 'causes', 'stories')}).",
-        f"**False alarms.** The black box accuses none of the {len(stories)} healthy twins of these stories; `hs.Monitor` "
-        f"accuses {len(twins)} ({link('wrong answers', 'causes', 'answers-that-are-wrong')}).",
+        f"**Root cause.** Of {len(stories)} stories rebuilt from public trackers it names the root cause of {right}; "
+        f"before changes that its wrong answers led to, it was {before} of {len(first)} "
+        f"({link('stories', 'causes', 'stories')}).",
+        f"**False alarms.** The black box accuses none of the {len(stories)} healthy twins of these stories; "
+        f"`hs.Monitor` accuses {len(twins)} ({link('wrong answers', 'causes', 'answers-that-are-wrong')}).",
     )
 
 

@@ -1,4 +1,7 @@
-"""The tables of docs/lint.md and docs/tables/lint_*.md, made from the linter's registry and from benchmarks/results/lint.json; `make tables`."""
+"""The tables of docs/lint.md and docs/tables/lint_*.md; `make tables`.
+
+They are made from the linter's registry and from benchmarks/results/lint.json.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ def _right(report: dict[str, Any]) -> str:
     first, now = (report["summary"][name] for name in ("all, before mending", "all, now"))
     files = len(report["scripts"])
     return (
-        f"Over {files} public training scripts, {_of(now)} of the findings of the rules that read the source are right; "
-        f"before false findings were mended it was {_of(first)}. Without names of torch.cuda.amp (`HS026`), which are "
-        f"easy to find, it is {_of(now['without HS026'])}, and was {_of(first['without HS026'])}. What the rules miss was not counted "
-        f"([method and table](tables/lint_scripts.md))."
+        f"Over {files} public training scripts, {_of(now)} of the findings of the rules that read the source are "
+        f"right; before false findings were mended it was {_of(first)}. Without names of torch.cuda.amp (`HS026`), "
+        f"which are easy to find, it is {_of(now['without HS026'])}, and was {_of(first['without HS026'])}. What the "
+        f"rules miss was not counted ([method and table](tables/lint_scripts.md))."
     )
 
 

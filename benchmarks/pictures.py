@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.cases import AMP
 from benchmarks.reports import Reports, bf16_cases, load, row
+from benchmarks.speed_tables import BESIDE, COMPILED
 from halfstep.report import Bar, BarChart, Dot, DotChart, Key
 
 HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4, "pure": 5}  # a policy looks the same in every picture
@@ -78,7 +79,7 @@ def peak(bench: dict[str, Any]) -> BarChart:
     assert amp is not None
     whole, bars = amp["counts"]["peak_bytes"], []
     for label, found in bench["cases"]["mlp21m"]["rows"].items():
-        if label.endswith("compiled") or found["counts"] is None or label in ("accelerate", "Lightning Fabric", "torch"):
+        if label.endswith(COMPILED) or label in BESIDE:
             continue
         value = found["counts"]["peak_bytes"]
         bars.append(
@@ -142,6 +143,5 @@ def picture_blocks(reports: Reports) -> dict[str, str]:
     """Return the pictures of docs/performance.md in Markdown, with alternative texts that state what they show."""
     made = pictures(reports)
     return {
-        marker: "\n".join(f"![{made[name][1]}](pictures/{name})" for name in names)
-        for marker, names in SHOWN.items()
+        marker: "\n".join(f"![{made[name][1]}](pictures/{name})" for name in names) for marker, names in SHOWN.items()
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["collectives_table", "paper", "parity_summary", "parity_table", "ranks_table", "scale_blocks", "scale_source"]
+__all__ = ["scale_blocks"]
 
 NOTHING = "Not measured here."
 Rows = list[dict[str, Any]]

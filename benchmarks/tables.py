@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks import concepts
 from benchmarks.accuracy_tables import metrics, spread
 from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
@@ -35,9 +36,9 @@ from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
 from benchmarks.speed_tables import (
+    bench_source,
     beside,
     bounds,
-    bench_source,
     cases,
     compiled,
     entry,
@@ -53,14 +54,12 @@ from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = ("concepts", "tables/weights.md", "promises.md")  # of docs: written by benchmarks.concepts, tests.promises
+ELSEWHERE = {*concepts.pages(), ROOT / "docs" / "promises.md"}  # written by benchmarks.concepts and tests.promises
 
 
 def pages() -> list[Path]:
     """Return the README and every page of docs with a marker, in order."""
-    docs = ROOT / "docs"
-    others = {path for name in ELSEWHERE for path in (docs / name, *(docs / name).glob("*.md"))}
-    found = [path for path in sorted(docs.rglob("*.md")) if path not in others]
+    found = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path not in ELSEWHERE]
     return [path for path in (ROOT / "README.md", *found) if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 

@@ -35,7 +35,8 @@ def test_the_run_it_shows_is_what_the_command_prints() -> None:
 
 
 def test_its_table_of_rules_has_every_code_once() -> None:
-    ranges = re.findall(r"^\| `(HS\d+)` to `(HS\d+)` \| (source|a traced step) ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    row = re.compile(r"^\| `(HS\d+)` to `(HS\d+)` \| (source|a traced step) ", re.MULTILINE)
+    ranges = row.findall(PAGE.read_text(encoding="utf-8"))
     for code, rule in RULES.items():
         places = [where for first, last, where in ranges if first <= code <= last]
         assert places == ([] if code == "HS000" else ["a traced step" if rule.traced else "source"]), code
