@@ -14,7 +14,6 @@ def lens_blocks(lens: dict[str, Any]) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     cases = lens.get("cases", {})
     return {
-        "source lens": lens_source(lens),
         "instruments": "\n\n".join(steps(case) for case in cases.values() if "turns" in case) or NOTHING,
         "box bytes": bytes_kept(cases) if cases else NOTHING,
         "explain": explanations(cases) if cases else NOTHING,

@@ -23,7 +23,7 @@ from benchmarks.engine_tables import engine_blocks
 from benchmarks.goal_tables import goal_table
 from benchmarks.goals import goals, instrument_goals
 from benchmarks.kills_tables import kills_table
-from benchmarks.lens_tables import lens_blocks
+from benchmarks.lens_tables import lens_blocks, lens_source
 from benchmarks.lint_tables import lint_blocks
 from benchmarks.losses import losses_table
 from benchmarks.markdown import BLOCK, fill
@@ -94,6 +94,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "counted": counted(reports.counts),
         "gpu": gpu(reports.gpu),
         "instrument goals": goal_table(reports, instrument_goals()),
+        "source lens": lens_source(reports.lens),
         **lens_blocks(reports.lens),
         **lint_blocks(),
         **engine_blocks(load("engines.json")),
