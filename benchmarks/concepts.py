@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from benchmarks.concept_pictures import links
 from benchmarks.lean_tables import lean_blocks
 from benchmarks.markdown import fill, table
 from benchmarks.reports import load
@@ -355,6 +356,7 @@ def blocks() -> dict[str, str]:
         "result": attributes(StepResult, "`result.`"),
         "record": attributes(StepMetrics, "`record.`"),
         **lean_blocks(load("lean.json")),
+        **links(),
     }
 
 
