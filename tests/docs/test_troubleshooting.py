@@ -14,6 +14,12 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 CLASSES = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
 
 
+@cache
+def trees() -> tuple[tuple[Path, ast.Module], ...]:
+    files = sorted((ROOT / "src" / "halfstep").rglob("*.py"))
+    return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in files)
+
+
 def sections() -> dict[str, str]:
     parts = re.split(r"^### (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -30,9 +36,9 @@ def test_every_public_error_has_a_section_whose_snippet_raises_it() -> None:
 def test_errors_of_other_modules_are_named() -> None:
     defined = {
         node.name
-        for path in (ROOT / "src" / "halfstep").rglob("*.py")
+        for path, tree in trees()
         if "compat" not in path.parts
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree.body
         if isinstance(node, ast.ClassDef) and any("Error" in ast.unparse(base) for base in node.bases)
     }
     public = {name for name in defined if not name.startswith("_")}
@@ -44,8 +50,8 @@ def test_errors_of_other_modules_are_named() -> None:
 def texts() -> str:
     """Return every string of the source on a line of its own, with ``...`` for each value in it."""
     found = []
-    for path in (ROOT / "src" / "halfstep").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for _, tree in trees():
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
                 found.append("".join(map(str, parts)))
