@@ -140,6 +140,7 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.concept_pictures
 	$(BIN)/python -m benchmarks.concepts
 	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 import halfstep as hs
+from benchmarks.concept_pictures import links
 from benchmarks.lean_tables import lean_blocks
 from benchmarks.markdown import fill, table
 from benchmarks.parameter_bytes import byte_blocks
@@ -167,6 +168,7 @@ def blocks() -> dict[str, str]:
         "record": attributes(StepMetrics, "`record.`"),
         **byte_blocks(),
         **lean_blocks(load("lean.json")),
+        **links(),
     }
 
 
