@@ -18,8 +18,8 @@ from halfstep.cli import app
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
 HEAD = """# Command line
 
-The commands of `halfstep`, with all arguments and options. `halfstep COMMAND --help` prints the same; `python -m halfstep`
-stands for `halfstep`. This page is made from the program by `make tables`."""
+The commands of `halfstep`, with all arguments and options. `halfstep COMMAND --help` prints the same, and
+`python -m halfstep` stands for `halfstep`. This page is made from the program by `make tables`."""
 
 
 def page() -> str:

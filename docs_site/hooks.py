@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from docs_site.links import CODE, OUTSIDE, ROOT, repository_path, links, site_uri, rewritten
+from docs_site.links import CODE, OUTSIDE, ROOT, links, repository_path, rewritten, site_uri
 
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".cpp": "cpp", ".cff": "yaml"}
 MARKER = re.compile(r"^<!--.*?-->$", re.MULTILINE)

@@ -64,7 +64,10 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
     Example:
         >>> @hs.operator("fp32")
         ... def energy(states):
-        ...     return states.logits.square().sum(-1)
+        ...     return states.square().sum(-1)
+        >>> with hs.autocast("cpu", dtype=torch.bfloat16):
+        ...     energy(model(x)).dtype
+        torch.float32
     """
     if rule not in RULES:
         raise PolicyError(f"hs.operator({rule!r}): expected one of {', '.join(map(repr, RULES))}{_near(rule, RULES)}")

@@ -55,7 +55,8 @@ class SketchWriter:
         HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
 
     Example:
-        >>> writer = SketchWriter("runs/today")
+        >>> monitor = hs.Monitor(hs.TrainStep(model, optimizer, loss_fn), every=100)
+        >>> writer = hs.SketchWriter("runs/today")
         >>> for record in monitor.poll():
         ...     writer.add(record)
     """
