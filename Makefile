@@ -81,7 +81,7 @@ $(PAGES): $(READY)
 	touch $@
 
 docs: $(PAGES)  ## build the documentation site, a warning is an error -> out/site/index.html
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 docs-look: docs  ## photograph every page of the site at 390 and 1200 px, light and dark, with node and Chromium -> out/look
 	$(BIN)/python -m docs_site.look

@@ -35,7 +35,7 @@ __all__ = [
 class HalfstepError(Exception):
     """Base class of all halfstep errors.
 
-    Example:
+    Examples:
         >>> try:
         ...     hs.Policy.of("mixd")
         ... except hs.HalfstepError as error:  # a PolicyError, which is a ValueError too
@@ -115,7 +115,7 @@ class CheckpointError(StepError):
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near.
 
-    Example:
+    Examples:
         >>> hs.errors.did_you_mean("mixd", ["mixed", "O2"])
         "; did you mean 'mixed'?"
     """

@@ -32,7 +32,7 @@ class HostStepResult:
         culprits: names of the parameters whose gradient was not finite.
         retries: how often the window has run again at a lower scale before this.
 
-    Example:
+    Examples:
         >>> host = hs.TrainStep(model, optimizer, loss_fn)(x, y).host()
         >>> host.step, host.updated, host.skipped, host.culprits
         (1, True, False, ())
@@ -62,7 +62,7 @@ class StepResult:
         due: whether an update was due, which is after the last micro-batch of a window.
         retries: how often the window has run again at a lower scale before this: ``TrainStep(retry=...)``.
 
-    Example:
+    Examples:
         >>> result = hs.TrainStep(model, optimizer, loss_fn)(x, y)
         >>> result.loss.shape, result.due  # of the device, without waiting
         (torch.Size([]), True)

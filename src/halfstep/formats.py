@@ -68,7 +68,7 @@ class Format:
     Raises:
         FormatError: more or fewer bits than that.
 
-    Example:
+    Examples:
         >>> fp16 = hs.formats.FP16
         >>> fp16.max, fp16.smallest_subnormal, fp16.ulp(1000.0)
         (65504.0, 5.960464477539063e-08, 0.5)
@@ -236,7 +236,7 @@ WITHOUT_FLOAT64: Mapping[str, Callable[[torch.device], bool]] = MappingProxyType
 def widest_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device that lacks it: mps, and some of xpu.
 
-    Example:
+    Examples:
         >>> hs.formats.widest_dtype(torch.device("cpu"))
         torch.float64
     """
@@ -247,7 +247,7 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 def float64_of(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Return `tensor` in float64, on the CPU if its device lacks that; `copy`: never the tensor itself.
 
-    Example:
+    Examples:
         >>> hs.formats.float64_of(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float64
     """
@@ -297,7 +297,7 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     Raises:
         FormatError: there is none; the message names the nearest.
 
-    Example:
+    Examples:
         >>> hs.formats.format_of("e3m4").max
         15.5
         >>> hs.formats.format_of(torch.bfloat16).name

@@ -32,7 +32,7 @@ def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
         ``([("[0]", item), ...], rebuild)``; ``rebuild(items)`` is a new container of the same type. None if `value` is
         no container; text is none.
 
-    Example:
+    Examples:
         >>> items, rebuild = hs.trees.opened({"a": 1, "b": 2})
         >>> items
         [("['a']", 1), ("['b']", 2)]
@@ -87,7 +87,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     Containers keep their type; one in which nothing changed is returned itself, and so is an object that is neither
     container nor tensor. The input is not changed.
 
-    Example:
+    Examples:
         >>> hs.trees.map_tensors({"x": torch.ones(2), "n": 3}, lambda tensor: tensor.shape)
         {'x': torch.Size([2]), 'n': 3}
     """
@@ -108,7 +108,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of `tree` in order.
 
-    Example:
+    Examples:
         >>> len(hs.trees.tensors([x, {"y": y}]))
         2
     """
@@ -121,7 +121,7 @@ def tensors(tree: Any) -> list[Tensor]:
 def keyed(tree: Any, key: str = "") -> list[tuple[str, Tensor]]:
     """Return the tensors of `tree` in order, each with the innermost name on the way to it; "" without one.
 
-    Example:
+    Examples:
         >>> [name for name, tensor in hs.trees.keyed({"ids": x, "more": [y]})]
         ['ids', 'more']
     """

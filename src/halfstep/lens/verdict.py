@@ -124,7 +124,7 @@ class Verdict:
         history: (step, loss, norm of all gradients) of the steps before, the oldest first; None: not known.
         file: path of the file that `line` is in.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, lambda model, x: (model(x).sum() * 0).log())
         >>> result = step(x)
         >>> step.explain().kind

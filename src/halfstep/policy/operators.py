@@ -249,7 +249,7 @@ def callables(name: str) -> tuple[Function, ...]:
 def operator_name(function: Function) -> str | None:
     """Return the operator that `function` is a spelling of, or None.
 
-    Example:
+    Examples:
         >>> hs.policy.operator_name(torch.Tensor.softmax)
         'softmax'
     """
@@ -284,7 +284,7 @@ def operator_names(pattern: str) -> tuple[str, ...]:
     Raises:
         PolicyError: it stands for none.
 
-    Example:
+    Examples:
         >>> hs.policy.operator_names("conv_transpose*")
         ('conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d')
     """

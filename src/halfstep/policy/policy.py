@@ -92,7 +92,7 @@ class Policy:
             the message names the nearest.
         UnbuiltError: an operator has the rule "fp8", which this version cannot carry out.
 
-    Example:
+    Examples:
         >>> policy = hs.Policy.of("mixed", dtype="bf16").with_ops(fp32=["softmax"]).with_modules({"head": "fp32"})
         >>> policy == hs.Policy.from_toml(policy.to_toml())
         True

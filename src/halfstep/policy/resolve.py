@@ -98,7 +98,7 @@ def units(device_type: str) -> Units:
     Raises:
         PolicyError: torch.autocast does not exist for this device type.
 
-    Example:
+    Examples:
         >>> hs.policy.units("cpu").device
         'cpu'
     """
@@ -375,7 +375,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
             for the device type.
         UnbuiltError: halfstep cannot carry the policy out.
 
-    Example:
+    Examples:
         >>> plan = hs.resolve(hs.Policy.of("mixed", dtype="fp16"), model)
         >>> dict(plan.operators)["softmax"].rule
         'keep'

@@ -53,7 +53,7 @@ class GradScaler(StoredScale):
         host_reads: how often `step` and `update` have waited for the device so far.
         by_hand: whether `update` was ever given a scale: it is set from outside, independently of the rule.
 
-    Example:
+    Examples:
         >>> scaler = hs.GradScaler("cpu", init_scale=2.0**10)
         >>> with hs.autocast("cpu", dtype=torch.float16):
         ...     loss = loss_fn(model, x, y)

@@ -70,7 +70,7 @@ def exported(
         BindError: no policy is given and the model is not prepared, or it is sharded.
         UnbuiltError: the graph has control flow inside a region, or an operator whose casts are not known.
 
-    Example:
+    Examples:
         >>> program = hs.exported(model, (x,), policy=hs.Policy.of("mixed", dtype="bf16"))
         >>> program.module()(x).shape
         torch.Size([4, 2])

@@ -53,7 +53,7 @@ def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> Mode
         PolicyError: the policy keeps fp32 parameters and lowers operators, which no plain module does, or has rules for
             operators, or modules in fp32.
 
-    Example:
+    Examples:
         >>> served = hs.lowered(model, policy=hs.Policy.of("pure", dtype="bf16"))
         >>> served(x.bfloat16()).dtype
         torch.bfloat16

@@ -80,7 +80,7 @@ class Metrics:
         every: updates between two records.
         dropped: records that were dropped, the oldest first, because 1,000 newer ones were not polled.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> metrics = step.metrics(every=3)
         >>> for x, y in batches:

@@ -77,7 +77,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         PolicyError: the policy is wrong, or a module pattern matches nothing.
         UnbuiltError: the policy needs an engine that is not built yet; it is a NotImplementedError too.
 
-    Example:
+    Examples:
         >>> model, optimizer, scaler = hs.prepare(model, optimizer, policy="O2")
         >>> loss = loss_fn(model, x, y)
         >>> scaler.scale(loss).backward()
@@ -243,7 +243,7 @@ def store_of(model: nn.Module) -> WeightStore | None:
 def prepared_policy(model: nn.Module) -> Policy | None:
     """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not.
 
-    Example:
+    Examples:
         >>> hs.prepared_policy(hs.prepare(model, policy="mixed")).name
         'mixed'
     """
@@ -257,7 +257,7 @@ def unprepare(model: ModelT) -> ModelT:
     Raises:
         BindError: the model is not prepared.
 
-    Example:
+    Examples:
         >>> model = hs.prepare(model, policy="O2")
         >>> hs.unprepare(model)[0].weight.dtype
         torch.float32
@@ -306,7 +306,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         BindError: the model is not prepared.
         WeightsError: the block has left a weight that the low format cannot hold; that parameter is as it was before.
 
-    Example:
+    Examples:
         >>> model, optimizer, scaler = hs.prepare(model, optimizer, policy=hs.Policy.of("O2", dtype="bf16"))
         >>> with torch.no_grad(), hs.edit_weights(model):
         ...     model[0].weight *= 0.5  # the fp32 value; the low weight follows when the block ends

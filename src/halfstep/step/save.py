@@ -59,7 +59,7 @@ class Loaded:
         extras: what all ranks gave, in their order.
         notes: what was converted, dropped or not there; () for a checkpoint that is resumed bit for bit.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> saving = hs.save(step, "checkpoints", extra={"epoch": 1})
         >>> loaded = hs.load(step, "checkpoints")
@@ -80,7 +80,7 @@ class Saving:
     Attributes:
         path: its folder, there from the moment it is complete.
 
-    Example:
+    Examples:
         >>> saving = hs.save(hs.TrainStep(model, optimizer, loss_fn), "checkpoints", wait=False)
         >>> folder = saving.wait()  # complete on the disk from here on
     """
@@ -146,7 +146,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         CheckpointError: the checkpoint cannot be written (the error of the system is its cause), or `extra` could not
             be loaded again; or ranks do not all call it.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> saving = hs.save(step, "checkpoints", extra={"epoch": 1})
         >>> hs.load(step, "checkpoints").extra
@@ -365,7 +365,7 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
         CheckpointError: there is no checkpoint, it is damaged, or it is none of a format that is known.
         StepError, ScaleError, WeightsError, PolicyError: as `TrainStep.load_state_dict`; nothing was changed.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> loaded = hs.load(step, "checkpoints", missing_ok=True)  # None at the first start of a run
         >>> begin = loaded.extra["epoch"] + 1 if loaded else 0

@@ -84,7 +84,7 @@ def shard(
             gather together need two formats.
         PolicyError, UnbuiltError: as `prepare`.
 
-    Example:
+    Examples:
         >>> torch.distributed.init_process_group("gloo")  # the script runs under torchrun
         >>> model = hs.shard(model, policy="pure", units=["0", "2"])
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -115,7 +115,7 @@ class TrainStep:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
         BindError, PolicyError, UnbuiltError: as `prepare`; the last also if a wrapper cannot do `reduce` or `grads`.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed", clip_norm=1.0)
         >>> result = step(x, y)  # result.host() waits, and returns loss, scale, grad_norm, skipped, ...
     """

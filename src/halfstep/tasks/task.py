@@ -45,7 +45,7 @@ class Task:
         clip_norm: largest gradient norm, or None for no clipping.
         about: one line on model and data.
 
-    Example:
+    Examples:
         >>> task = hs.Task(
         ...     name="classifier",
         ...     model=lambda: nn.Linear(8, 2),

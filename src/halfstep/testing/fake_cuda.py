@@ -178,7 +178,7 @@ def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProc
     Raises:
         FakeCudaError: the library cannot be built.
 
-    Example:
+    Examples:
         >>> from halfstep.testing import run_python
         >>> done = run_python(["count_on_cuda.py"])  # doctest: +SKIP
     """
@@ -252,7 +252,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     Raises:
         FakeCudaError: this process was not started with the library (`run_python`).
 
-    Example:
+    Examples:
         >>> from halfstep.testing import count_step, fake_cuda
         >>> with fake_cuda():  # doctest: +SKIP
         ...     model = model.to("cuda")

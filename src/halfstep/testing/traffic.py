@@ -86,7 +86,7 @@ def declare_traffic(
     Raises:
         DeclarationError: a name that is no argument, a written argument that is left out, or no launch.
 
-    Example:
+    Examples:
         >>> from halfstep.testing import declare_traffic
         >>> declare_traffic("mylib::adamw_", reads=["param", "grad"], writes=["param"])  # doctest: +SKIP
     """

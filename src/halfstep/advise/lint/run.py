@@ -43,7 +43,7 @@ def lint(
         TaskError: the function does not exist, raises, or returns no hs.Task.
         PolicyError: no such policy.
 
-    Example:
+    Examples:
         >>> hs.lint(task, policy=hs.Policy.of("mixed", dtype="bf16"))
         []
     """

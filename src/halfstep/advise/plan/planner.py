@@ -92,7 +92,7 @@ def plan(
             `shard` or the other way round, or a process group where ``shard="fsdp2"`` needs its own.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
 
-    Example:
+    Examples:
         >>> plan = hs.plan(model, (x, y), loss_fn, lambda model: torch.optim.AdamW(model.parameters()), policy="O2")
         >>> plan.peak_bytes > plan.persistent_bytes
         True

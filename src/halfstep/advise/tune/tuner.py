@@ -70,8 +70,8 @@ def tune(
             loss does not fall or is not finite, or it raises.
         TaskError: no such device, or batches that are not the same when asked for again.
 
-    Example:
-        >>> tuning = hs.tune(task, minutes=0.05, compile=False)  # minutes=10 for a model of some size
+    Examples:
+        >>> tuning = hs.tune(task, minutes=0.02, compile=False)  # minutes=10 for a model of some size
         >>> policy = tuning.chosen.policy  # str(tuning) is a report
     """
     where = _device(device)

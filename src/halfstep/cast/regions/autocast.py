@@ -53,7 +53,7 @@ class autocast:
         PolicyError: an unknown device or dtype, or a policy that needs a model (`hs.prepare`) to be carried out.
         RegionError: at exit, if regions were not left in the opposite order they were entered in.
 
-    Example:
+    Examples:
         >>> with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
         ...     model(x).dtype
         torch.bfloat16
@@ -175,7 +175,7 @@ class suspended:
     that their fp32 run is one line away. Models with low parameters cannot run otherwise and keep their region. A
     region opened inside casts again.
 
-    Example:
+    Examples:
         >>> with hs.autocast("cpu", dtype=torch.bfloat16), hs.suspended():
         ...     model(x).dtype
         torch.float32

@@ -61,7 +61,7 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         PolicyError: an unknown rule, a name that is taken or has no "::", or `backward` for something that has no
             backward pass of its own.
 
-    Example:
+    Examples:
         >>> @hs.operator("fp32")
         ... def energy(states):
         ...     return states.square().sum(-1)

@@ -81,7 +81,7 @@ def audit(
         AuditError: arguments that make no sense, or a model that cannot be copied.
         StepError, PolicyError, BindError: as `TrainStep`.
 
-    Example:
+    Examples:
         >>> found = hs.audit(model, batches, loss_fn, hs.Policy.of("mixed", dtype="fp16"), optimizer, steps=1)
         >>> found.findings()
         ()

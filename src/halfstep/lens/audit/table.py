@@ -144,7 +144,7 @@ class Audit:
         scale: the loss scale of the last step.
         notes: what the reader should know besides.
 
-    Example:
+    Examples:
         >>> found = hs.audit(model, batches, loss_fn, "mixed", steps=1)
         >>> found.steps, len(found.rows) > 0
         (1, True)

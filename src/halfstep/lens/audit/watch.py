@@ -110,7 +110,7 @@ class OperatorWatch(TorchFunctionMode):
         paths: gives the module that runs.
         closed: composites that the policy has a rule for, and which are therefore seen whole.
 
-    Example:
+    Examples:
         >>> class Names(hs.lens.OperatorWatch):
         ...     def seen(self, call, func, args, kwargs):
         ...         print(call.module, call.op)

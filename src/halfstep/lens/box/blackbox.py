@@ -71,7 +71,7 @@ class BlackBox(Box):
     Raises:
         StepError: an argument of the wrong kind.
 
-    Example:
+    Examples:
         >>> box = hs.BlackBox(model, loss_fn, optimizer)
         >>> for x, y in batches:
         ...     box(x, y).backward()  # loss_fn(model, x, y); a region and a scaler stay where they are in the loop
@@ -484,7 +484,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     Raises:
         StepError: no evidence, no task, or weights that do not fit the task's model.
 
-    Example:
+    Examples:
         >>> verdict = hs.lens.replay("evidence/halfstep-blackbox-7.pt", task)  # doctest: +SKIP
     """
     if not all(callable(getattr(task, needed, None)) for needed in ("model", "optimizer", "loss_fn")):

@@ -60,7 +60,7 @@ class Monitor:
     Raises:
         StepError: arguments that make no sense together.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> monitor = hs.Monitor(step, every=2)
         >>> for x, y in batches:

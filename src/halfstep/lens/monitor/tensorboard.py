@@ -54,7 +54,7 @@ class SketchWriter:
     Raises:
         HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
 
-    Example:
+    Examples:
         >>> monitor = hs.Monitor(hs.TrainStep(model, optimizer, loss_fn), every=100)
         >>> writer = hs.SketchWriter("runs/today")
         >>> for record in monitor.poll():

@@ -63,7 +63,7 @@ def on_preemption(
         CheckpointError: `signals` are none; on entering: outside of the main thread, where Python sets no handlers, or
             inside another such block of the same step.
 
-    Example:
+    Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
         >>> with hs.on_preemption(step, "checkpoints"):
         ...     for x, y in batches:
