@@ -9,6 +9,7 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 PEERS     := $(VENV)/.ready-bench
+PAGES     := $(VENV)/.ready-docs
 QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
 WORKERS   ?= 2
@@ -21,7 +22,7 @@ FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations environments matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))  # every target that is listed below
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -80,6 +81,17 @@ $(PEERS): $(READY)
 
 bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minutes on 2 cores -> benchmarks/results/cpu.json
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
+
+$(PAGES): $(READY)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(PAGES)  ## build the documentation site, a warning is an error -> out/site/index.html
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
+
+docs-look: docs  ## photograph every page of the site at 390 and 1200 px, light and dark, with node and Chromium -> out/look
+	$(BIN)/python -m docs_site.look
 
 # These two run from a bare clone, on a machine from which nothing can be installed: .venv's interpreter if there is one,
 # else PYTHON with its torch. `make gpu-first DRY=1` runs every block small on a CPU and writes nothing.
@@ -142,6 +154,7 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concept_pictures
 	$(BIN)/python -m benchmarks.concepts
+	$(BIN)/python -m docs_site.commands
 	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading
 	$(BIN)/python -m tests.architecture.picture

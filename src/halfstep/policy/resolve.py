@@ -97,6 +97,10 @@ def units(device_type: str) -> Units:
 
     Raises:
         PolicyError: torch.autocast does not exist for this device type.
+
+    Examples:
+        >>> hs.policy.units("cpu").device
+        'cpu'
     """
     check_device_type(device_type)
     if device_type == "cpu":
@@ -370,6 +374,11 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         PolicyError: a module pattern matches nothing, a field rules out another one, or torch.autocast does not exist
             for the device type.
         UnbuiltError: halfstep cannot carry the policy out.
+
+    Examples:
+        >>> plan = hs.resolve(hs.Policy.of("mixed", dtype="fp16"), model)
+        >>> dict(plan.operators)["softmax"].rule
+        'keep'
     """
     device = device_types_of([model])[0] if device_type is None else device_type
     _, note = resolve_dtype(policy, device)

@@ -69,6 +69,11 @@ def exported(
     Raises:
         BindError: no policy is given and the model is not prepared, or it is sharded.
         UnbuiltError: the graph has control flow inside a region, or an operator whose casts are not known.
+
+    Examples:
+        >>> program = hs.exported(model, (x,), policy=hs.Policy.of("mixed", dtype="bf16"))
+        >>> program.module()(x).shape
+        torch.Size([4, 2])
     """
     named = dict(kwargs or {})
     copy = twin(model, policy, bound=True)

@@ -76,16 +76,18 @@ class MetricsLogger(Protocol):
 class Metrics:
     """Collects what `TrainStep` returns; made by `TrainStep.metrics`.
 
-    Example:
-        >>> metrics = step.metrics(every=50)
-        >>> for x, y in batches:
-        ...     step(x, y)
-        ...     for record in metrics.poll():
-        ...         print(record)
-
     Attributes:
         every: updates between two records.
         dropped: records that were dropped, the oldest first, because 1,000 newer ones were not polled.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> metrics = step.metrics(every=3)
+        >>> for x, y in batches:
+        ...     result = step(x, y)
+        ...     for record in metrics.poll():
+        ...         print(record.step, record.skipped)
+        3 0
     """
 
     def __init__(

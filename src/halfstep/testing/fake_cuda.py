@@ -177,6 +177,10 @@ def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProc
 
     Raises:
         FakeCudaError: the library cannot be built.
+
+    Examples:
+        >>> from halfstep.testing import run_python
+        >>> done = run_python(["count_on_cuda.py"])  # doctest: +SKIP
     """
     library = build()
     environment = {**(options.pop("env", None) or os.environ), LOADED: str(library)}
@@ -247,6 +251,11 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
 
     Raises:
         FakeCudaError: this process was not started with the library (`run_python`).
+
+    Examples:
+        >>> from halfstep.testing import count_step, fake_cuda
+        >>> with fake_cuda():  # doctest: +SKIP
+        ...     model = model.to("cuda")
     """
     if LOADED not in os.environ:
         raise FakeCudaError(

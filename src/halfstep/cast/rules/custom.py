@@ -61,10 +61,13 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         PolicyError: an unknown rule, a name that is taken or has no "::", or `backward` for something that has no
             backward pass of its own.
 
-    Example:
+    Examples:
         >>> @hs.operator("fp32")
         ... def energy(states):
-        ...     return states.logits.square().sum(-1)
+        ...     return states.square().sum(-1)
+        >>> with hs.autocast("cpu", dtype=torch.bfloat16):
+        ...     energy(model(x)).dtype
+        torch.float32
     """
     if rule not in RULES:
         raise PolicyError(f"hs.operator({rule!r}): expected one of {', '.join(map(repr, RULES))}{_near(rule, RULES)}")

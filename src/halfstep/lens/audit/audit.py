@@ -80,6 +80,11 @@ def audit(
     Raises:
         AuditError: arguments that make no sense, or a model that cannot be copied.
         StepError, PolicyError, BindError: as `TrainStep`.
+
+    Examples:
+        >>> found = hs.audit(model, batches, loss_fn, hs.Policy.of("mixed", dtype="fp16"), optimizer, steps=1)
+        >>> found.findings()
+        ()
     """
     if not isinstance(model, nn.Module):
         raise AuditError(f"hs.audit takes a torch.nn.Module and got {type(model).__name__}")

@@ -57,15 +57,6 @@ class BlackBox(Box):
     the backward pass of the loss ends. The result is read at the next call or, with `optimizer`, before that steps, so
     that weights are still those of the bad step.
 
-    Example:
-        >>> box = hs.BlackBox(model, loss_fn, optimizer)
-        >>> for x, y in batches:
-        ...     loss = box(x, y)  # loss_fn(model, x, y), which holds the `with torch.autocast(...)`
-        ...     scaler.scale(loss).backward()
-        ...     scaler.step(optimizer)
-        ...     scaler.update()
-        ...     optimizer.zero_grad()
-
     Args:
         model: the model, prepared or not.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; a region may be inside it, or around
@@ -79,6 +70,15 @@ class BlackBox(Box):
 
     Raises:
         StepError: an argument of the wrong kind.
+
+    Examples:
+        >>> box = hs.BlackBox(model, loss_fn, optimizer)
+        >>> for x, y in batches:
+        ...     box(x, y).backward()  # loss_fn(model, x, y); a region and a scaler stay where they are in the loop
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> print(box.verdict)  # a Verdict once a step was not finite
+        None
     """
 
     spelled = "box"
@@ -483,6 +483,9 @@ def replay(file: str | Path, task: Any) -> Verdict:
 
     Raises:
         StepError: no evidence, no task, or weights that do not fit the task's model.
+
+    Examples:
+        >>> verdict = hs.lens.replay("evidence/halfstep-blackbox-7.pt", task)  # doctest: +SKIP
     """
     if not all(callable(getattr(task, needed, None)) for needed in ("model", "optimizer", "loss_fn")):
         raise StepError(f"replay takes an hs.Task of the run and got {type(task).__name__}")

@@ -60,14 +60,16 @@ class Monitor:
     Raises:
         StepError: arguments that make no sense together.
 
-    Example:
-        >>> monitor = hs.Monitor(step, every=100)
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> monitor = hs.Monitor(step, every=2)
         >>> for x, y in batches:
-        ...     step(x, y)
+        ...     result = step(x, y)
         ...     for record in monitor.poll():
-        ...         writer.add(record)
-        >>> for finding in monitor.findings():
-        ...     print(finding)
+        ...         print("sampled at step", record.step)
+        sampled at step 2
+        >>> monitor.findings()
+        ()
     """
 
     def __init__(
