@@ -2,6 +2,7 @@
 #   PYTHON     the interpreter that creates .venv (3.10 or newer)
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
 #   MINUTES    how long `make fuzz` runs
+#   RELEASE    --final: `make release-check` demands the changelog's date
 #   WORKERS    how many processes run the tests, each with one thread
 PYTHON    ?= python3
 PIP_FLAGS ?=
@@ -17,7 +18,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations release-check matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,6 +53,9 @@ test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strateg
 
 test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --only "lowest libraries" "newest libraries"
+
+release-check: $(READY)  ## build sdist and wheels, try them in empty environments with each extra, 15 minutes and 4 GB -> dist/
+	$(BIN)/python -m tests.release.check $(RELEASE)
 
 matrix: $(READY)  ## run the tests under every Python, torch and library that docs name, an hour -> benchmarks/results/matrix.json
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --json benchmarks/results/matrix.json

@@ -35,6 +35,7 @@ class BuildPy(build_py):
     """Copies the package, and compiles the portable kernels beside their sources."""
 
     def run(self) -> None:
+        """Build."""
         super().run()
         folder = Path(self.build_lib, NATIVE)
         for old in folder.glob("portable-*.so"):  # of an earlier build
@@ -57,10 +58,12 @@ class BdistWheel(bdist_wheel):
     """Tags a wheel with compiled kernels with their platform: any Python 3, any ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Return Python, ABI and platform."""
         libraries = sorted(Path(self.bdist_dir or "", NATIVE).glob("portable-*.so"))
         return ("py3", "none", platform_tag(libraries)) if libraries else super().get_tag()
 
     def write_wheelfile(self, wheelfile_base: str, *args: str) -> None:
+        """Write the file WHEEL."""
         self.root_is_pure = self.get_tag()[2] == "any"
         super().write_wheelfile(wheelfile_base, *args)
 
