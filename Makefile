@@ -2,6 +2,7 @@
 #   PYTHON     the interpreter that creates .venv (3.10 or newer)
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
 #   MINUTES    how long `make fuzz` runs
+#   RELEASE    --final: `make release-check` demands the changelog's date
 #   WORKERS    how many processes run the tests, each with one thread
 PYTHON    ?= python3
 PIP_FLAGS ?=
@@ -60,6 +61,9 @@ environments: $(READY)  ## make the environments of test-integrations, which mak
 
 test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) $(CORNERS)
+
+release-check: $(READY)  ## build sdist and wheels, try them in empty environments with each extra, 15 minutes and 4 GB -> dist/
+	$(BIN)/python -m tests.release.check $(RELEASE)
 
 matrix: $(READY)  ## run the tests under every Python, torch and library that docs name, an hour -> benchmarks/results/matrix.json
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --json benchmarks/results/matrix.json

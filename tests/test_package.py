@@ -1,4 +1,4 @@
-"""The wheel: built from this tree, installed into an empty folder, imported from there."""
+"""The wheel: built from this tree, installed into a folder, imported from there (`make release-check` does more)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 import halfstep as hs
+from tests.release import archives
 
 ROOT = Path(__file__).parent.parent
 
 
 def pip(*words: str) -> None:
-    """Run pip without the network."""
+    """Run pip without the network; a wheel has no compiled kernels, which take long."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "HALFSTEP_WHEEL": "pure"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -28,7 +30,7 @@ def pip(*words: str) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, so that the tree stays clean."""
     place = tmp_path_factory.mktemp("build")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place)
     shutil.copytree(ROOT / "src", place / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(place / "dist"), str(place))
@@ -36,24 +38,43 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        inside = {n for n in archive.namelist() if n.startswith("halfstep/")}
-    files = (p for p in (ROOT / "src" / "halfstep").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    assert inside == {p.relative_to(ROOT / "src").as_posix() for p in files}
-    assert "halfstep/py.typed" in inside and any(n.endswith(".toml") for n in inside)
+def test_the_wheel_holds_every_file_of_the_package_and_says_what_it_is(wheel: Path) -> None:
+    assert list(archives.in_wheel(wheel, ROOT, native=False)) == []
 
 
-def test_the_wheel_says_what_it_is(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (info,) = {n.split("/")[0] for n in archive.namelist() if ".dist-info/" in n}
-        metadata = archive.read(f"{info}/METADATA").decode()
-        scripts = archive.read(f"{info}/entry_points.txt").decode()
-        assert any(n.endswith("LICENSE") for n in archive.namelist())
-    assert f"Version: {hs.__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
-    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert {line.split()[1].split(">")[0] for line in needed} == {"torch", "rich", "typer", "tomli"}
-    assert "halfstep = halfstep.cli:app" in scripts
+def test_what_is_wrong_in_a_wheel_is_found(wheel: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(wrong, "w") as other:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if name.endswith("/METADATA"):
+                data = data.replace(b"Version: 0", b"Version: 9").replace(b"Dist: rich>", b"Dist: poor>")
+                data = data.replace(b"Keywords:", b"Project-URL: home, here\nKeywords:")
+            if name != "halfstep/py.typed":
+                other.writestr(name, data)
+        other.writestr("halfstep/kernels/native/portable-avx2-0.so", b"")
+        other.writestr("halfstep/left_behind.py", b"")
+    assert list(archives.in_wheel(wrong, ROOT, native=False)) == [
+        f"METADATA has Version: 9{hs.__version__[1:]}, not {hs.__version__}",
+        "METADATA has Project-URL: home, here",
+        "METADATA requires poor, tomli, torch, typer",
+        f"{wheel.name} has 1 compiled libraries",
+        f"{wheel.name} lacks halfstep/py.typed",
+        f"{wheel.name} has halfstep/left_behind.py, which is not in the tree",
+    ]
+
+
+def test_changelog_and_citation_have_the_version(tmp_path: Path) -> None:
+    assert archives.version_of(ROOT) == hs.__version__
+    assert list(archives.in_documents(ROOT, final=False)) == []
+    for name in ("CHANGELOG.md", "CITATION.cff", "src/halfstep/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace(f'__version__ = "{hs.__version__}"', '__version__ = "9.9.9"'))
+    assert list(archives.in_documents(tmp_path, final=True)) == [
+        "CHANGELOG.md has no heading ## [9.9.9] - YYYY-MM-DD",
+        "CITATION.cff does not have version: 9.9.9",
+    ]
 
 
 def test_the_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:

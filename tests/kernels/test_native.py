@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -393,8 +394,105 @@ def test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_mad
     (file,) = (tmp_path / "halfstep").iterdir()
     whole = file.stat().st_size
     file.write_bytes(b"damaged")
-    assert compiler.library().halfstep_norms and file.stat().st_size == whole
+    assert compiler.library("").library.halfstep_norms and file.stat().st_size == whole
     assert compiler.compiled() == file and list(file.parent.iterdir()) == [file]
+
+
+# ------------------------------------------------------------------ those a wheel ships
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the sources to a folder that may have shipped libraries, and look for them there."""
+    folder = tmp_path / "native"
+    shutil.copytree(compiler.SOURCE.parent, folder)
+    monkeypatch.setattr(compiler, "SOURCE", folder / compiler.SOURCE.name)
+    return folder
+
+
+def machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.platform, "machine", lambda: name)
+
+
+def put(folder: Path) -> list[str]:
+    """Put in empty files where a wheel for this machine has its libraries; return their instruction sets."""
+    libraries = compiler._portable()
+    for name, _ in libraries.values():
+        (folder / name).touch()
+    return list(libraries)
+
+
+@pytest.mark.parametrize("name", ["x86_64", "AMD64"])
+def test_the_best_shipped_library_that_the_cpu_can_run_is_taken(
+    name: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines(name, monkeypatch)
+    assert compiler.shipped("AVX512") is None, "a source tree has none"
+    assert put(elsewhere) == ["avx512", "avx2"]
+    taken = {capability: compiler.shipped(capability) for capability in ("AVX512", "AVX2", "NO AVX", "DEFAULT")}
+    assert [found and found[1] for found in taken.values()] == ["avx512", "avx2", None, None]
+    assert all(found is None or found[0].parent == elsewhere for found in taken.values())
+    (elsewhere / compiler._portable()["avx512"][0]).unlink()
+    assert (found := compiler.shipped("AVX512")) is not None and found[1] == "avx2"
+
+
+def test_on_arm_every_cpu_can_run_the_shipped_library(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines("aarch64", monkeypatch)
+    assert put(elsewhere) == ["neon"]
+    assert (found := compiler.shipped("SVE256")) is not None and found[1] == "neon"
+    machines("riscv64", monkeypatch)
+    assert compiler.shipped("DEFAULT") is None
+    with pytest.raises(compiler.Unavailable, match="no portable kernels for riscv64"):
+        compiler.ship(elsewhere)
+
+
+def test_shipped_libraries_of_other_sources_are_passed_over(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines("x86_64", monkeypatch)
+    put(elsewhere)
+    header = elsewhere / "norms.h"
+    header.write_text(header.read_text().replace("SUMMED = 4096", "SUMMED = 2048"))
+    assert compiler.shipped("AVX512") is None
+
+
+@compiled
+def test_a_shipped_library_that_cannot_be_loaded_is_replaced_by_one_compiled_here(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines("x86_64", monkeypatch)
+    put(elsewhere)
+    monkeypatch.setattr(compiler, "compiled", lambda: Path("nowhere.so"))
+    with pytest.raises(OSError, match=r"nowhere\.so"):
+        compiler.library("AVX512")
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "darwin" or compiler._arch() != "x86_64", reason="compares two instruction sets")
+def test_a_shipped_library_has_the_bits_of_the_one_compiled_here(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calls.ALONE, "loss", 0)
+    here = calls.Kernels(compiler.library("").library)
+    if "avx2" not in compiler._machine():
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setattr(compiler, "PORTABLE", {"x86_64": {"avx2": compiler.PORTABLE["x86_64"]["avx2"]}})
+    (made,) = compiler.ship(elsewhere)
+    found = compiler.library("AVX2")
+    assert found.origin == "shipped, for avx2" and made.name in str(found.library)
+    other = calls.Kernels(found.library)
+    for options in (ADAMW, NESTEROV, LION):
+        for form, low in FORMS:
+            given = case(options.method, form, low, FP16, FP32, SIZES, special=True)
+            results = []
+            for kernels in (here, other):
+                mine = given.to("cpu")
+                run(getattr(kernels, f"{options.method}_"), mine, options.numbers)
+                results.append(mine)
+            assert_same(*results)
+    tensors = [torch.randn(size).to(dtype) for size in (3, 4097, 70_000) for dtype in (FP32, BF16, FP16)]
+    assert torch.equal(here.norms(tensors), other.norms(tensors))
+    logits, target = torch.randn(50, 5003).mul(9).to(BF16), torch.randint(0, 5003, (50,))
+    assert torch.equal(*(k.losses(logits, target, None, -100, 0.1) for k in (here, other)))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")

@@ -65,6 +65,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         "halfstep": hs.__version__,
         "quick": quick,
         "machine": about,
+        "cpu_kernels": hs.step.cpu_kernels(),
         "threads": threads,
         "pitfalls": list(found),
     }
@@ -115,6 +116,7 @@ def _print_machine(out: Console, about: dict[str, Any]) -> None:
     build += [f"cuDNN {about['cudnn']}"] if about["cudnn"] else []
     versions = [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
     say(out, ", ".join([*versions, f"halfstep {hs.__version__}"]))
+    say(out, f"CPU kernels: {hs.step.cpu_kernels()}")
 
 
 def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:

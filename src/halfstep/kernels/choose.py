@@ -24,7 +24,7 @@ from halfstep.kernels import ops, triton
 from halfstep.kernels.eager import norms as eager_norms
 from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.kernels.native.calls import Kernels
-from halfstep.kernels.native.compiler import Unavailable, library
+from halfstep.kernels.native.compiler import Found, Unavailable, library
 from halfstep.kernels.reference import cross_entropy, exponents
 from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.sharded import is_sharded, local
@@ -36,6 +36,7 @@ __all__ = [
     "cannot_update",
     "check_norms",
     "count_exponents_",
+    "cpu_kernels",
     "kernels_take_logits",
     "load_kernels",
     "losses",
@@ -87,7 +88,8 @@ _LOCK = threading.RLock()
 def load_kernels(device: str, index: int | None = None) -> str:
     """Register the kernels of a device type; return "" if device `index` can use them, else why not, in one sentence.
 
-    On a CPU the first call compiles them, which takes about a second, unless the user's cache has them. On CUDA the
+    On a CPU the first call loads those of the wheel, or compiles them, which takes some seconds, unless the user's
+    cache has them. On CUDA the
     first call for a device (default: the current one) launches an empty kernel (`triton.unsupported`).
     """
     if device == "cpu" and os.environ.get("HALFSTEP_NATIVE") == "0":
@@ -124,8 +126,19 @@ def _registered(device: str, index: int | None) -> str:
 
 
 @cache
+def _found() -> Found:
+    return library(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
 def _kernels() -> Kernels:
-    return Kernels(library())
+    return Kernels(_found().library)
+
+
+def cpu_kernels() -> str:
+    """Return where the compiled CPU kernels are from: shipped or compiled; 'none: ' and why if there are none."""
+    reason = load_kernels("cpu")
+    return f"none: {reason}" if reason else _found().origin
 
 
 def native_kernels(tensor: Tensor) -> Kernels | None:

@@ -5,6 +5,7 @@ collection of `StepMetrics`.
 """
 
 from halfstep.events import HostStepResult, StepResult
+from halfstep.kernels.choose import cpu_kernels
 from halfstep.step.checkpoints.preemption import on_preemption
 from halfstep.step.exported import exported
 from halfstep.step.lowered import lowered
@@ -23,6 +24,7 @@ __all__ = [
     "StepMetrics",
     "StepResult",
     "TrainStep",
+    "cpu_kernels",
     "edit_weights",
     "exported",
     "load",

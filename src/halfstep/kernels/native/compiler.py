@@ -1,4 +1,9 @@
-"""Find the compiled `kernels.cpp` in the user's cache, or compile it into the cache."""
+"""Find `kernels.cpp` compiled: shipped in the wheel, or in the user's cache; else compile it into the cache.
+
+A wheel ships a portable library for each instruction set of its platform (`PORTABLE`), so that it needs no compiler
+where it is installed; `setup.py` builds them with `ship` and loads this file alone, so it imports no torch. A source
+tree, an editable installation and a wheel without them compile for the machine at hand, at first use.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
-__all__ = ["Unavailable", "cache_folder", "compiled", "library"]
+__all__ = ["Found", "Unavailable", "cache_folder", "compiled", "library", "ship", "shipped"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
+
+PORTABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "x86_64": {
+            "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+            "avx2": ("-mavx2", "-mfma"),  # none below: without FMA the loss kernels would have other bits
+        },
+        "arm64": {"neon": ("-march=armv8-a",)},
+    }
+)
+"""Machine -> instruction set, the best first -> flags: what `torch.backends.cpu.get_cpu_capability` requires for it."""
 
 
 class Unavailable(Exception):
@@ -50,19 +69,34 @@ def _machine() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-def compiled() -> Path:
-    """Return the path of the compiled kernels; compile them if they are not in the cache."""
+def _texts() -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in (SOURCE, *map(SOURCE.with_name, INCLUDED))]
+
+
+def _arch() -> str:
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "aarch64": "arm64"}.get(name, name)
+
+
+def _check_platform() -> None:
     if sys.platform not in ("linux", "darwin") or sys.maxsize < 2**32 or sys.byteorder != "little":
         raise Unavailable(f"kernels are not compiled on this platform ({sys.platform}, {platform.machine()})")
+
+
+def compiled() -> Path:
+    """Return the path of the kernels compiled for this machine; compile them if they are not in the cache."""
+    _check_platform()
     compiler = _compiler()
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    flags = (*FLAGS, "-mcpu=native" if arm else "-march=native", *SHARED)
+    flags = (*FLAGS, "-mcpu=native" if _arch() == "arm64" else "-march=native", *SHARED)
     version = _run([compiler, "--version"]).stdout
-    texts = [file.read_text(encoding="utf-8") for file in (SOURCE, *map(SOURCE.with_name, INCLUDED))]
-    key = hashlib.sha256("\0".join((*texts, *flags, version, _machine())).encode())
+    key = hashlib.sha256("\0".join((*_texts(), *flags, version, _machine())).encode())
     path = cache_folder() / f"native-{key.hexdigest()[:24]}.so"
-    if path.exists():
-        return path
+    if not path.exists():
+        _compile(compiler, flags, path)
+    return path
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
@@ -73,7 +107,51 @@ def compiled() -> Path:
         os.replace(temporary, path)  # whole or not there, however many processes compile
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return path
+
+
+def _portable() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return the libraries a wheel for this platform ships: instruction set -> file name, flags."""
+    found = {}
+    oldest = ("-mmacosx-version-min=11.0",) if sys.platform == "darwin" else ()
+    for name, chosen in PORTABLE.get(_arch(), {}).items():
+        flags = (*FLAGS, *chosen, "-DHALFSTEP_PORTABLE", *oldest, *SHARED)
+        key = hashlib.sha256("\0".join((*_texts(), *flags)).encode())
+        found[name] = f"portable-{name}-{key.hexdigest()[:16]}.so", flags
+    return found
+
+
+def ship(folder: Path) -> list[Path]:
+    """Compile the portable libraries for this platform into the folder of this file's copy in a wheel; return them.
+
+    Raises:
+        Unavailable: there is no compiler, none that can compile them, or no portable library for this platform.
+    """
+    _check_platform()
+    libraries = _portable()
+    if not libraries:
+        raise Unavailable(f"there are no portable kernels for {platform.machine()}")
+    compiler = _compiler()
+    for name, flags in libraries.values():
+        _compile(compiler, flags, folder / name)
+        (folder / name).chmod(0o755)
+    return [folder / name for name, _ in libraries.values()]
+
+
+def shipped(capability: str) -> tuple[Path, str] | None:
+    """Return the best shipped library that this CPU can run and that was built from these sources, and its name.
+
+    Args:
+        capability: what `torch.backends.cpu.get_cpu_capability()` returns.
+    """
+    libraries = _portable()
+    usable = list(libraries)
+    if "neon" not in libraries:
+        usable = usable[usable.index(capability.lower()) :] if capability.lower() in usable else []
+    for name in usable:
+        path = SOURCE.with_name(libraries[name][0])
+        if path.exists():
+            return path, name
+    return None
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -103,15 +181,34 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="halfstep-")
 
 
-def library() -> ctypes.CDLL:
-    """Return the compiled kernels, loaded.
+class Found(NamedTuple):
+    """Compiled kernels: the library, and where it is from, in words that follow 'CPU kernels: '."""
+
+    library: ctypes.CDLL
+    origin: str
+
+
+def library(capability: str) -> Found:
+    """Return the compiled kernels, loaded: the shipped ones, else those compiled here.
+
+    With the environment variable HALFSTEP_NATIVE=build the shipped ones are passed over.
+
+    Args:
+        capability: what `torch.backends.cpu.get_cpu_capability()` returns.
 
     Raises:
         Unavailable: there is no compiler, or none that can compile them.
     """
+    there = None if os.environ.get("HALFSTEP_NATIVE") == "build" else shipped(capability)
+    if there is not None:
+        path, name = there
+        try:
+            return Found(ctypes.CDLL(str(path)), f"shipped, for {name}")
+        except OSError:  # of another C library, such as musl: compiled here
+            pass
     path = compiled()
     try:
-        return ctypes.CDLL(str(path))
+        return Found(ctypes.CDLL(str(path)), "compiled on this machine")
     except OSError:  # damaged: compiled again
         path.unlink(missing_ok=True)
-    return ctypes.CDLL(str(compiled()))
+    return Found(ctypes.CDLL(str(compiled())), "compiled on this machine")

@@ -1,9 +1,10 @@
 // The tail's operators on CPU: what `reference/operators.py` computes, each byte read once and written once. Called by
 // `calls.py`; the arguments are those of `ops.py`.
 //
-// Compiled on the machine it runs on, without torch's headers: tensors come as addresses and sizes. Loops are written
-// so that compilers vectorise them: one result an iteration, branches only as selects. Nothing may be fused, reordered
-// or flushed to zero (-ffp-contract=off, no -ffast-math): results are `reference/operators.py`'s bit for bit, but for those of NaN.
+// Compiled for a wheel or on the machine it runs on, without torch's headers: tensors come as addresses and sizes.
+// Loops are written so that compilers vectorise them: one result an iteration, branches only as selects. Nothing may be
+// fused, reordered or flushed to zero (-ffp-contract=off, no -ffast-math): results are `reference/operators.py`'s bit
+// for bit, but for those of NaN.
 //
 // Work goes in pieces of PIECE elements. A piece is widened to fp32 in scratch that stays in the L1 cache, updated
 // there and narrowed again; what is fp32 already is updated where it is. So formats do not multiply with optimizers.
@@ -17,3 +18,10 @@
 #include "loss.h"
 #include "norms.h"
 #include "updates.h"
+
+#if defined(HALFSTEP_PORTABLE) && defined(__x86_64__) && defined(__GLIBC__)
+// The two functions of libm under the names every glibc has, not the newest (2.29), which older systems lack. The
+// newer ones differ in what they do to errno.
+__asm__(".symver log, log@GLIBC_2.2.5");
+__asm__(".symver pow, pow@GLIBC_2.2.5");
+#endif

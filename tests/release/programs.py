@@ -1,0 +1,53 @@
+"""Programs that `tests.release.check` runs where only the wheel is installed, with one extra each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+STEP = """
+import torch, halfstep as hs
+model = torch.nn.Linear(4, 2)
+step = hs.TrainStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).square().mean(), policy="O2")
+result = step(torch.ones(3, 4)).host()
+assert result.updated, result
+print(hs.__file__, hs.step.cpu_kernels(), sep="\\n")
+"""
+
+LOGGERS = """
+import importlib, logging, halfstep as hs
+for name in ("mlflow", "tensorboard", "wandb"):
+    importlib.import_module(name)
+print(sorted(hs.integrations.loggers.__all__))
+"""
+
+EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tasks": ("halfstep", "compare", "--task", "lenet5", "--steps", "2", "--seeds", "1", "--policies", "mixed"),
+        "plot": ("halfstep", "audit", "{task}", "--steps", "1", "--html", "{out}/audit.html"),
+        "transformers": ("python", "{examples}/frameworks/transformers_trainer.py"),
+        "accelerate": ("python", "{examples}/frameworks/accelerate_loop.py"),
+        "lightning": ("python", "{examples}/frameworks/lightning_module.py"),
+        "timm": ("python", "{examples}/frameworks/timm_loop.py"),
+        "loggers": ("python", "-c", LOGGERS),
+    }
+)
+"""Extra -> a command that needs it. `docs` builds the site and `bench` and `dev` need the tree: they have targets."""
+
+TASK = '''
+"""A task for `halfstep audit`."""
+
+import torch
+import halfstep as hs
+
+
+def task():
+    """Return it."""
+    return hs.Task(
+        name="small",
+        model=lambda: torch.nn.Linear(8, 2),
+        batches=lambda seed, step: (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + step)),),
+        loss_fn=lambda model, x: model(x).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+'''
