@@ -73,6 +73,7 @@ def conclusion_blocks(reports: Reports) -> dict[str, str]:
 
 def conditions(bench: dict[str, Any]) -> str:
     machine = bench["machine"]
+    assert "avx512_bf16" in machine["instruction_sets"] and "avx512_fp16" not in machine["instruction_sets"]
     return (
         f"**Conditions of every number on this page:** {machine['cpu']}, {machine['cores']} cores with bf16 units and "
         f"without fp16 units, torch {machine['torch']}, no GPU. halfstep was never measured on a GPU. A ratio is the "
@@ -167,7 +168,8 @@ def accurate(reports: Reports) -> str:
         f"({where}, `{label}`); the bound is 4 ({link('loss curves', 'accuracy', 'loss-curves')}).",
         f"**Architectures.** {len(zoo)} architectures of transformers were trained tiny under five presets in two "
         f"formats; every deviation beyond the bounds has a known reason ({link('architectures', 'architectures')}).",
-        f"**Fine-tuning under `lean`.** At a learning rate of 1e-5 its loss ends {lean['mean']:+.4f} nats from fp32's, "
+        f"**Fine-tuning under `lean`.** At a learning rate of 1e-5 its loss ends {abs(lean['mean']):.4f} nats "
+        f"{'above' if lean['mean'] > 0 else 'below'} fp32's, "
         f"{lean['verdict']} ({link('fine-tuning', 'weights', 'fine-tuning')}).",
         f"**Undecided.** Training a GPT for 3,000 steps, with two seeds, does not decide whether "
         f"{', '.join(f'`{name}`' for name in unsure)} end within noise "

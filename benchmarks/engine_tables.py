@@ -155,9 +155,9 @@ def summary(report: dict[str, Any]) -> str:
     moved = sum(run["equal"] == run["of"] for run in report["scales"])
     return (
         f"- **DeepSpeed** {report['deepspeed']['version']} ran on its CPU accelerator with {report['ranks']} "
-        f"processes. Under policies that lose nothing and SGD, {equal} of {len(exact)} runs have every loss bit-equal to "
-        f"a `TrainStep`'s; ZeRO 2 and 3 add up low gradients in another order. The largest distance of a loss under any "
-        f"policy that loses nothing is {far:.2g}.\n"
+        f"processes. Under policies that lose nothing and SGD, {equal} of {len(exact)} runs have every loss bit-equal "
+        f"to a `TrainStep`'s; ZeRO 2 and 3 add up low gradients in another order. The largest distance of a loss under "
+        f"any policy that loses nothing is {far:.2g}.\n"
         f"- **Loss scales in fp16** are equal in {moved} of {len(report['scales'])} runs.\n"
         f"- **Megatron-LM** and **torchtitan** were not run, because there is no GPU. Their own parsers read "
         f"{report['megatron']['configurations']} and {report['torchtitan']['configurations']} different "
