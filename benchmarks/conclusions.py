@@ -67,12 +67,14 @@ def conclusion_blocks(reports: Reports) -> dict[str, str]:
         "as accurate": accurate(reports),
         "slower": slower(reports),
         "named causes": causes(reports),
+        "instrument costs": instruments(reports),
         "counted for a gpu": on_a_gpu(reports),
     }
 
 
 def conditions(bench: dict[str, Any]) -> str:
     machine = bench["machine"]
+    assert "avx512_bf16" in machine["instruction_sets"] and "avx512_fp16" not in machine["instruction_sets"]
     return (
         f"**Conditions of every number on this page:** {machine['cpu']}, {machine['cores']} cores with bf16 units and "
         f"without fp16 units, torch {machine['torch']}, no GPU. halfstep was never measured on a GPU. A ratio is the "
@@ -167,7 +169,8 @@ def accurate(reports: Reports) -> str:
         f"({where}, `{label}`); the bound is 4 ({link('loss curves', 'accuracy', 'loss-curves')}).",
         f"**Architectures.** {len(zoo)} architectures of transformers were trained tiny under five presets in two "
         f"formats; every deviation beyond the bounds has a known reason ({link('architectures', 'architectures')}).",
-        f"**Fine-tuning under `lean`.** At a learning rate of 1e-5 its loss ends {lean['mean']:+.4f} nats from fp32's, "
+        f"**Fine-tuning under `lean`.** At a learning rate of 1e-5 its loss ends {abs(lean['mean']):.4f} nats "
+        f"{'above' if lean['mean'] > 0 else 'below'} fp32's, "
         f"{lean['verdict']} ({link('fine-tuning', 'weights', 'fine-tuning')}).",
         f"**Undecided.** Training a GPT for 3,000 steps, with two seeds, does not decide whether "
         f"{', '.join(f'`{name}`' for name in unsure)} end within noise "
@@ -184,12 +187,6 @@ def slower(reports: Reports) -> str:
     half = over(to(bench, "gpt256_fp16", "mixed", "to_fp32"), "emulated fp16")
     half_small = over(to(bench, "lenet5_fp16", "mixed", "to_fp32"), "emulated fp16")
     state = over(count(bench, "mlp21m", "mixed", "state_bytes") / count(bench, "mlp21m", AMP, "state_bytes"), "mixed")
-    audit = max(case["audit"]["ratio"]["median"] for case in reports.lens["cases"].values())
-    box = max(
-        case["turns"]["rows"]["TrainStep, black box on"]["ratio"]["median"]
-        for case in reports.lens["cases"].values()
-        if "turns" in case
-    )
     listed = [(goal, goal.read(reports)) for goal in goals()]
     measured = [goal.met(found) for goal, found in listed if found is not None]
     return bullets(
@@ -205,10 +202,25 @@ def slower(reports: Reports) -> str:
         f"fp16 does to a model and saves no time on a CPU ({link('steps', 'speed', 'gpt-d--256-fp16')}).",
         f"**Low copies.** `mixed` keeps the casts of large weights between steps: on the MLP it stores {state:.2f} of "
         f"torch.amp's bytes ({link('memory', 'memory', 'mlp-21m-parameters')}).",
-        f"**Instruments.** A step with the black box, which is on by default, takes at most {box:.3f} of one without; "
-        f"an audited step takes up to {audit:.1f} times a training step ({link('instruments', 'instruments')}).",
         f"**Goals.** {sum(measured)} of {len(measured)} goals that were set beforehand are met "
         f"({link('goals, and why the others are missed', 'goals')}).",
+    )
+
+
+def instruments(reports: Reports) -> str:
+    cases = reports.lens["cases"].values()
+    turns = [case["turns"] for case in cases if "turns" in case]
+    box = max(turn["rows"]["TrainStep, black box on"]["ratio"]["median"] for turn in turns)
+    monitor = max(turn["every"]["100"]["median"] for turn in turns)
+    explained = [case["explain"]["explain"]["median"] for case in cases]
+    audit = max(case["audit"]["ratio"]["median"] for case in cases)
+    return bullets(
+        f"**The black box**, which is on by default, makes a good step at most {box:.3f} times as long; to explain a "
+        f"bad step takes as long as {min(explained):.0f} to {max(explained):.0f} steps "
+        f"({link('steps', 'instruments', 'steps')}).",
+        f"**`hs.Monitor(every=100)`** makes a step {monitor:.3f} times as long on average, at most.",
+        f"**An audited step** takes up to {audit:.1f} times a training step "
+        f"({link('audit', 'instruments', 'an-audit')}).",
     )
 
 

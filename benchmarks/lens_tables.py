@@ -57,7 +57,7 @@ def explanations(cases: dict[str, Any]) -> str:
         numbers = [f"{data['ms']:.1f}", ratio(data["diagnosis"]), ratio(data["cures"]), ratio(data["explain"])]
         rows.append([case["title"], *numbers, said, str(len(data["verified"]))])
     head = ["model, fp16", "a step, ms", "replay and diagnosis, steps", "cures, steps", "both, steps"]
-    return table([*head, "what it said", "verified cures"], rows)
+    return table([*head, "verdict", "verified cures"], rows)
 
 
 def audits(cases: dict[str, Any]) -> str:

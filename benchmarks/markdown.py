@@ -18,7 +18,10 @@ def ratio(data: dict[str, Any] | None) -> str:
 
 
 def megabytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.1f}"
+    """Return bytes in MB; what is smaller than a tenth in two digits."""
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.1f}" if not 0 < value < 5e4 else f"{value / 1e6:.2g}"
 
 
 def whole(value: int | None) -> str:

@@ -9,7 +9,7 @@ from benchmarks.reports import Reports, bf16_cases, load, row
 from benchmarks.speed_tables import BESIDE, COMPILED
 from halfstep.report import Bar, BarChart, Dot, DotChart, Key
 
-HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4, "pure": 5}  # a policy looks the same in every picture
+HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4, "pure": 5, "lean": 6}  # a policy looks the same in every picture
 TASKS = {"lenet5": "LeNet-5", "resnet": "ResNet", "gpt": "GPT"}
 
 

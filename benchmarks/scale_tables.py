@@ -61,10 +61,10 @@ def ranks_table(report: dict[str, Any]) -> str:
     def cells(row: dict[str, Any]) -> list[str]:
         low, high = row["scales"][0], row["scales"][-1]
         scales = "no scale" if low == high == 1.0 else f"{_yes(row['scales_equal'])}, {low:g} to {high:g}"
-        counts = [f"{row['updates']:,}", str(row["overflows"]), _yes(row["skipped_as_expected"])]
-        return [*counts, scales, _yes(row["weights_equal"] and row["finite"])]
+        overflows = f"{row['overflows']} of {row['updates']:,}"
+        return [overflows, _yes(row["skipped_as_expected"]), scales, _yes(row["weights_equal"] and row["finite"])]
 
-    head = ["updates", "with an overflow", "the same skipped on all ranks", "scales equal", "weights equal and finite"]
+    head = ["updates with an overflow", "the same skipped on all ranks", "scales equal", "weights equal and finite"]
     return _table(report, head, cells)
 
 

@@ -101,7 +101,7 @@ def wrong(report: dict[str, Any]) -> str:
         if "words" in parts:
             wanted += f" Words: {'; '.join(row['unsaid'])}."
         got = row["error"] or "nothing" if said is None else f"cause {said['cause'] or 'not known'}, {place(said)}"
-        lines.append(f"- {what} {wanted} Said: {got}.")
+        lines.append(f"- {what} {wanted} Given: {got}.")
     return "\n".join(lines) or "None."
 
 
