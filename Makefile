@@ -17,7 +17,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables notebooks walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -138,6 +138,11 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading
 	$(BIN)/python -m tests.architecture.picture
+
+notebooks: $(READY)  ## run docs/notebooks in a Jupyter kernel and write their outputs into them, a minute
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[notebooks]'
+	$(BIN)/python -m benchmarks.notebooks
 
 walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
 	$(BIN)/python -m tests.architecture.walks
