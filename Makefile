@@ -163,6 +163,11 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m tests.architecture.reading
 	$(BIN)/python -m tests.architecture.picture
 
+notebooks: $(READY)  ## run docs/notebooks in a Jupyter kernel and write their outputs into them, a minute
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[notebooks]'
+	$(BIN)/python -m benchmarks.notebooks
+
 walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
 	$(BIN)/python -m tests.architecture.walks
 

@@ -1,4 +1,4 @@
-"""The page of error messages: every public class is on it and raised by its snippet, every quoted text is in the code."""
+"""The page of error messages: every public class is raised by its snippet, every quoted text is in the code."""
 
 from __future__ import annotations
 
