@@ -15,10 +15,14 @@ MINUTES   ?= 10
 WORKERS   ?= 2
 SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+CORNERS   := --only "lowest libraries" "newest libraries"
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
+# Compiled sources and rewritten tests are kept: without them every process compiles them again, 11 s each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs docs-look test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))  # every target that is listed below
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,7 +45,7 @@ test: $(READY)  ## run the tests but the slow ones and those of integrations, so
 
 # A file's tests stay in one process: fixtures of a module start processes and compile.
 test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
-	$(PYTEST) --dist loadfile --ignore tests/integrations -m 'slow and not hours'
+	$(PYTEST) --dist loadfile -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
 
@@ -51,8 +55,11 @@ test-hours: $(READY)  ## run the tests that are in neither: every line of a step
 test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strategy under every policy, some 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m dist --durations 10 tests/distributed tests/step/test_two_ranks.py tests/weights/test_ranks.py
 
+environments: $(READY)  ## make the environments of test-integrations, which makes them too where they are missing
+	$(BIN)/python -m benchmarks.matrix --prepare $(CORNERS)
+
 test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
-	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --only "lowest libraries" "newest libraries"
+	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) $(CORNERS)
 
 matrix: $(READY)  ## run the tests under every Python, torch and library that docs name, an hour -> benchmarks/results/matrix.json
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --json benchmarks/results/matrix.json
@@ -145,6 +152,7 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.concept_pictures
 	$(BIN)/python -m benchmarks.concepts
 	$(BIN)/python -m docs_site.commands
 	$(BIN)/python -m tests.promises

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import ratio, table
+from benchmarks.speed_tables import source
 
 NOTHING = "Not measured here."
 
@@ -82,3 +83,15 @@ def named(faults: dict[str, Any]) -> str:
             totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
     head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     return table(head, totals)
+
+
+def lens_source(data: dict[str, Any]) -> str:
+    """Return the command and the machine of the measurements of instruments."""
+    if not data:
+        return "Not measured here."
+    parts = [*data["cases"].values(), *([data["faults"]] if data["faults"] else [])]
+    commits = sorted({part["commit"] for part in parts})
+    text = f"{source(data)} {data['machine']['torch_threads']} threads. Commit {', '.join(commits)}."
+    if any(part["quick"] for part in parts):
+        text += "\n\n**Few rounds (`--quick`), which show that it runs and measure nothing.**"
+    return text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+BLOCK = re.compile(r"<!-- (?!end -->)([\w ]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -28,4 +30,4 @@ def fill(text: str, made: dict[str, str]) -> str:
         name = match.group(1)
         return f"<!-- {name} -->\n{made[name]}\n<!-- end -->"
 
-    return re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", put, text, flags=re.DOTALL)
+    return BLOCK.sub(put, text)
