@@ -94,8 +94,9 @@ $(PAGES): $(READY)
 docs: $(PAGES)  ## build the documentation site, a warning is an error -> out/site/index.html
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
 
-docs-look: docs  ## photograph every page of the site at 390 and 1200 px, light and dark, with node and Chromium -> out/look
-	$(BIN)/python -m docs_site.look
+docs-look: docs  ## photograph every page at 390 and 1200 px, light and dark, and check them (node, npm, Chromium) -> out/look
+	npm install --silent --no-fund --no-audit --prefix out/look playwright-core
+	node docs_site/look.mjs out/look out/site
 
 # These two run from a bare clone, on a machine from which nothing can be installed: .venv's interpreter if there is one,
 # else PYTHON with its torch. `make gpu-first DRY=1` runs every block small on a CPU and writes nothing.

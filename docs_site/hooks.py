@@ -17,45 +17,46 @@ from mkdocs.structure.pages import Page
 from docs_site.links import CODE, OUTSIDE, ROOT, links, repository_path, rewritten, site_uri
 
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".cpp": "cpp", ".cff": "yaml"}
+CELL = re.compile(r"<(table|tr|th|td)>")
 MARKER = re.compile(r"^<!--.*?-->$", re.MULTILINE)
 LIST = re.compile(r"^(?! *(?:[-*]|\d+\.) |\||#|>| {2,}|<!--)(.*\S.*\n)(?=(?:[-*]|1\.) )", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook, and for each file outside docs/ to which a page leads, directly or in steps."""
-    waiting = [repository_path(file.src_uri) for file in files.documentation_pages()]
+    """Add a page for each notebook, and for each file or folder outside the pages to which one leads."""
+    notebooks = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".ipynb")]
+    waiting = [repository_path(file.src_uri) for file in files.documentation_pages()] + notebooks
     waiting += ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-    for file in [f.src_uri for f in files if f.src_uri.endswith(".ipynb")]:
-        files.append(File.generated(config, f"{file}.md", content=notebook(ROOT / "docs" / file)))
-        waiting.append(f"docs/{file}.md")
     seen = set(waiting)
     while waiting:
         name = waiting.pop()
         uri, path = site_uri(name), ROOT / name
-        if uri.startswith(OUTSIDE):
-            files.append(added(config, name, uri))
-        if path.is_file() and path.suffix == ".md":
-            found = {link.file for link in links(path.read_text(encoding="utf-8"), name)}
-            fresh = sorted(f for f in found - seen if (ROOT / f).exists() and not f.startswith("docs/"))
-            waiting += fresh
-            seen.update(fresh)
+        if not uri.endswith(".md"):
+            if uri not in files.src_uris:
+                files.append(File.generated(config, uri, abs_src_path=str(path)))
+            continue
+        text = page_of(path, name)
+        if uri not in files.src_uris:
+            level = InclusionLevel.INCLUDED if name in notebooks else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, uri, content=text, inclusion=level))
+        fresh = {link.file for link in links(text, name if path.is_file() else f"{name}/README.md")} - seen
+        waiting += sorted(file for file in fresh if (ROOT / file).exists())
+        seen |= fresh
     return files
 
 
-def added(config: MkDocsConfig, name: str, uri: str) -> File:
-    """Return the page, or the file as it is, for a file or folder outside docs/."""
-    path = ROOT / name
-    if not uri.endswith(".md"):
-        return File.generated(config, uri, abs_src_path=str(path))
+def page_of(path: Path, name: str) -> str:
+    """Return the Markdown of a page, of a notebook, of any other text file, or the list of what a folder has."""
     if path.is_dir():
-        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if p.name != "__pycache__")
-        content = f"# {name}\n\n" + "\n".join(f"- `{n}`" for n in names) + "\n"
-    else:
-        content = path.read_text(encoding="utf-8")
-    if path.suffix != ".md" and path.is_file():
-        language = LANGUAGES.get(path.suffix, "text")
-        content = f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{language}\n{content}````\n"
-    return File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if not p.name.startswith("_"))
+        return f"# {name}\n\n" + "\n".join(f"- [{n}]({n})" for n in names) + "\n"
+    if path.suffix == ".ipynb":
+        return notebook(path)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    head = f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n"
+    return f"{head}````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
 
 
 def notebook(path: Path) -> str:
@@ -83,5 +84,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def apart(text: str) -> str:
-    """Return Markdown without comments and with an empty line before each list, which Python-Markdown needs."""
-    return LIST.sub(r"\1\n", MARKER.sub("", text))
+    """Return Markdown as Python-Markdown needs it: no comments, an empty line before each list, tables of Markdown."""
+    return CELL.sub(r'<\1 markdown="1">', LIST.sub(r"\1\n", MARKER.sub("", text)))
