@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-SOURCES = ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py")
+SOURCES = ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml", "setup.py")
 """Files beside src/ that an sdist holds."""
 
 NEEDED = {"torch", "rich", "typer", "tomli"}

@@ -86,8 +86,9 @@ class Environment:
         return self.place / BIN / (name + EXE)
 
     def install(self, *what: str | Path, env: dict[str, str] | None = None) -> None:
-        """Run pip install."""
-        call(self.program("python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *what, env=env)
+        """Run pip install, with the versions of constraints.txt: the tools and torch are those CI has."""
+        options = ("--disable-pip-version-check", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
+        call(self.program("python"), "-m", "pip", *options, *what, env=env)
 
     def call(self, name: str, *words: str | Path, env: dict[str, str] | None = None) -> str:
         """Run one of its programs, or one of those it inherits, away from any tree."""

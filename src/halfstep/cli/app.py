@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import halfstep as hs
+from halfstep.cli import completion
 
 __all__ = ["app"]
 
@@ -15,15 +16,24 @@ app = typer.Typer(
     name="halfstep",
     help="Mixed-precision training in which precision is data.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-Device = Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=completion.devices
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
 PolicyLabel = Annotated[
-    str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
+    str,
+    typer.Option(
+        "--policy",
+        help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.",
+        autocompletion=completion.policy,
+    ),
 ]
 
 
@@ -47,7 +57,9 @@ def compare(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            "--task", help="lenet5, resnet, gpt or path/to/file.py:function; again for more. Default: all three."
+            "--task",
+            help="lenet5, resnet, gpt or path/to/file.py:function; again for more. Default: all three.",
+            autocompletion=completion.task,
         ),
     ] = None,
     policies: Annotated[
@@ -56,6 +68,7 @@ def compare(
             "--policies",
             help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
             "between them, or the option again. fp32 and torch.amp always run.",
+            autocompletion=completion.policies,
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: the task's.")] = None,
@@ -88,7 +101,11 @@ def compare(
 @app.command()
 def audit(
     task: Annotated[
-        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+        str,
+        typer.Argument(
+            help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.",
+            autocompletion=completion.task,
+        ),
     ],
     policy: PolicyLabel = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Steps to look at.")] = 3,
@@ -143,10 +160,17 @@ def doctor(
 def ops(
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATTERN", help="Operators, such as softmax or 'conv*'. Default: all with a rule."),
+        typer.Argument(
+            metavar="PATTERN",
+            help="Operators, such as softmax or 'conv*'. Default: all with a rule.",
+            autocompletion=completion.operators,
+        ),
     ] = None,
     policy: PolicyLabel = "mixed",
-    diff: Annotated[str, typer.Option("--diff", help="Show what differs from this policy instead.")] = "",
+    diff: Annotated[
+        str,
+        typer.Option("--diff", help="Show what differs from this policy instead.", autocompletion=completion.policy),
+    ] = "",
     model: Annotated[
         str,
         typer.Option(
@@ -207,6 +231,7 @@ def run(
             "--policy",
             help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
             "for another format. Before the script.",
+            autocompletion=completion.policy,
         ),
     ] = "",
     force: Annotated[
@@ -230,21 +255,37 @@ def run(
 @app.command()
 def plan(
     task: Annotated[
-        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+        str,
+        typer.Argument(
+            help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.",
+            autocompletion=completion.task,
+        ),
     ],
     policy: PolicyLabel = "mixed",
     policies: Annotated[
         list[str] | None,
-        typer.Option("--policies", help="More of them, side by side, with commas between; 'all': every preset."),
+        typer.Option(
+            "--policies",
+            help="More of them, side by side, with commas between; 'all': every preset.",
+            autocompletion=completion.policies,
+        ),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
-    shard: Annotated[str, typer.Option("--shard", help="How they share the work: ddp or fsdp2.")] = "",
+    shard: Annotated[
+        str,
+        typer.Option("--shard", help="How they share the work: ddp or fsdp2.", autocompletion=completion.workings),
+    ] = "",
     units: Annotated[
         list[str] | None,
         typer.Option("--units", help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?")
+        str,
+        typer.Option(
+            "--gpu",
+            help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
+            autocompletion=completion.gpus,
+        ),
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,
     largest: Annotated[
@@ -271,7 +312,11 @@ def plan(
 @app.command()
 def tune(
     task: Annotated[
-        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+        str,
+        typer.Argument(
+            help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.",
+            autocompletion=completion.task,
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
     target: Annotated[
@@ -329,7 +374,12 @@ def lint(
     ] = None,
     policy: PolicyLabel = "mixed",
     severity: Annotated[
-        str, typer.Option("--severity", help="The least severity for exit code 1: note, warning or error.")
+        str,
+        typer.Option(
+            "--severity",
+            help="The least severity for exit code 1: note, warning or error.",
+            autocompletion=completion.severities,
+        ),
     ] = "warning",
     ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",
     explain: Annotated[str, typer.Option("--explain", help="Show a rule with an example, such as HS001.")] = "",

@@ -19,9 +19,12 @@
 #include "norms.h"
 #include "updates.h"
 
-#if defined(HALFSTEP_PORTABLE) && defined(__x86_64__) && defined(__GLIBC__)
-// The two functions of libm under the names every glibc has, not the newest (2.29), which older systems lack. The
-// newer ones differ in what they do to errno.
-__asm__(".symver log, log@GLIBC_2.2.5");
-__asm__(".symver pow, pow@GLIBC_2.2.5");
+#if defined(HALFSTEP_PORTABLE) && defined(__GLIBC__)
+// The two functions of libm as every glibc has them, not the newest ones (2.29), which older systems lack. The newer
+// ones differ in what they do to errno.
+#if defined(__x86_64__)
+__asm__(".symver log, log@GLIBC_2.2.5\n.symver pow, pow@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver log, log@GLIBC_2.17\n.symver pow, pow@GLIBC_2.17");
+#endif
 #endif
