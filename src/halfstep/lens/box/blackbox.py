@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.accelerators import autocasting
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
@@ -431,8 +432,7 @@ def _regions_here() -> list[AbstractContextManager[Any]]:
     owner = STATE.frames[-1].owner() if STATE.frames else None
     if isinstance(owner, (autocast, decorated)):
         return [decorated(owner.recipe)]
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in on]
+    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in autocasting()]
 
 
 def _loss_in(returned: Any) -> Tensor | None:

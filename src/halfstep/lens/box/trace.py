@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from halfstep.accelerators import autocasting
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.box.origins import Call, CallRecord, Origins
@@ -210,8 +211,8 @@ class Trace:
         if op in OPENED and _opens(func):
             with self._functions:
                 return unreported(func)(*args, **kwargs)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
+        if devices := autocasting():
+            self.low = torch.get_autocast_dtype(devices[0])
             self.region = region_here() or self.region
         return self._watched(func, args, kwargs, self._site_of(op))
 
