@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "autocasting",
+    "TYPES",
     "capturing",
     "copies_behind_events",
     "default_generators",
@@ -37,11 +37,6 @@ def type_here() -> str:
     """Return the type of this machine's accelerator, "" if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "" if found is None else found.type
-
-
-def autocasting() -> list[str]:
-    """Return the types whose autocast is on in this thread, the CPU last."""
-    return [kind for kind in (*types(), "cpu") if torch.is_autocast_enabled(kind)]
 
 
 def supports_bf16(device_type: str) -> bool | None:

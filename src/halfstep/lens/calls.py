@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from halfstep.accelerators import autocasting, default_generators
+from halfstep.accelerators import TYPES, default_generators
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
@@ -37,6 +37,7 @@ __all__ = [
     "RUNS_BACKWARD",
     "TAG",
     "Site",
+    "autocasting",
     "constants",
     "copied",
     "described",
@@ -304,6 +305,12 @@ def _widened(tensor: Tensor) -> Tensor:
     return float64_of(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
 
 
+def autocasting() -> list[str]:
+    """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
+    kinds = (*TYPES, torch._C._get_privateuse1_backend_name(), "cpu")
+    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+
+
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
     saved = random_states()
@@ -328,7 +335,8 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def unmoved(*models: nn.Module) -> Iterator[None]:
     """Restore all generators, also those that modules of `models` have, after a block that draws from them."""
     own = (g for model in models for module in model.modules() for g in generators_of(module))
-    restore = generators([*own, *default_generators()])
+    devices = () if torch.accelerator.current_accelerator() is None else default_generators()
+    restore = generators([*own, *devices])
     try:
         yield
     finally:

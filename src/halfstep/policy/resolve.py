@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from halfstep.accelerators import supports_bf16, type_here, types
+from halfstep.accelerators import supports_bf16, types
 from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
 from halfstep.policy.match import NORMS, matches, rules_of_modules
@@ -147,8 +147,10 @@ def device_types_of(models: Iterable[nn.Module]) -> tuple[str, ...]:
 
 def default_device_types() -> tuple[str, ...]:
     """Return the device types a region enters by default: the accelerator, if there is one, then the CPU."""
-    accelerator = type_here()
-    return (accelerator, "cpu") if accelerator and torch.amp.is_autocast_available(accelerator) else ("cpu",)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
+        return ("cpu",)
+    return (accelerator.type, "cpu")
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:

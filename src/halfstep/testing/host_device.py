@@ -59,7 +59,7 @@ def host_device(name: str = "npu") -> torch.device:
 
     Example:
         >>> device = hs.testing.host_device()
-        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed:bf16")
+        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")
     """
     now = torch._C._get_privateuse1_backend_name()
     if now == name and isinstance(getattr(torch, name, None), _Module):

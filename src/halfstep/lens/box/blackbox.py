@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.accelerators import autocasting
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
@@ -30,7 +29,7 @@ from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
 from halfstep.lens.box.trouble import SkippedStep
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap

@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from halfstep.accelerators import autocasting
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.box.origins import Call, CallRecord, Origins
@@ -31,6 +30,7 @@ from halfstep.lens.calls import (
     RUNS_BACKWARD,
     TAG,
     Site,
+    autocasting,
     copied,
     described,
     extremes,
