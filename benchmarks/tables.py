@@ -32,6 +32,7 @@ from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
 from benchmarks.stories_tables import story_blocks
+from benchmarks.upstream import upstream_tables
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
@@ -49,6 +50,7 @@ PAGES = (  # of docs, beside the README
     "scale",
     "serving",
     "tune",
+    "upstream",
 )
 BESIDE = (
     "accelerate",
@@ -396,6 +398,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "losses": losses_table(losses),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
+        **upstream_tables(load("upstream.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
