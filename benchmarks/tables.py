@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
 from benchmarks.cases import AMP
+from benchmarks.compare_tables import compare_tables
 from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.kills_tables import kills_table
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (  # of docs, beside the README
     "auto",
     "checkpoints",
+    "compare",
     "diagnosis",
     "engines",
     "integrations",
@@ -398,6 +400,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "losses": losses_table(losses),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
+        **compare_tables(),
         **upstream_tables(load("upstream.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
