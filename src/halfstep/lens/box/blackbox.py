@@ -46,6 +46,9 @@ STUCK = 6
 """A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of
 them at the latest in the rules that wait."""
 
+OTHER_CODE = "give the model and the loss of that run: the task's code may be another than the run's was"
+"""Advice where a step is finite in the replay of its evidence, before what else may differ."""
+
 LISTED_EVERY = 16
 """The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
 
@@ -501,6 +504,8 @@ def replay(file: str | Path, task: Any) -> Verdict:
         step.record.signals.restore(content["signals"])
     scale = torch.tensor(float(content["scale"]))
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
+    if verdict.kind == "not_reproducible" and not verdict.detail:
+        verdict = replace(verdict, cures=(Cure(policy=None, text=OTHER_CODE, verified=False), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"
