@@ -18,6 +18,7 @@ from benchmarks import concepts
 from benchmarks.accuracy_tables import metrics, spread
 from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
+from benchmarks.compare_tables import compare_tables
 from benchmarks.conclusions import conclusion_blocks
 from benchmarks.engine_tables import engine_blocks
 from benchmarks.front import front_pictures
@@ -50,6 +51,7 @@ from benchmarks.speed_tables import (
     versions,
 )
 from benchmarks.stories_tables import story_blocks
+from benchmarks.upstream import upstream_tables
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
@@ -112,6 +114,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "losses": losses_table(losses),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
+        **compare_tables(),
+        **upstream_tables(load("upstream.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }

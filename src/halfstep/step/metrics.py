@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfstep.accelerators import copies_behind_events
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.step.update import Culprits
@@ -146,10 +147,10 @@ class Metrics:
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
         arrived: Any = None
-        if device.type == "cuda":
+        if copies_behind_events(device.type):
             pinned = torch.empty_like(packed, device="cpu", pin_memory=True)
             packed = pinned.copy_(packed, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.get_device_module(device).Event()
             arrived.record()
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")

@@ -409,6 +409,19 @@ _object* THPGenerator_initDefaultGenerator(const at::Generator&);  // of torch/c
 // Returns the default generator as a new Python object; the caller has the GIL.
 extern "C" _object* halfstep_host_generator() { return THPGenerator_initDefaultGenerator(default_generator()); }
 
+// Operators that torch also has in a form made of others would take that form here, with other bits than the CPU's.
+void take_cpu_kernels() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (name.getNamespace() == "aten" && op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
+      library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&on_host>());
+  }
+}
+
 extern "C" void halfstep_host_device() {
   static Guard guard;
   static Hooks hooks;
@@ -416,4 +429,5 @@ extern "C" void halfstep_host_device() {
   c10::SetAllocator(kKind, &memory);
   at::RegisterPrivateUse1HooksInterface(&hooks);
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&attention);
+  take_cpu_kernels();
 }

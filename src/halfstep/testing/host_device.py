@@ -16,6 +16,7 @@ import ctypes
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def host_device(name: str = "npu") -> torch.device:
 
     Example:
         >>> device = hs.testing.host_device()
-        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed:bf16")
+        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")
     """
     now = torch._C._get_privateuse1_backend_name()
     if now == name and isinstance(getattr(torch, name, None), _Module):
@@ -88,6 +89,7 @@ class _Module(types.ModuleType):
     def __init__(self, name: str, generator: torch.Generator) -> None:
         super().__init__(f"torch.{name}", host_device.__doc__)
         self.default_generators = (generator,)
+        self.Event = partial(torch.Event, name)
 
     def is_available(self) -> bool:
         return True
@@ -108,6 +110,9 @@ class _Module(types.ModuleType):
     @contextmanager
     def device(self, device: object) -> Iterator[None]:
         yield
+
+    def current_stream(self, device: object = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
 
     def synchronize(self, device: object = None) -> None: ...
 

@@ -29,7 +29,7 @@ from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
 from halfstep.lens.box.trouble import SkippedStep
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -434,8 +434,7 @@ def _regions_here() -> list[AbstractContextManager[Any]]:
     owner = STATE.frames[-1].owner() if STATE.frames else None
     if isinstance(owner, (autocast, decorated)):
         return [decorated(owner.recipe)]
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in on]
+    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in autocasting()]
 
 
 def _loss_in(returned: Any) -> Tensor | None:

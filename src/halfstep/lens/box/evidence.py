@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.accelerators import type_here
 from halfstep.errors import StepError
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.sharded import is_gathered, whole_state
@@ -210,7 +211,7 @@ def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBat
     window = []
     for item in content["window"]:
         batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
-        random = {d: s for d, s in item["random"].items() if d == "cpu" or torch.cuda.is_available()}
+        random = {d: s for d, s in item["random"].items() if d.partition(":")[0] in {"cpu", type_here()}}
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
         window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window
