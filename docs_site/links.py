@@ -80,11 +80,9 @@ def site_uri(file: str) -> str:
     """Return the page or file below docs/ that stands for a file or folder of the repository."""
     if (ROOT / file).is_dir():
         file = f"{file}/README.md"
-    elif file.endswith(".ipynb"):
+    elif not file.endswith((".md", ".json", ".svg", ".png")):
         file = f"{file}.md"
-    if file.startswith("docs/"):
-        return file.removeprefix("docs/")
-    return OUTSIDE + (file if file.endswith((".md", ".json", ".svg", ".png")) else f"{file}.md")
+    return file.removeprefix("docs/") if file.startswith("docs/") else OUTSIDE + file
 
 
 def repository_path(uri: str) -> str:
