@@ -18,7 +18,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations release-check matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations release-check matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan bench-wheel count soak faults stories fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -112,6 +112,9 @@ bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores
 
 bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lean --parts out/lean --json benchmarks/results/lean.json
+
+bench-wheel: $(READY)  ## a wheel's compiled kernels beside those compiled here, 4 minutes on 2 quiet cores -> benchmarks/results/wheel.json
+	$(QUIET) OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.wheel --json benchmarks/results/wheel.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

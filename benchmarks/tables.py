@@ -32,6 +32,7 @@ from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
 from benchmarks.stories_tables import story_blocks
+from benchmarks.wheel import wheel_table
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
@@ -41,6 +42,7 @@ PAGES = (  # of docs, beside the README
     "checkpoints",
     "diagnosis",
     "engines",
+    "install",
     "integrations",
     "lint",
     "performance",
@@ -358,6 +360,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses, auto = reports.cpu, load("serving.json"), load("losses.json"), load("auto.json")
+    wheel = load("wheel.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
@@ -394,6 +397,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "serving": serving_table(serving),
         "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",
         "losses": losses_table(losses),
+        "source wheel": f"{source(wheel)} Commit {wheel['commit']}." if wheel else "",
+        "wheel": wheel_table(wheel),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
