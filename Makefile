@@ -38,8 +38,8 @@ $(READY): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tasks,dev]'
 	touch $@
 
-demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3 minutes on 2 cores -> out/report.html
-	$(BIN)/halfstep compare --excerpt --html out/report.html
+demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
+	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
 test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
@@ -132,6 +132,9 @@ bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores
 
 bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lean --parts out/lean --json benchmarks/results/lean.json
+
+bench-wheel: $(READY)  ## a wheel's compiled kernels beside those compiled here, 4 minutes on 2 quiet cores -> benchmarks/results/wheel.json
+	$(QUIET) OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.wheel --json benchmarks/results/wheel.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

@@ -8,15 +8,13 @@ meaning anything (times of cells, ids of a kernel) is left out.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
 MOST_SECONDS = 300  # of a cell
-KEPT = ("text/plain", "image/png")  # forms of a result
+KEPT = {"text/plain", "image/png"}  # forms of a result
 
 
 def run(path: Path) -> None:
@@ -33,21 +31,11 @@ def run(path: Path) -> None:
         NotebookClient(notebook, timeout=MOST_SECONDS, resources={"metadata": {"path": folder}}).execute()
     for cell in notebook.cells:
         cell.metadata.clear()
-        if cell.cell_type == "code":
-            cell.outputs = [plain(output) for output in cell.outputs]
-    notebook.metadata.pop("widgets", None)
+        for output in cell.get("outputs", []):
+            for kind in set(output.get("data", {})) - KEPT:
+                del output["data"][kind]
     notebook.metadata["language_info"] = {"name": "python"}
-    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def plain(output: dict[str, Any]) -> dict[str, Any]:
-    """Return an output of a cell with the forms that are kept, text as lines."""
-    output = dict(output)
-    if "data" in output:
-        output["data"] = {kind: value for kind, value in output["data"].items() if kind in KEPT}
-    if "text" in output:
-        output["text"] = output["text"].splitlines(keepends=True)
-    return output
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
 
 
 def main(names: list[str]) -> int:

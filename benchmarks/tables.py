@@ -52,6 +52,7 @@ from benchmarks.speed_tables import (
 )
 from benchmarks.stories_tables import story_blocks
 from benchmarks.upstream import upstream_tables
+from benchmarks.wheel import wheel_table
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
@@ -70,6 +71,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses, auto = reports.cpu, load("serving.json"), load("losses.json"), load("auto.json")
+    wheel = load("wheel.json")
     return {
         **conclusion_blocks(reports),
         **picture_blocks(reports),
@@ -112,6 +114,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "serving": serving_table(serving),
         "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",
         "losses": losses_table(losses),
+        "source wheel": f"{source(wheel)} Commit {wheel['commit']}." if wheel else "",
+        "wheel": wheel_table(wheel),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
         **compare_tables(),

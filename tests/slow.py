@@ -67,6 +67,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
     "tests/test_package.py": ("wheel",),
+    "tests/testing/test_host_device.py": ("found",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),
     "tests/weights/test_ranks.py": ("test_ranks_hold_the_same_weights",),
     "tests/weights/test_split.py": ("test_bit_equal_to_masters_of_the_same_rounding_over_5000_steps",),

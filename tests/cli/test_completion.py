@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from typer.main import get_command
+from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli import app
@@ -17,7 +16,7 @@ def offered(*words: str) -> list[str]:
     """Return what bash is given for the last word."""
     env = {"_HALFSTEP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["halfstep", *words])}
     env["COMP_CWORD"] = str(len(words))
-    done = CliRunner().invoke(get_command(app), prog_name="halfstep", env=env)
+    done = CliRunner().invoke(app, prog_name="halfstep", env=env)
     assert done.exit_code == 0, done.output
     return done.stdout.split()
 

@@ -54,6 +54,13 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
     assert data["units"][0]["device"] == "cpu" and data["advice"][0]["preset"] in hs.policy.PRESETS
     reads = {each["optimizer"]: each["later"] for each in data["optimizers"]}
     assert reads["AdamW"] == 0 and reads["RMSprop"] == 1
+    assert data["cpu_kernels"] == hs.step.cpu_kernels()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_doctor_names_the_cpu_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hs.step, "cpu_kernels", lambda: "shipped, for avx2")
+    assert "\nCPU kernels: shipped, for avx2\n" in run("--device", "cpu", "--quick").stdout
 
 
 @pytest.mark.usefixtures("tiny")

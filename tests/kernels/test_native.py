@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -411,7 +412,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler.platform, "machine", lambda: name)
+    monkeypatch.setattr(platform, "machine", lambda: name)
 
 
 def put(folder: Path) -> list[str]:
