@@ -61,15 +61,20 @@ def page_of(path: Path, name: str) -> str:
 
 
 def notebook(path: Path) -> str:
-    """Return the cells of a notebook, with what they printed, as Markdown."""
+    """Return the cells of a notebook, with what they printed and drew, as Markdown."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
         for output in cell.get("outputs", ()):
-            text = output.get("text") or output.get("data", {}).get("text/plain", ())
-            if text:
-                parts.append(f"````text\n{''.join(text).rstrip()}\n````")
+            picture = output.get("data", {}).get("image/png")
+            text = "".join(output.get("text") or output.get("data", {}).get("text/plain", ())).rstrip()
+            if picture:
+                titles = ", ".join(re.findall(r"title\(\"([^\"]+)\"", source)) or "curves"
+                data = "".join("".join(picture).split())
+                parts.append(f'<img alt="What the cell above draws: {titles}" src="data:image/png;base64,{data}">')
+            elif text:
+                parts.append(f"````text\n{text}\n````")
     return "\n\n".join(parts) + "\n"
 
 

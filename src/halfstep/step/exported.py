@@ -185,7 +185,7 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
     row = _rows(device).get(full.partition("::")[2])
     if row is None:
         overload = node.target._schema.overload_name  # type: ignore[union-attr]
-        key = KEYS.get(device, "")
+        key = "Autocast" + next((key for key in KEYS if key.lower() == device), KEYS[-1])
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{full}.{overload}".rstrip("."), key):
             raise UnbuiltError(f"hs.exported: torch.autocast casts {full} on {device}, and how is not known here")
         return args, kwargs
