@@ -14,10 +14,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from docs_site.links import CODE, OUTSIDE, ROOT, links, repository_path, rewritten, site_uri
+from docs_site.links import CODE, ROOT, links, repository_path, rewritten, site_uri
 
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".cpp": "cpp", ".cff": "yaml"}
 CELL = re.compile(r"<(table|tr|th|td)>")
+ITEM = re.compile(r"(?<=\n)\n {2,3}(?=\S)")
 MARKER = re.compile(r"^<!--.*?-->$", re.MULTILINE)
 LIST = re.compile(r"^(?! *(?:[-*]|\d+\.) |\||#|>| {2,}|<!--)(.*\S.*\n)(?=(?:[-*]|1\.) )", re.MULTILINE)
 
@@ -60,15 +61,20 @@ def page_of(path: Path, name: str) -> str:
 
 
 def notebook(path: Path) -> str:
-    """Return the cells of a notebook, with what they printed, as Markdown."""
+    """Return the cells of a notebook, with what they printed and drew, as Markdown."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
         for output in cell.get("outputs", ()):
-            text = output.get("text") or output.get("data", {}).get("text/plain", ())
-            if text:
-                parts.append(f"````text\n{''.join(text).rstrip()}\n````")
+            picture = output.get("data", {}).get("image/png")
+            text = "".join(output.get("text") or output.get("data", {}).get("text/plain", ())).rstrip()
+            if picture:
+                titles = ", ".join(re.findall(r"title\(\"([^\"]+)\"", source)) or "curves"
+                data = "".join("".join(picture).split())
+                parts.append(f'<img alt="What the cell above draws: {titles}" src="data:image/png;base64,{data}">')
+            elif text:
+                parts.append(f"````text\n{text}\n````")
     return "\n\n".join(parts) + "\n"
 
 
@@ -78,11 +84,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     pieces, end = [], 0
     for block in CODE.finditer(text):
         if block.group(2):
-            pieces += [apart(text[end : block.start()]), block.group()]
+            pieces += [apart(text[end : block.start()]), indented(block)]
             end = block.end()
     return "".join([*pieces, apart(text[end:])])
 
 
 def apart(text: str) -> str:
-    """Return Markdown as Python-Markdown needs it: no comments, an empty line before each list, tables of Markdown."""
-    return CELL.sub(r'<\1 markdown="1">', LIST.sub(r"\1\n", MARKER.sub("", text)))
+    """Return Markdown as Python-Markdown needs it.
+
+    Without comments; with an empty line before each list; paragraphs of a list's item four blanks to the right.
+    """
+    listed = ITEM.sub(r"\n    ", LIST.sub(r"\1\n", MARKER.sub("", text)))
+    return CELL.sub(r'<\1 markdown="1">', listed)
+
+
+def indented(block: re.Match[str]) -> str:
+    """Return a block of code; one that belongs to a list's item four blanks to the right."""
+    missing = " " * (4 - len(block.group(1)) if 2 <= len(block.group(1)) < 4 else 0)
+    return re.sub(r"^(?=.)", missing, block.group(), flags=re.MULTILINE)

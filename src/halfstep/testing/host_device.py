@@ -57,9 +57,10 @@ def host_device(name: str = "npu") -> torch.device:
         HostDeviceError: there is no g++ or no Linux, `name` is a type of torch's or no word, or the process has a
             device of this kind under another name.
 
-    Example:
-        >>> device = hs.testing.host_device()
-        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")
+    Examples:
+        >>> from halfstep.testing import host_device
+        >>> device = host_device()  # doctest: +SKIP
+        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")  # doctest: +SKIP
     """
     now = torch._C._get_privateuse1_backend_name()
     if now == name and isinstance(getattr(torch, name, None), _Module):
