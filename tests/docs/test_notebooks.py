@@ -69,8 +69,13 @@ def test_committed_outputs_are_those_of_a_whole_run(path: Path) -> None:
 
 def test_a_cell_that_was_not_run_an_error_and_a_path_are_noticed() -> None:
     whole = read(NOTEBOOKS[0])
-    for spoil in ({"outputs": []}, {"execution_count": None}, {"outputs": [{"output_type": "error"}]},
-                  {"outputs": [{"output_type": "stream", "name": "stdout", "text": ["/home/me/x.py"]}]}):  # fmt: skip
+    spoils: list[dict[str, Any]] = [
+        {"outputs": []},
+        {"execution_count": None},
+        {"outputs": [{"output_type": "error"}]},
+        {"outputs": [{"output_type": "stream", "name": "stdout", "text": ["/home/me/x.py"]}]},
+    ]
+    for spoil in spoils:
         spoiled = copy.deepcopy(whole)
         next(cell for cell in code_cells(spoiled) if "print(" in text(cell)).update(spoil)
         assert problems(spoiled) != [], spoil
@@ -94,7 +99,8 @@ def test_cells_run_in_order(
 
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
     monkeypatch.chdir(tmp_path)
-    threads, namespace = torch.get_num_threads(), {"__name__": "__main__"}
+    threads = torch.get_num_threads()
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
         for number, cell in enumerate(code_cells(read(path)), start=1):
             code = text(cell)
