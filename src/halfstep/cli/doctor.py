@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from halfstep.cli.terminal import command_line, complain, console, device_type, 
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
-from halfstep.tasks.pitfalls import cores_granted, pitfalls, threads_to_use, usable_cores
+from halfstep.tasks.machine import threads_of_torch
+from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
 from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
 
 __all__ = ["run_doctor"]
@@ -36,7 +36,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         writable(json_path)
     except hs.HalfstepError as error:
         return complain(error)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    load = load_average()
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
     about = {**machine(), **versions}
@@ -45,7 +45,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     units = [hs.policy.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
-    with _threads(threads), _StatusLine(err) as status:
+    with threads_of_torch(threads), _StatusLine(err) as status:
         chosen = sizes or (lambda kind: sizes_for(kind, quick=quick))
         speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
         status.show("optimizers")
@@ -72,17 +72,6 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         report[name] = [dataclasses.asdict(each) for each in records]
     write_json(out, json_path, report)
     return 0
-
-
-@contextmanager
-def _threads(wanted: int) -> Iterator[None]:
-    """Set the number of torch's threads, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _StatusLine:
