@@ -40,7 +40,7 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
     assert done.stderr == "measuring ...\n" and "\x1b[" not in done.stdout
     assert f"torch {torch.__version__}" in done.stdout and hs.policy.units("cpu").reason in done.stdout
-    for line in ("| matrix product 16 x 16 x 16 ", "| convolution 1 x 4 x 8 x 8, 3x3 ", "| 1            | yes"):
+    for line in ("| matrix product 16 x 16 x 16 ", "| convolution 1 x 4 x 8 x 8, 3x3 ", "- yes, the host makes 1 read"):
         assert any(each.startswith(line) for each in done.stdout.splitlines()), line
     assert "an indication: small sizes" in done.stdout and "Use on cpu: " in done.stdout
     assert "AdamW" in done.stdout and "LBFGS" in done.stdout and "Pitfalls" in done.stdout
@@ -50,6 +50,7 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
     (speed,) = data["speeds"]
     assert [work["work"] for work in speed["works"]][:2] == ["matrix product", "convolution"]
     assert speed["works"][0]["speeds"][0] | {"gflops": 0} == {"label": "fp32", "gflops": 0, "faster": None}
+    assert all(isinstance(row["decided"], bool) for work in speed["works"] for row in work["speeds"][1:])
     assert {row["label"] for work in speed["works"] for row in work["speeds"]} >= {"fp32", "bf16", "fp16"}
     assert data["units"][0]["device"] == "cpu" and data["advice"][0]["preset"] in hs.policy.PRESETS
     reads = {each["optimizer"]: each["later"] for each in data["optimizers"]}

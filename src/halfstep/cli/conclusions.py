@@ -67,7 +67,7 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
         without = "" if units.bf16 else f"; {units.reason}"
         more.append(f"Left out, as a step took over {least:.0f} times fp32's: {listed(_labels(slow))}{without}.")
     more.append(f"{workload.lesson[:1].upper()}{workload.lesson[1:]}.")
-    return Fact(heading=f"A model bound by {workload.bound_by} ({made.about})", text=text, more=tuple(more), tone=tone)
+    return Fact(heading=f"Bound by {workload.bound_by}: {made.about}", text=text, more=tuple(more), tone=tone)
 
 
 def _fp32(label: str) -> bool:

@@ -8,27 +8,39 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.conclusions import conclusions
 from halfstep.cli.demo_page import demo_page
 from halfstep.cli.demo_tables import print_accuracy, print_pace, print_rescue
+from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import (
-    INTERRUPTED, command_line, complain, console, device_type, item, say, writable, write_json,
+    INTERRUPTED,
+    command_line,
+    complain,
+    console,
+    device_type,
+    item,
+    say,
+    writable,
+    write_json,
 )  # fmt: skip
 from halfstep.cli.watch import Watch
 from halfstep.report import render, require_extra
 from halfstep.tasks import TaskError, load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import Comparison, Moment, compare
+from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.overflow import Rescue, rescue
 from halfstep.tasks.pace import Pace, pace
+from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
-__all__ = ["Demo", "Settings", "run_demo"]
+__all__ = ["Settings", "run_demo"]
 
-TIMED = ("O0", "mixed", "pure", "lean")
+TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +54,7 @@ class Settings:
 
 
 @dataclass(kw_only=True, slots=True)
-class Demo:
+class Measured:
     """What was measured so far."""
 
     device: str
@@ -82,11 +94,17 @@ def run_demo(
     except hs.HalfstepError as error:
         return complain(error)
     about = machine()
-    demo = Demo(device=where, units=hs.policy.units(where))
+    demo = Measured(device=where, units=hs.policy.units(where))
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
     say(out, demo.units.reason)
-    interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
+    load = load_average()
+    threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
+    if threads < torch.get_num_threads():
+        say(out, f"other programs keep this machine busy (load average {load:.1f}): measured with "
+                 f"{counted(threads, 'thread')}, and less exactly")  # fmt: skip
+    with threads_of_torch(threads):
+        interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
     say(out)
     say(out, "Conclusions", style="bold")
     found = conclusions(demo.paces, demo.rescue, demo.comparisons, demo.units, demo.missing)
@@ -103,7 +121,7 @@ def run_demo(
     return INTERRUPTED if interrupted else 0
 
 
-def _measure(demo: Demo, parts: list[Part], err: Console) -> bool:
+def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
     total = sum(part.weight for part in parts)
     done = 0.0
@@ -126,16 +144,14 @@ def _measure(demo: Demo, parts: list[Part], err: Console) -> bool:
     return False
 
 
-def _parts(demo: Demo, settings: Settings, out: Console) -> Iterator[Part]:
+def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
     """Yield the parts in their order."""
     timed = candidates(TIMED, demo.device)
     for workload, seconds in zip(
         workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True
     ):  # fmt: skip
 
-        def time_it(
-            on_share: Callable[[float], None], workload: Workload = workload, seconds: float = seconds
-        ) -> None:
+        def time_it(on_share: Callable[[float], None], workload: Workload = workload, seconds: float = seconds) -> None:
             made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
             demo.paces.append((workload, made))
             print_pace(out, workload, made)
@@ -171,7 +187,7 @@ def _parts(demo: Demo, settings: Settings, out: Console) -> Iterator[Part]:
         yield Part(title=f"accuracy of {name} beside fp32", weight=25, run=train_it)
 
 
-def _record(demo: Demo, about: dict[str, Any], command: str) -> dict[str, Any]:
+def _record(demo: Measured, about: dict[str, Any], command: str) -> dict[str, Any]:
     rescued = demo.rescue
     return {
         "command": command,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from halfstep.cli.terminal import command_line, complain, console, device_type, 
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
-from halfstep.tasks.pitfalls import cores_granted, pitfalls, threads_to_use, usable_cores
+from halfstep.tasks.machine import threads_of_torch
+from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
 from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
 
 __all__ = ["run_doctor"]
@@ -36,7 +36,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         writable(json_path)
     except hs.HalfstepError as error:
         return complain(error)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    load = load_average()
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
     about = {**machine(), **versions}
@@ -45,7 +45,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     units = [hs.policy.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
-    with _threads(threads), _StatusLine(err) as status:
+    with threads_of_torch(threads), _StatusLine(err) as status:
         chosen = sizes or (lambda kind: sizes_for(kind, quick=quick))
         speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
         status.show("optimizers")
@@ -55,7 +55,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     for speed in speeds:
         _print_speeds(out, speed, threads)
     if quick:
-        say(out, "an indication: small sizes and few rounds; without --quick it takes about 10 seconds")
+        say(out, "an indication: small sizes, few rounds; 10 seconds without --quick")
     for each in advice:
         _print_advice(out, each)
     _print_reads(out, reads, main)
@@ -69,21 +69,21 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         "threads": threads,
         "pitfalls": list(found),
     }
-    for name, records in (("units", units), ("speeds", speeds), ("advice", advice), ("optimizers", reads)):
+    for name, records in (("units", units), ("advice", advice), ("optimizers", reads)):
         report[name] = [dataclasses.asdict(each) for each in records]
+    report["speeds"] = [_record(each) for each in speeds]
     write_json(out, json_path, report)
     return 0
 
 
-@contextmanager
-def _threads(wanted: int) -> Iterator[None]:
-    """Set the number of torch's threads, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _record(speed: DeviceSpeed) -> dict[str, Any]:
+    """Return the plain values of `speed`; each ratio has beside it whether it is decided."""
+    record = dataclasses.asdict(speed)
+    for work, plain in zip(speed.works, record["works"], strict=True):
+        for each, values in zip(work.speeds, plain["speeds"], strict=True):
+            if each.faster is not None:
+                values["decided"] = work.decided(each)
+    return record
 
 
 class _StatusLine:
@@ -134,7 +134,7 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
     on = f"cpu, {counted(threads, 'thread')}" if speed.device == "cpu" else speed.device
     say(out)
     say(out, f"Speed on {on}, forward and backward", style="bold")
-    made = table(out, "work", "format", "GFLOP/s", "speed / fp32", "90 % interval", right=(2, 3, 4))
+    made = table(out, "work", "format", "GFLOP/s", "speed / fp32, 90 %", right=(2, 3))
     for work in speed.works:
         for each in work.speeds:
             named = each.faster is None or not out.is_terminal
@@ -142,27 +142,27 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
                 f"{work.work} {work.size}" if named else "",
                 each.label,
                 f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}",
-                *_ratio(work, each),
+                _ratio(work, each),
                 end_section=out.is_terminal and each is work.speeds[-1],
             )
     out.print(made)
-    say(out, "medians of paired ratios, in turns; undecided: finer than the same fp32 program run twice")
+    say(out, "medians of paired ratios; undecided: finer than fp32 run twice differs")
     there = hs.policy.units(speed.device)
     lacking = [name for name, has in (("bf16", there.bf16), ("fp16", there.fp16)) if not has]
     if lacking:
-        say(out, f"{' and '.join(lacking)} without units (torch's own kernels) ran in a small size, beside fp32 in it")
+        say(out, f"{' and '.join(lacking)} has no units (torch's own kernels): a small size, beside fp32 in it")
     if speed.device == "cuda":
         say(out, "fp32 is IEEE fp32; unless told, torch runs convolutions in tf32 and matrix products in fp32")
 
 
-def _ratio(work: WorkSpeed, speed: Speed) -> tuple[Text, str]:
+def _ratio(work: WorkSpeed, speed: Speed) -> Text:
     if speed.faster is None:
-        return Text(""), ""
+        return Text("")
     ratio = speed.faster
-    interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
     if not work.decided(speed):
-        return Text(f"undecided ({ratio.median:.2f})", style="yellow"), interval
-    return Text(f"{ratio.median:.2f}", style="green" if ratio.median > 1 else "red"), interval
+        return Text(f"undecided {interval}", style="yellow")
+    return Text(f"{ratio.median:.2f} {interval}", style="green" if ratio.median > 1 else "red")
 
 
 def _print_advice(out: Console, advice: Advice) -> None:
@@ -182,31 +182,21 @@ def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
     for each in reads:
         groups.setdefault((each.later, each.first, each.problem), []).append(each.optimizer)
     say(out)
-    say(
-        out, f"Does a step under a loss scale (fp16) wait for the device? torch's optimizers, tried on {device}", "bold"
-    )
-    made = table(out, "reads a step", "what that means", "optimizers")
+    say(out, f"Does a step under a loss scale (fp16) wait for the device? Tried on {device}", "bold")
     for key, names in sorted(groups.items(), key=lambda group: (bool(group[0][2]), group[0])):
-        later, first, problem = key
-        made.add_row("-" if problem else str(later), _meaning(later, first, problem), ", ".join(names))
-    out.print(made)
+        item(out, f"{_meaning(*key)}: {', '.join(names)}")
     reason = next((each.generic for each in reads if each.optimizer == "AdamW"), "")
     fused = "fuses Adam and its like by itself" if not reason else f"updates AdamW through torch's operators: {reason}"
-    item(out, f"hs.TrainStep reads as often in every format, and {fused}")
-    item(
-        out,
-        "in a loop of your own hs.GradScaler needs fused=True for 0 reads; without a scaler (bf16, fp32) none are made",
-    )
+    item(out, f"hs.TrainStep {fused}; a loop of your own needs fused=True for 0 reads")
+    item(out, "without a loss scale (bf16, fp32) there is no read")
 
 
-def _meaning(later: int, first: int, problem: str) -> Text:
+def _meaning(later: int, first: int, problem: str) -> str:
     if problem:
-        return Text(f"cannot step under a loss scale: {problem}", style="yellow")
+        return f"cannot step under a loss scale ({problem})"
     if later == 0:
-        return Text(
-            "no: it takes the verdict on the device" + (f"; {first} in the first step" if first else ""), "green"
-        )
-    return Text("yes: the host reads whether gradients are finite")
+        return "no, 0 reads a step" + (f" ({first} in the first)" if first else "")
+    return f"yes, the host makes {counted(later, 'read')} a step"
 
 
 def _print_pitfalls(out: Console, found: Sequence[str]) -> None:

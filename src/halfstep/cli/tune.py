@@ -11,13 +11,21 @@ from rich.console import Console
 import halfstep as hs
 from halfstep.advise.tune import Tuning
 from halfstep.cli.terminal import (
-    INTERRUPTED, command_line, complain, console, device_type, say, writable, write_json,
+    INTERRUPTED,
+    command_line,
+    complain,
+    console,
+    device_type,
+    say,
+    writable,
+    write_json,
 )  # fmt: skip
 from halfstep.cli.watch import Watch
 from halfstep.report import require_extra
 from halfstep.tasks import TaskError, load_task
 
 __all__ = ["run_tune"]
+
 
 def run_tune(
     *, task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
@@ -41,7 +49,8 @@ def run_tune(
         with Watch(err) as watch:
             found = hs.tune(
                 loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
-                seeds=seeds, dtypes=dtypes, compile=compile, resume=state, on_progress=lambda moment: watch.see(moment.share, moment.phase, moment.note),
+                seeds=seeds, dtypes=dtypes, compile=compile, resume=state,
+                on_progress=lambda moment: watch.see(moment.share, moment.phase, moment.note),
             )  # fmt: skip
     except hs.HalfstepError as error:
         return complain(error)
@@ -77,4 +86,3 @@ def _print(out: Console, found: Tuning) -> None:
     say(out)
     for line in str(found).splitlines():
         say(out, line, style="bold" if line.startswith("chosen") else "yellow" if line.startswith("note") else None)
-

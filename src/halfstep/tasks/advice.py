@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import halfstep as hs
+from halfstep.tasks.measure import Ratio
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
 
 __all__ = ["Advice", "advise", "rows_for_o2"]
@@ -15,6 +16,19 @@ WORTH_IT = 1.1  # a format has to be a tenth faster in the kernels: casts and ev
 CLEARLY = 1.2  # fp16 has to be this much faster than bf16 to be worth a loss scale
 PASSES = 3  # a product costs as much again for the gradient of its input and of its weight
 SHARE = 0.2  # of the products' time: when casting weights takes more, keep low weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """How a format compares with fp32 in one kind of work."""
+
+    ratio: Ratio  # fp32's time over the format's
+    decided: bool  # whether it differs from 1 by more than identical programs here
+
+    @property
+    def factor(self) -> float:
+        """Return the times fp32's speed to reckon with: 1 where the measurement did not decide."""
+        return self.ratio.median if self.decided else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +47,10 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
     """Return what to use on the device that `there` and `speed` describe."""
     has = {"bf16": there.bf16, "fp16": there.fp16}
     gains = {label: _gains(speed, label) for label in has}
-    best = {label: max(gains[label].values(), default=0.0) if has[label] else 0.0 for label in has}
+    best = {
+        label: max((gain.factor for gain in found.values()), default=0.0) if has[label] else 0.0
+        for label, found in gains.items()
+    }
     if max(best.values()) < WORTH_IT:
         return _stay(there, speed, gains)
     dtype = "fp16" if best["fp16"] > CLEARLY * best["bf16"] else "bf16"
@@ -45,7 +62,7 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
     else:
         why.append(f"bf16 would need no loss scale, but reaches only {_words(gains['bf16'])} ({there.reason})")
     also = []
-    slow = [work for work, gain in gains[dtype].items() if gain < WORTH_IT]
+    slow = [work for work, gain in gains[dtype].items() if gain.decided and gain.factor < WORTH_IT]
     if slow:
         also.append((f"the model is mostly {slow[0]}s", f"`O0`, which stays in fp32: {dtype} gains nothing there"))
     rows = rows_for_o2(speed, dtype)
@@ -67,10 +84,14 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
     )  # fmt: skip
 
 
-def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, float]]) -> Advice:
-    """Advise fp32: no low format is faster here."""
+def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, Gain]]) -> Advice:
+    """Advise fp32: no low format is measurably faster here."""
     why = [there.reason]
     why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
+    has = {"bf16": there.bf16, "fp16": there.fp16}
+    open_ = [label for label, found in gains.items() if has[label] and not all(g.decided for g in found.values())]
+    if open_:
+        why.append(f"undecided for {' and '.join(open_)}, which has units here: measure again on a quiet machine")
     memory = ("memory is short", "`mixed` in bf16 saves half the bytes for backward, at the speed above")
     return Advice(
         device=speed.device,
@@ -106,22 +127,28 @@ def rows_for_o2(speed: DeviceSpeed, dtype: str) -> int:
     return int(float(f"{rows:.1g}"))
 
 
-def _gains(speed: DeviceSpeed, label: str) -> dict[str, float]:
-    """Return work -> how many times fp32's speed, 1 where the difference is finer than this machine resolves."""
-    gains = {}
-    for work in speed.works:
-        for each in work.speeds:
-            if each.label == label and each.faster is not None:
-                gains[work.work] = each.faster.median if work.decided(each) else 1.0
-    return gains
+def _gains(speed: DeviceSpeed, label: str) -> dict[str, Gain]:
+    """Return work -> what was measured for the format `label` in it."""
+    return {
+        work.work: Gain(ratio=each.faster, decided=work.decided(each))
+        for work in speed.works
+        for each in work.speeds
+        if each.label == label and each.faster is not None
+    }
 
 
-def _words(gains: dict[str, float]) -> str:
-    """Return "2.1 times fp32's speed in a matrix product, 2.4 times in a convolution"."""
+def _words(gains: dict[str, Gain]) -> str:
+    """Return "2.1 times fp32's speed in a matrix product, 2.4 times in a convolution"; undecided where it is so."""
     words: list[str] = []
+    unit = " fp32's speed"
     for work, gain in gains.items():
-        times = f"{gain:.1f} times" if gain >= 1.0 else f"{gain:.2g} times"
-        words.append(f"{times} in a {work}" if words else f"{times} fp32's speed in a {work}")
+        ratio = gain.ratio
+        if gain.decided:
+            times = f"{ratio.median:.1f} times" if ratio.median >= 1.0 else f"{ratio.median:.2g} times"
+        else:
+            times = f"an undecided {ratio.low:.2f} to {ratio.high:.2f} times"
+        words.append(f"{times}{unit} in a {work}")
+        unit = ""
     return ", ".join(words)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["machine", "wait_for"]
+__all__ = ["machine", "threads_of_torch", "wait_for"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
@@ -37,6 +39,17 @@ def wait_for(device: str) -> None:
     """Wait until the accelerator has finished, so that a clock can be read."""
     if device != "cpu":
         torch.accelerator.synchronize()
+
+
+@contextmanager
+def threads_of_torch(wanted: int) -> Iterator[None]:
+    """Set the number of torch's threads, and restore it afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _accelerator() -> str:

@@ -25,7 +25,6 @@ WIDTH, POSITIONS, BATCH, CLASSES = 16, 8, 16, 4
 BATCHES = 4  # that come again and again
 LARGE = 40.0  # times the usual weights in the second block
 RATE = 0.03
-STEPS = 120
 FP16 = hs.Policy.of("mixed", dtype="fp16").replace(scale=hs.ScaleRule(init=2.0**8))
 
 
@@ -57,7 +56,7 @@ class Attention(nn.Module):
         return x + self.out(torch.softmax(logits / WIDTH**0.5, -1) @ v)  # type: ignore[no-any-return]
 
 
-def rescue(*, device: str = "cpu", steps: int = STEPS, on_share: Callable[[float], None] = lambda share: None) -> Rescue:
+def rescue(*, device: str = "cpu", steps: int, on_share: Callable[[float], None] = lambda share: None) -> Rescue:
     """Train in fp16 until a step breaks, explain it, and train on twice: as before, and under the first cure.
 
     Raises:
@@ -106,8 +105,10 @@ def _start(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield sequences whose class is the largest of the first features of their mean."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(BATCH, POSITIONS, WIDTH, generator=generator) for _ in range(BATCHES)]
     for number in range(steps):
-        x = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(number % BATCHES))
+        x = inputs[number % BATCHES]
         yield x, x.mean(1)[:, :CLASSES].argmax(1)
 
 

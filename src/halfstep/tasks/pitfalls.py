@@ -13,7 +13,7 @@ import torch
 import halfstep as hs
 from halfstep.tasks.speed import DeviceSpeed
 
-__all__ = ["cores_granted", "pitfalls", "threads_to_use", "usable_cores"]
+__all__ = ["cores_granted", "load_average", "pitfalls", "threads_to_use", "usable_cores"]
 
 NOISE = 0.1  # identical programs that differ by more than this make every ratio here doubtful
 BUSY = 0.25  # load average a core, before anything was measured
@@ -49,6 +49,11 @@ def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
         return None if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
         return None
+
+
+def load_average() -> float:
+    """Return how many processes wanted a core in the last minute, on average; 0.0 where the system does not count."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def threads_to_use(threads: int, cores: int, load: float) -> int:

@@ -53,20 +53,20 @@ def workloads(device: str, *, units: bool) -> tuple[Workload, ...]:
                 _text(rows, positions, 1024), f"GPT, {layers} layers of {width}, batch {rows} x {positions}", 3e-4,
             ),
             bound_by="matrix products",
-            lesson="a low format pays by the speed of its units",
+            lesson="a low format pays by the speed of its units for products",
         ),
         Workload(
             task=_task(
                 "tail", lambda: _mlp(1024, hidden, hidden, hidden, CLASSES), _vectors(32, 1024),
                 f"MLP, 1024-{hidden}-{hidden}-{hidden}-{CLASSES}, batch 32", 1e-4,
             ),
-            bound_by="its tail: casts, clipping and the optimizer over many weights",
-            lesson="low weights and a tail in one pass pay by the bytes that they do not move",
+            bound_by="its tail (casts, clipping, optimizer)",
+            lesson="low weights pay by the bytes that casts and optimizer do not move",
         ),
         Workload(
             task=_task("tiny", lambda: _mlp(32, 32, 32, CLASSES), _vectors(16, 32), "MLP, 32-32-32-10, batch 16", 1e-3),
             bound_by="the interpreter",
-            lesson="there is nothing to save, and every cast and every check adds to the step",
+            lesson="its tensors are too small for a format to matter, and each cast adds to the step",
         ),
     )  # fmt: skip
 
