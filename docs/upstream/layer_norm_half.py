@@ -1,4 +1,4 @@
-"""layer_norm in fp16 on a CPU keeps mean and 1 / deviation in fp16: a constant row gives infinite gradients."""
+"""layer_norm in fp16 on a CPU keeps mean and 1 / deviation in fp16: a constant row gives NaN gradients."""
 
 import torch
 from torch.nn import functional as F

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import halfstep as hs
 from tests.pains.libraries import HALFSTEP
@@ -26,16 +26,16 @@ def one_rank() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def sharded(amp: Any, model: nn.Module) -> None:
+def sharded(amp: Any, model: nn.Sequential) -> None:
     """Shard a model with bf16 linear layers and fp32 norms, as one unit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a mesh of CPUs
         if amp is HALFSTEP:
             hs.shard(model, hs.Policy.of("O2", dtype="bf16"), units=[])
             return
-        for layer in model:  # type: ignore[attr-defined]
+        for layer in model:
             if isinstance(layer, nn.Linear):
-                layer.to(torch.bfloat16)
+                layer.bfloat16()
         torch.distributed.fsdp.fully_shard(model)
 
 
@@ -44,6 +44,6 @@ def test_low_weights_and_fp32_norms_are_sharded_together(amp: Any) -> None:
     with one_rank():
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
         sharded(amp, model)
-        model(torch.randn(2, 4).to(model[0].weight.dtype)).float().sum().backward()
+        model(torch.randn(2, 4).bfloat16()).float().sum().backward()
         assert model[0].weight.dtype is torch.bfloat16 and model[1].weight.dtype is torch.float32
         assert all(parameter.grad is not None for parameter in model.parameters())
