@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["machine", "wait_for"]
+__all__ = ["generators_kept", "machine", "wait_for"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
@@ -37,6 +38,14 @@ def wait_for(device: str) -> None:
     """Wait until the accelerator has finished, so that a clock can be read."""
     if device != "cpu":
         torch.accelerator.synchronize()
+
+
+def generators_kept() -> AbstractContextManager[None]:
+    """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "mps":  # torch.mps.get_rng_state has no device, which fork_rng gives it
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
 
 
 def _accelerator() -> str:
