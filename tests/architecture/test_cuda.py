@@ -24,5 +24,5 @@ def test_a_file_that_begins_to_name_cuda_is_found() -> None:
 
 
 def test_names_of_a_device_count_and_words_do_not() -> None:
-    code = '"""Of cuda."""\nx.is_cuda\ntorch.cuda.Event()\ny = "cuda:1"\nz = f"on cuda {x}"\nstep.cuda_graph\n"cuda" in w\n'
+    code = '"""Of cuda."""\nx.is_cuda\ntorch.cuda.Event()\ny = "cuda:1"\nf"on cuda {x}"\nstep.cuda_graph\n"cuda" in w\n'
     assert sorted(names(code)) == [(2, "is_cuda"), (3, "cuda"), (4, "cuda:1"), (7, "cuda")]
