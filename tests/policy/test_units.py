@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from halfstep.errors import PolicyError
-from halfstep.policy.resolve import Units, cpu_units, cuda_units, default_device_types, units
+from halfstep.policy.resolve import Units, cpu_units, cuda_units, default_device_types, hip_units, units
 
 CPUS = [
     # machine, capabilities, bf16, fp16
@@ -39,6 +41,40 @@ def test_cuda_is_as_able_as_its_oldest_gpu(capabilities: list[tuple[int, int]], 
     assert (found.bf16, found.fp16) == (bf16, True)
     oldest = min(capabilities)
     assert f"{oldest[0]}.{oldest[1]}" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("architectures", "bf16"),
+    [
+        (["gfx942:sramecc+:xnack-"], True),
+        (["gfx90a", "gfx1100"], True),
+        (["gfx906:sramecc+"], False),  # torch calls its compute capability (9, 0), as gfx90a's
+        (["gfx1030"], False),
+        (["gfx1201", "gfx1032"], False),
+    ],
+)
+def test_amds_gpus_are_known_by_their_architecture(architectures: list[str], bf16: bool) -> None:
+    found = hip_units(architectures)
+    assert (found.device, found.bf16, found.fp16) == ("cuda", bf16, True)
+    assert ("none for bf16" in found.reason) is not bf16 and ":" not in found.reason
+
+
+def test_on_amds_gpus_torchs_compute_capability_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName="gfx906"))
+    assert not units.__wrapped__("cuda").bf16
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_device_that_is_here_is_asked_about_bf16(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    """torch_npu's function takes no arguments, torch.xpu's has one."""
+    for function in (lambda: bf16, lambda including_emulation=True: bf16 and not including_emulation):
+        module = SimpleNamespace(is_available=lambda: True, is_bf16_supported=function)
+        monkeypatch.setattr(torch, "xpu", module)
+        found = units.__wrapped__("xpu")
+        assert found.bf16 is bf16 and found.reason == f"torch.xpu.is_bf16_supported() is {bf16}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "hpu", "mtia"])

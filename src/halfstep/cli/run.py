@@ -11,6 +11,7 @@ import multiprocessing.util
 import os
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
     try:
         if program is not None:
             sys.stdout.flush()
-            os.execve(program, [str(script), *args], {**os.environ, **variables})
+            return _become(program, [str(script), *args], {**os.environ, **variables})
         if not script.is_file():
             print(f"halfstep run: there is no file and no program {str(script)!r}", file=sys.stderr)
             return 2
@@ -98,6 +99,13 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
     finally:
         torch_amp.uninstall()
     return 0
+
+
+def _become(program: str, words: list[str], environment: Mapping[str, str]) -> int:
+    """Run a program in the place of this process; on Windows, where a new process would outlive it, as its child."""
+    if sys.platform == "win32":
+        return subprocess.run([program, *words[1:]], env=environment).returncode
+    os.execve(program, words, environment)
 
 
 def serve_child() -> None:

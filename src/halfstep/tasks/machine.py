@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["machine", "threads_of_torch", "wait_for"]
+__all__ = ["generators_kept", "machine", "threads_of_torch", "wait_for"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
@@ -50,6 +50,14 @@ def threads_of_torch(wanted: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def generators_kept() -> AbstractContextManager[None]:
+    """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "mps":  # torch.mps.get_rng_state has no device, which fork_rng gives it
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
 
 
 def _accelerator() -> str:

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
 
 __all__ = ["Used", "used_operators"]
@@ -66,7 +67,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
     """
     if policy.dtype == "fp16":
         policy = hs.Policy.of(policy, dtype="bf16")
-    with torch.random.fork_rng():
+    with generators_kept():
         torch.manual_seed(0)
         return _count(task, policy, device)
 

@@ -48,6 +48,8 @@ def built(name: str, what: str, source: str, libraries: Sequence[str], error: ty
     Raises:
         DeviceError: there is no g++, or it refused; its first error is in the message.
     """
+    if not sys.platform.startswith("linux"):  # nothing below was tried elsewhere
+        raise error(missing(what))
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     place = Path(found.origin).parent

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Remedy, applied
+from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
 
 __all__ = ["chain", "gradient_error", "gradients", "options"]
@@ -90,7 +91,7 @@ def gradients(task: Task, model: nn.Module, batch: tuple[Any, ...], policy: hs.P
         found.extend(torch.zeros(()) if g is None else g.detach().float() / scale for g in made)
         raise _GradientsAreThereError
 
-    with torch.random.fork_rng():
+    with generators_kept():
         torch.manual_seed(0)
         try:
             if policy is None:

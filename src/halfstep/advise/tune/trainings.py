@@ -21,6 +21,7 @@ from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.compare import evaluated, started, thinned
 from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.machine import generators_kept
 
 __all__ = ["Run", "Trainings", "finite_mean"]
 
@@ -117,7 +118,7 @@ class Trainings:
         alike = [r.seconds for r in self._known.values() if r.key[:-1] == key[:-1]]
         if max(alike, default=0.0) >= self.left():
             return None
-        with torch.random.fork_rng():
+        with generators_kept():
             run = self._known[key] = self._train(candidate, str(key[0]), seed)
         self.on_run(run)
         return run

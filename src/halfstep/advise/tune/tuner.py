@@ -17,7 +17,7 @@ from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.errors import did_you_mean
-from halfstep.tasks.machine import machine
+from halfstep.tasks.machine import generators_kept, machine
 from halfstep.tasks.task import Task, TaskError
 
 __all__ = ["low_formats", "tune", "weights_of"]
@@ -77,7 +77,7 @@ def tune(
     where = _device(device)
     weights = weights_of(target)
     formats = _checked(task, max_loss_rise, minutes, seeds, dtypes) or low_formats(where)
-    with torch.random.fork_rng():
+    with generators_kept():
         lab = Lab(
             task, where, seed=seed, seconds=60.0 * minutes, path=None if resume is None else Path(resume), clock=clock,
             on_progress=on_progress,

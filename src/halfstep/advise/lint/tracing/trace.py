@@ -16,6 +16,7 @@ from halfstep.advise.lint.tracing.functions import GraphFunction, functions_of
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens import Paths
 from halfstep.tasks import Task
+from halfstep.tasks.machine import generators_kept
 from halfstep.trees import tensors
 
 __all__ = ["Trace", "Weight", "trace_step"]
@@ -105,7 +106,7 @@ def trace_step(task: Task, policy: hs.Policy | str = "mixed", device: str = "cpu
     """
     trace = Trace(task=task, policy=hs.Policy.of(policy))
     first = _Run(task, trace.policy, device)
-    with torch.random.fork_rng():
+    with generators_kept():
         try:
             first.make()
             first.describe(trace)  # before a step may refuse the optimizer

@@ -166,7 +166,9 @@ def _nesting() -> int:
 def refuse_inside() -> None:
     """Raise RuntimeError inside any region: casts that are switched on there would end with it."""
     if _nesting():
-        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        here = torch.accelerator.current_accelerator()
+        kinds = ("cpu",) if here is None else ("cpu", here.type)
+        on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
         raise RuntimeError(
             f"amp's O1 casts were switched on inside an autocast region ({', '.join(on) or 'switched off'}), whose "
             "end would switch them off again; call amp.initialize or amp.init outside of `with torch.autocast(...)`, "
