@@ -10,15 +10,20 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 PEERS     := $(VENV)/.ready-bench
+PAGES     := $(VENV)/.ready-docs
 QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
 WORKERS   ?= 2
 SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+CORNERS   := --only "lowest libraries" "newest libraries"
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
+# Compiled sources and rewritten tests are kept: without them every process compiles them again, 11 s each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations release-check matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-auto bench-lean bench-tune bench-plan bench-wheel count soak faults stories fuzz compare-full tables walks clean zoo
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))  # every target that is listed below
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,15 +38,15 @@ $(READY): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tasks,dev]'
 	touch $@
 
-demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3 minutes on 2 cores -> out/report.html
-	$(BIN)/halfstep compare --excerpt --html out/report.html
+demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
+	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
 test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
 # A file's tests stay in one process: fixtures of a module start processes and compile.
 test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
-	$(PYTEST) --dist loadfile --ignore tests/integrations -m 'slow and not hours'
+	$(PYTEST) --dist loadfile -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
 
@@ -51,8 +56,11 @@ test-hours: $(READY)  ## run the tests that are in neither: every line of a step
 test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strategy under every policy, some 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m dist --durations 10 tests/distributed tests/step/test_two_ranks.py tests/weights/test_ranks.py
 
+environments: $(READY)  ## make the environments of test-integrations, which makes them too where they are missing
+	$(BIN)/python -m benchmarks.matrix --prepare $(CORNERS)
+
 test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
-	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --only "lowest libraries" "newest libraries"
+	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) $(CORNERS)
 
 release-check: $(READY)  ## build sdist and wheels, try them in empty environments with each extra, 15 minutes and 4 GB -> dist/
 	$(BIN)/python -m tests.release.check $(RELEASE)
@@ -77,6 +85,18 @@ $(PEERS): $(READY)
 
 bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minutes on 2 cores -> benchmarks/results/cpu.json
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
+
+$(PAGES): $(READY)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(PAGES)  ## build the documentation site, a warning is an error -> out/site/index.html
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
+
+docs-look: docs  ## photograph every page at 390 and 1200 px, light and dark, and check them (node, npm, Chromium) -> out/look
+	npm install --silent --no-fund --no-audit --prefix out/look playwright-core
+	node docs_site/look.mjs out/look out/site
 
 # These two run from a bare clone, on a machine from which nothing can be installed: .venv's interpreter if there is one,
 # else PYTHON with its torch. `make gpu-first DRY=1` runs every block small on a CPU and writes nothing.
@@ -140,10 +160,17 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.concept_pictures
 	$(BIN)/python -m benchmarks.concepts
+	$(BIN)/python -m docs_site.commands
 	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading
 	$(BIN)/python -m tests.architecture.picture
+
+notebooks: $(READY)  ## run docs/notebooks in a Jupyter kernel and write their outputs into them, a minute
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[notebooks]'
+	$(BIN)/python -m benchmarks.notebooks
 
 walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
 	$(BIN)/python -m tests.architecture.walks

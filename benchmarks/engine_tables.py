@@ -1,4 +1,7 @@
-"""Tables of docs/engines.md: what becomes of every field, from the code; runs, from `benchmarks.engines`."""
+"""Tables of docs/engines.md and of the pages in docs/tables/ on other engines.
+
+What becomes of every field is read from the code, runs from the JSON of `benchmarks.engines`.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ def engine_blocks(report: dict[str, Any]) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     made = {f"fields {name}": fields(engine) for name, engine in ENGINES.items()}
     made |= {f"half {name}": half(engine) for name, engine in ENGINES.items() if name != "torchtitan"}
+    made["engine lost"] = lost()
+    made["engine summary"] = summary(report) if report else NOTHING
     made["engine runs"] = runs(report) if report else NOTHING
     made["engine scales"] = scales(report) if report else NOTHING
     made["engine parsers"] = parsers(report) if report else NOTHING
@@ -70,6 +75,26 @@ def half(engine: Engine) -> str:
         for value in values
     ]
     return table(["field", "in fp16, with `params='low'`"], rows)
+
+
+def lost() -> str:
+    """Return the values of fields that an engine loses in bf16, a row for each engine."""
+    rows = []
+    for engine in ENGINES.values():
+        cells = []
+        for base in (LOW, WIDE):
+            found: dict[str, list[str]] = {}
+            for name, values in _values().items():
+                words = [value for value in values if "**lost**" in _cell(engine, base, name, value)]
+                if words:
+                    found[name] = [repr(value) for value in words]
+            cells.append(", ".join(f"`{name}`" + _shown(name, words) for name, words in found.items()))
+        rows.append([engine.name, *cells])
+    return table(["engine", "lost with `params='low'`", "lost with `params='fp32'`"], rows)
+
+
+def _shown(name: str, values: list[str]) -> str:
+    return "" if name in ("ops", "modules") else f" ({', '.join(f'`{value}`' for value in values)})"
 
 
 def _values() -> dict[str, tuple[Any, ...]]:
@@ -120,6 +145,24 @@ def runs(report: dict[str, Any]) -> str:
         "to the nearest other policy",
     ]
     return f"{_source(report)}\n\n{table(head, rows)}"
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Return what runs and parsers show, in sentences."""
+    exact = [run for run in report["runs"] if run["policy"].startswith("low") and run["optimizer"] == "SGD"]
+    equal = sum(run["equal"] == run["of"] for run in exact)
+    far = max(run["apart"] for run in report["runs"] if not run["accepted"])
+    moved = sum(run["equal"] == run["of"] for run in report["scales"])
+    return (
+        f"- **DeepSpeed** {report['deepspeed']['version']} ran on its CPU accelerator with {report['ranks']} "
+        f"processes. Under policies that lose nothing and SGD, {equal} of {len(exact)} runs have every loss bit-equal "
+        f"to a `TrainStep`'s; ZeRO 2 and 3 add up low gradients in another order. The largest distance of a loss under "
+        f"any policy that loses nothing is {far:.2g}.\n"
+        f"- **Loss scales in fp16** are equal in {moved} of {len(report['scales'])} runs.\n"
+        f"- **Megatron-LM** and **torchtitan** were not run, because there is no GPU. Their own parsers read "
+        f"{report['megatron']['configurations']} and {report['torchtitan']['configurations']} different "
+        f"configurations, and each key had the value that was written."
+    )
 
 
 def scales(report: dict[str, Any]) -> str:

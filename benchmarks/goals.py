@@ -356,4 +356,4 @@ def instrument_goals() -> Iterator[Goal]:
             read=instrument(case, "turns", "every", "100"),
             on="lens",
         )
-    yield Goal(what="audit / as many training steps, the dearest model", bound=8, read=dearest_audit, on="lens")
+    yield Goal(what="audit / as many training steps, the most expensive model", bound=8, read=dearest_audit, on="lens")

@@ -144,7 +144,7 @@ BLOCKS: Mapping[str, Block] = {
     ),
     "10": Block(
         title="benchmarks",
-        look="the goals of docs/performance.md",
+        look="the goals of docs/tables/goals.md",
         seconds=240,
         commands=(
             (PYTHON, "-m", "halfstep", "doctor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import ratio, table
+from benchmarks.speed_tables import source
 
 NOTHING = "Not measured here."
 
@@ -56,7 +57,7 @@ def explanations(cases: dict[str, Any]) -> str:
         numbers = [f"{data['ms']:.1f}", ratio(data["diagnosis"]), ratio(data["cures"]), ratio(data["explain"])]
         rows.append([case["title"], *numbers, said, str(len(data["verified"]))])
     head = ["model, fp16", "a step, ms", "replay and diagnosis, steps", "cures, steps", "both, steps"]
-    return table([*head, "what it said", "verified cures"], rows)
+    return table([*head, "verdict", "verified cures"], rows)
 
 
 def audits(cases: dict[str, Any]) -> str:
@@ -82,3 +83,15 @@ def named(faults: dict[str, Any]) -> str:
             totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
     head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     return table(head, totals)
+
+
+def lens_source(data: dict[str, Any]) -> str:
+    """Return the command and the machine of the measurements of instruments."""
+    if not data:
+        return "Not measured here."
+    parts = [*data["cases"].values(), *([data["faults"]] if data["faults"] else [])]
+    commits = sorted({part["commit"] for part in parts})
+    text = f"{source(data)} {data['machine']['torch_threads']} threads. Commit {', '.join(commits)}."
+    if any(part["quick"] for part in parts):
+        text += "\n\n**Few rounds (`--quick`), which show that it runs and measure nothing.**"
+    return text

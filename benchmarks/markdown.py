@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+BLOCK = re.compile(r"<!-- (?!end -->)([\w ]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -16,7 +18,10 @@ def ratio(data: dict[str, Any] | None) -> str:
 
 
 def megabytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.1f}"
+    """Return bytes in MB; what is smaller than a tenth in two digits."""
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.1f}" if not 0 < value < 5e4 else f"{value / 1e6:.2g}"
 
 
 def whole(value: int | None) -> str:
@@ -28,4 +33,4 @@ def fill(text: str, made: dict[str, str]) -> str:
         name = match.group(1)
         return f"<!-- {name} -->\n{made[name]}\n<!-- end -->"
 
-    return re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", put, text, flags=re.DOTALL)
+    return BLOCK.sub(put, text)

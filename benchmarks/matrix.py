@@ -1,13 +1,13 @@
 """Run the tests under other versions of Python, torch and the libraries of the integrations, and write a JSON file.
 
-    python -m benchmarks.matrix [--only NAME ...] [--json benchmarks/results/matrix.json]
+    python -m benchmarks.matrix [--only NAME ...] [--prepare] [--json benchmarks/results/matrix.json]
 
 A corner is one combination of versions. Its environment is made in out/matrix/, with the lower bounds of pyproject.toml
 ("lowest") or the versions of constraints.txt ("newest"). A corner with the Python and the torch that run this script
 uses these and installs the libraries alone. Where an interpreter is missing (``python3.X`` on the path, or in pyenv)
 its corners are reported as not run. The exit status is 1 if a test failed.
 
-Rows of corners that did not run now are kept from the file.
+Rows of corners that did not run now are kept from the file. With --prepare the environments are made and no test runs.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Run the corners; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description="Run the tests under other versions.")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[c.name for c in CORNERS], help="corners to run")
+    parser.add_argument("--prepare", action="store_true", help="make the environments and run no test")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests (default 2)")
     parser.add_argument("--json", type=Path, help="the file to write; rows of corners that do not run now are kept")
     options = parser.parse_args(None if arguments is None else list(arguments))
@@ -242,10 +243,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
             absent = {"python": corner.python, "torch": corner.torch, "tests": _kind(corner), "absent": reason}
             known[corner.name] = absent
             print(reason, flush=True)
+        elif options.prepare:
+            environment(corner, python)
         else:
             known[corner.name] = run(corner, python, options.workers)
             failed += known[corner.name]["failed"]
-        if options.json:
+        if options.json and not options.prepare:
             rows = {c.name: known[c.name] for c in CORNERS if c.name in known}
             write(options.json, {"command": "make matrix", "machine": machine(), "rows": rows})
     return 1 if failed else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["collectives_table", "paper", "parity_table", "ranks_table", "scale_blocks", "scale_source"]
+__all__ = ["scale_blocks"]
 
 NOTHING = "Not measured here."
 Rows = list[dict[str, Any]]
@@ -17,6 +17,7 @@ Rows = list[dict[str, Any]]
 def scale_blocks(parity: dict[str, Any], ranks: dict[str, Any], collectives: dict[str, Any]) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     return {
+        "parity summary": parity_summary(parity),
         "parity": parity_table(parity),
         "ranks": ranks_table(ranks),
         "collectives": collectives_table(collectives),
@@ -36,16 +37,34 @@ def parity_table(report: dict[str, Any]) -> str:
     return _table(report, ["from one process", "bound", "torch's loop from one process"], cells)
 
 
+def parity_summary(report: dict[str, Any]) -> str:
+    """Return each strategy in a row: how many runs are bit-equal to one process, and how near the others are."""
+    rows: Rows = report.get("rows", [])
+    if not rows:
+        return NOTHING
+    made = []
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        mine = [row for row in rows if row["strategy"] == name]
+        processes = " and ".join(str(n) for n in sorted({row["processes"] for row in mine}))
+        equal = sum(row["deviation"] == 0.0 for row in mine)
+        raises = all(isinstance(row["torch"], str) for row in mine)
+        theirs = "raises" if raises else f"{sum(row['torch'] == 0.0 for row in mine)} of {len(mine)}"
+        furthest = max(row["deviation"] / row["bound"] for row in mine)
+        made.append([name, processes, f"{equal} of {len(mine)}", f"{furthest:.2f}", theirs])
+    head = ["strategy", "processes", "bit-equal to one process", "furthest, as a share of its bound"]
+    return table([*head, "torch's loop bit-equal to its one process"], made)
+
+
 def ranks_table(report: dict[str, Any]) -> str:
     """Return whether ranks skip together, have one scale and the same weights."""
 
     def cells(row: dict[str, Any]) -> list[str]:
         low, high = row["scales"][0], row["scales"][-1]
         scales = "no scale" if low == high == 1.0 else f"{_yes(row['scales_equal'])}, {low:g} to {high:g}"
-        counts = [f"{row['updates']:,}", str(row["overflows"]), _yes(row["skipped_as_expected"])]
-        return [*counts, scales, _yes(row["weights_equal"] and row["finite"])]
+        overflows = f"{row['overflows']} of {row['updates']:,}"
+        return [overflows, _yes(row["skipped_as_expected"]), scales, _yes(row["weights_equal"] and row["finite"])]
 
-    head = ["updates", "with an overflow", "the same skipped on all ranks", "scales equal", "weights equal and finite"]
+    head = ["updates with an overflow", "the same skipped on all ranks", "scales equal", "weights equal and finite"]
     return _table(report, head, cells)
 
 

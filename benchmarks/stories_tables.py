@@ -60,8 +60,8 @@ def scores(report: dict[str, Any]) -> str:
             continue
         verified = [not reason for row in mine for reason in row["verified"].values()]
         cells = [share(judge(row) for row in mine) for judge in PARTS.values()]
-        rows.append([cause, str(len(mine)), *cells, share(verified), share(bool(row["twin"]) for row in mine)])
-    head = ["root cause", "stories", *PARTS, "verified cures that train", "healthy twins accused"]
+        rows.append([cause, *cells, share(verified), share(bool(row["twin"]) for row in mine)])
+    head = ["root cause", *PARTS, "verified cures that train", "healthy twins accused"]
     died = len(report["stories"]) - len(found)
     return table(head, rows) + (f"\n\n{died} stories gave no answer." if died else "")
 
@@ -91,7 +91,7 @@ def wrong(report: dict[str, Any]) -> str:
             continue
         parts = [part for part, judge in PARTS.items() if judge(row) is False]
         reasons = [f"a verified cure does not train: {reason}" for reason in row["verified"].values() if reason]
-        reasons += [f"its twin is accused: {row['twin'][0]}"] if row["twin"] else []
+        reasons += [f"its twin is accused: {shortened(row['twin'][0])}"] if row["twin"] else []
         if not parts and not reasons:
             continue
         expected, said = row["truth"], row["said"]
@@ -101,8 +101,14 @@ def wrong(report: dict[str, Any]) -> str:
         if "words" in parts:
             wanted += f" Words: {'; '.join(row['unsaid'])}."
         got = row["error"] or "nothing" if said is None else f"cause {said['cause'] or 'not known'}, {place(said)}"
-        lines.append(f"- {what} {wanted} Said: {got}.")
+        lines.append(f"- {what} {wanted} Given: {got}.")
     return "\n".join(lines) or "None."
+
+
+def shortened(text: str, names: int = 3) -> str:
+    """Return a finding with its first few names; the JSON has all."""
+    parts = text.split(", ")
+    return text if len(parts) <= names + 1 else f"{', '.join(parts[:names])} and {len(parts) - names} more"
 
 
 def place(found: dict[str, Any]) -> str:

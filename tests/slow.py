@@ -8,6 +8,7 @@ test-hours` runs them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/benchmarks/test_lens.py": (
@@ -66,6 +67,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
     "tests/test_package.py": ("wheel",),
+    "tests/testing/test_host_device.py": ("found",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),
     "tests/weights/test_ranks.py": ("test_ranks_hold_the_same_weights",),
     "tests/weights/test_split.py": ("test_bit_equal_to_masters_of_the_same_rounding_over_5000_steps",),
@@ -77,3 +79,15 @@ def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
     """Return whether the table names a test of `file`, or one of its fixtures."""
     names = SLOW.get(file, ())
     return test in names or any(fixture in names for fixture in fixtures)
+
+
+def slow_files() -> list[str]:
+    """Return the files with a slow test, those of integrations left out: `make test-slow` collects no others."""
+    root = Path(__file__).resolve().parent.parent
+    here = (path for path in (root / "tests").rglob("test_*.py") if "integrations" not in path.parts)
+    marked = {str(path.relative_to(root)) for path in here if "mark.slow" in path.read_text(encoding="utf-8")}
+    return sorted(marked | {file for file in SLOW if "tests/integrations/" not in file})
+
+
+if __name__ == "__main__":
+    print(*slow_files())

@@ -1,28 +1,88 @@
-"""Every Python snippet in the README runs, from top to bottom, in one namespace."""
+"""The README: every Python snippet runs, its numbers are those of the committed files, and it is short."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import halfstep as hs
+from benchmarks.lens_tables import named
 from tests.snippets import run_page, snippets
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+TEXT = " ".join(README.read_text(encoding="utf-8").split())
+LINES = 150
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    assert len(snippets(README)) == 6
-    run_page(README)
+    model = torch.nn.Linear(64, 10)
+    readers_own = {  # what the two loops side by side start from
+        "torch": torch,
+        "F": F,
+        "hs": hs,
+        "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
+        "device": "cpu",
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss_fn": lambda model, x, y: F.cross_entropy(model(x), y),
+        "batches": [(torch.randn(32, 64), torch.randint(0, 10, (32,)))] * 2,
+    }
+    assert len(snippets(README)) == 4
+    run_page(README, readers_own)
     saved = torch.load(tmp_path / "weights.pt")
     assert all(value.dtype is torch.float32 for value in saved.values())
-    printed = capsys.readouterr().out
-    assert "HostStepResult(" in printed and "softmax" in printed
+    assert "softmax" in capsys.readouterr().out
 
 
-def test_the_first_screen_has_the_two_commands() -> None:
-    first = README.read_text(encoding="utf-8").splitlines()[:25]
-    assert any(line.startswith("make demo") for line in first) and any(line.startswith("make test") for line in first)
+def test_it_is_short_and_its_first_screen_states_that_no_gpu_was_measured() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LINES
+    assert "No number on this page is from a GPU" in " ".join(lines[:12])
+
+
+def test_it_has_the_two_commands() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("make demo ") for line in lines) and any(line.startswith("make test ") for line in lines)
+
+
+def test_its_numbers_of_time_and_bytes_are_those_of_the_committed_files() -> None:
+    cases = [case["rows"] for name, case in results("cpu")["cases"].items() if not name.endswith("_fp16")]
+    mixed, pure = ([rows[name]["to_amp"]["median"] for rows in cases] for name in ("mixed", "pure"))
+    assert len(cases) == 10 and "On ten models" in TEXT
+    assert f"takes {min(mixed):.2f} to {max(mixed):.2f} of torch.amp's time under `mixed`" in TEXT
+    assert f"{min(pure):.2f} to {max(pure):.2f} under `pure`" in TEXT
+    saved = {name: row["counts"] for name, row in results("cpu")["cases"]["gpt256"]["rows"].items()}
+    share = saved["mixed"]["saved_bytes"] / saved["torch.amp"]["saved_bytes"]
+    assert f"{share:.2f} of torch.amp's bytes for backward" in TEXT
+    state = {row["label"]: row["bytes"] for row in results("lean")["programs"]["gpt"]["rows"]}
+    assert f"in {state['lean']:.0f} bytes a parameter instead of {state['torch.amp']:.0f}" in TEXT
+
+
+def test_its_numbers_of_instruments_and_decisions_are_those_of_the_committed_files() -> None:
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in named(results("lens")["faults"]).splitlines()
+    ]
+    first = {row[1]: [int(cell) for cell in row[2:5]] for row in cells if row[0].startswith("first")}
+    faults = int(re.findall(r"\d+", next(row[0] for row in cells if row[0].startswith("first")))[0])
+    assert first.pop("hs.TrainStep") == [faults] * 3 and f"names all three right for {faults}" in TEXT
+    operator = max(first.values())
+    assert f"four other instruments names the operator of {operator[0]} and the module of none" in TEXT
+    assert len(first) == 4 and operator[1] == 0
+    tune = results("tune")["goals"]
+    assert f"trained as fp32 did on {len(tune['equivalent'])} of {tune['tasks']} models" in TEXT
+    plan = results("plan")["largest_error"]
+    assert f"({plan['persistent']:.1%} off" in TEXT.replace(" %", "%")
+    assert f"{plan['peak']:.1%} at the peak" in TEXT.replace(" %", "%")

@@ -33,7 +33,15 @@ __all__ = [
 
 
 class HalfstepError(Exception):
-    """Base class of all halfstep errors."""
+    """Base class of all halfstep errors.
+
+    Examples:
+        >>> try:
+        ...     hs.Policy.of("mixd")
+        ... except hs.HalfstepError as error:  # a PolicyError, which is a ValueError too
+        ...     print(error)
+        unknown preset 'mixd'; expected one of O0, ..., or a path ending in .toml; did you mean 'mixed'?
+    """
 
 
 class IntegrationError(HalfstepError, ImportError):
@@ -105,6 +113,11 @@ class CheckpointError(StepError):
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near."""
+    """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near.
+
+    Examples:
+        >>> hs.errors.did_you_mean("mixd", ["mixed", "O2"])
+        "; did you mean 'mixed'?"
+    """
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

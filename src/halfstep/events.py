@@ -31,6 +31,11 @@ class HostStepResult:
         grad_norm: 2-norm over all gradients, unscaled, before clipping; nan while accumulating.
         culprits: names of the parameters whose gradient was not finite.
         retries: how often the window has run again at a lower scale before this.
+
+    Examples:
+        >>> host = hs.TrainStep(model, optimizer, loss_fn)(x, y).host()
+        >>> host.step, host.updated, host.skipped, host.culprits
+        (1, True, False, ())
     """
 
     step: int
@@ -56,6 +61,13 @@ class StepResult:
         skipped: 0-dim bool tensor: an update was due and was not applied.
         due: whether an update was due, which is after the last micro-batch of a window.
         retries: how often the window has run again at a lower scale before this: ``TrainStep(retry=...)``.
+
+    Examples:
+        >>> result = hs.TrainStep(model, optimizer, loss_fn)(x, y)
+        >>> result.loss.shape, result.due  # of the device, without waiting
+        (torch.Size([]), True)
+        >>> result.host().loss == result.loss.item()
+        True
     """
 
     step: int

@@ -67,6 +67,13 @@ class Format:
 
     Raises:
         FormatError: more or fewer bits than that.
+
+    Examples:
+        >>> fp16 = hs.formats.FP16
+        >>> fp16.max, fp16.smallest_subnormal, fp16.ulp(1000.0)
+        (65504.0, 5.960464477539063e-08, 0.5)
+        >>> fp16.round(torch.tensor([1 / 3, 70000.0]))
+        tensor([0.3333,    inf])
     """
 
     name: str
@@ -227,13 +234,23 @@ WITHOUT_FLOAT64: Mapping[str, Callable[[torch.device], bool]] = MappingProxyType
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device that lacks it: mps, and some of xpu."""
+    """Return float64, or float32 for a device that lacks it: mps, and some of xpu.
+
+    Examples:
+        >>> hs.formats.widest_dtype(torch.device("cpu"))
+        torch.float64
+    """
     lacks = WITHOUT_FLOAT64.get(device.type)
     return torch.float32 if lacks is not None and lacks(device) else torch.float64
 
 
 def float64_of(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Return `tensor` in float64, on the CPU if its device lacks that; `copy`: never the tensor itself."""
+    """Return `tensor` in float64, on the CPU if its device lacks that; `copy`: never the tensor itself.
+
+    Examples:
+        >>> hs.formats.float64_of(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float64
+    """
     place = tensor.device if widest_dtype(tensor.device) is torch.float64 else "cpu"
     return tensor.to(place, torch.float64, copy=copy)
 
@@ -279,6 +296,12 @@ def format_of(what: str | torch.dtype | Format) -> Format:
 
     Raises:
         FormatError: there is none; the message names the nearest.
+
+    Examples:
+        >>> hs.formats.format_of("e3m4").max
+        15.5
+        >>> hs.formats.format_of(torch.bfloat16).name
+        'bf16'
     """
     if isinstance(what, Format):
         return what

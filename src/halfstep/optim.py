@@ -31,6 +31,12 @@ class Lion(Optimizer):
 
     Raises:
         WeightsError: a value out of its range, or a sparse gradient at a step.
+
+    Examples:
+        >>> optimizer = hs.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> step = hs.TrainStep(model, optimizer, loss_fn, policy="O2")
+        >>> step(x, y).host().updated
+        True
     """
 
     _step_supports_amp_scaling = True

@@ -31,6 +31,13 @@ def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
     Returns:
         ``([("[0]", item), ...], rebuild)``; ``rebuild(items)`` is a new container of the same type. None if `value` is
         no container; text is none.
+
+    Examples:
+        >>> items, rebuild = hs.trees.opened({"a": 1, "b": 2})
+        >>> items
+        [("['a']", 1), ("['b']", 2)]
+        >>> rebuild([3, 4])
+        {'a': 3, 'b': 4}
     """
     kind = type(value)
     if isinstance(value, (list, tuple)):
@@ -79,6 +86,10 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
     Containers keep their type; one in which nothing changed is returned itself, and so is an object that is neither
     container nor tensor. The input is not changed.
+
+    Examples:
+        >>> hs.trees.map_tensors({"x": torch.ones(2), "n": 3}, lambda tensor: tensor.shape)
+        {'x': torch.Size([2]), 'n': 3}
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -95,7 +106,12 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of `tree` in order."""
+    """Return the tensors of `tree` in order.
+
+    Examples:
+        >>> len(hs.trees.tensors([x, {"y": y}]))
+        2
+    """
     if isinstance(tree, Tensor):
         return [tree]
     node = opened(tree)
@@ -103,7 +119,12 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def keyed(tree: Any, key: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors of `tree` in order, each with the innermost name on the way to it; "" without one."""
+    """Return the tensors of `tree` in order, each with the innermost name on the way to it; "" without one.
+
+    Examples:
+        >>> [name for name, tensor in hs.trees.keyed({"ids": x, "more": [y]})]
+        ['ids', 'more']
+    """
     if isinstance(tree, Tensor):
         return [(key, tree)]
     found = []

@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "errors": 0, "formats": 0, "events": 0, "ratios": 0, "trees": 0,
+    "accelerators": 0, "errors": 0, "events": 0, "formats": 0, "ratios": 0, "trees": 0,
     "kernels": 1, "policy": 1,
     "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,

@@ -38,11 +38,11 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "policy": (330, "formats and rules as data"),
     "kernels": (680, "a reference, three backends"),
     "formats": (230, "number formats"),
-    "errors": (395, "cause and remedy"),
-    "events": (560, "results of a step"),
-    "trees": (725, "containers of tensors"),
-    "ratios": (890, "times in pairs"),
-    "blocks": (900, "shared scales"),
+    "errors": (390, "cause and remedy"),
+    "events": (550, "results of a step"),
+    "trees": (710, "containers of tensors"),
+    "ratios": (870, "times in pairs"),
+    "accelerators": (1030, "any device of torch"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""
 

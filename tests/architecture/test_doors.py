@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import SLOW, is_slow
+from tests.slow import SLOW, is_slow, slow_files
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,11 +30,19 @@ def test_a_slow_test_is_named_by_itself_or_by_its_fixture() -> None:
     assert not is_slow("tests/scale/test_ranks.py", "test_another", ("tmp_path",))
 
 
+def test_the_slow_door_collects_every_file_with_a_slow_test() -> None:
+    files = slow_files()
+    assert {file for file in SLOW if "integrations" not in file} <= set(files)
+    assert "tests/benchmarks/test_zoo.py" in files and "tests/scale/test_finite.py" not in files
+    assert all((ROOT / file).is_file() for file in files)
+
+
 def test_what_one_door_leaves_out_the_other_runs_and_ci_runs_both() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     configuration = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"-m not slow and not hours"' in configuration and "-m 'slow and not hours'" in makefile
     commands = re.findall(r"^make (.+)$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
-    assert [word for line in commands for word in line.split()] == ["lint", "test", "test-integrations", "test-slow"]
+    doors = [word for line in commands for word in line.partition("#")[0].split()]
+    assert doors == ["setup", "--jobs", "2", "lint", "environments", "test", "test-integrations", "test-slow"]
     assert re.search(r"^test-all: test test-slow test-integrations ", makefile, re.MULTILINE)
     assert re.search(r"^make test ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

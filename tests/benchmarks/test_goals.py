@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.goal_tables import goal_row
 from benchmarks.goals import Goal, Reached, counted, fake_cuda, goals, step, times_faster, worst
 from benchmarks.reports import Reports
-from benchmarks.tables import goal_row
 
 NOTHING = Reports(cpu={}, gpu={}, counts={})
 

@@ -13,13 +13,13 @@ from benchmarks import blame
 from benchmarks.blame import Said, anomaly_mode, answer, in_torch, instruments, judged, meant
 from benchmarks.candidates import start
 from benchmarks.cases import AMP, mlp_case
+from benchmarks.goal_tables import goal_row
 from benchmarks.goals import Reached, dearest_audit, instrument, instrument_goals
 from benchmarks.instruments import BASELINES, BOXED, LABELS, OFF, ON, NotFinite, sampled, watch_modules
 from benchmarks.lens import CASES, Watched, audited, begun, broken, explained, measure, timed
-from benchmarks.lens_tables import NOTHING, lens_blocks
+from benchmarks.lens_tables import NOTHING, lens_blocks, lens_source
 from benchmarks.measure import QUICK
 from benchmarks.reports import Reports
-from benchmarks.tables import goal_row, lens_source
 from benchmarks.turns import Track
 from tests.faults.case import Fault, marked_line
 from tests.faults.catalog import LIST_A

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from tests.examples.loading import EXAMPLES, load
 
+ROOT = EXAMPLES.parent
 FILES = sorted(EXAMPLES.glob("*.py"))
 
 
@@ -289,10 +291,14 @@ def test_a_policy_file_decides_for_every_module() -> None:
     assert out["scale"] == 2048.0
 
 
-def test_a_step_that_overflows_is_located_and_its_first_cure_trains() -> None:
+def test_a_step_that_overflows_is_located_and_its_first_cure_trains(capsys: pytest.CaptureFixture[str]) -> None:
     out = run("why_nan")
     assert (out["op"], out["module"]) == ("matmul", "1") and "why_nan.py:" in out["line"]
     assert out["verified"] and out["steps"] == 60 and out["last"] < out["first"]
+    committed = json.loads((ROOT / "benchmarks" / "results" / "verdict.json").read_text(encoding="utf-8"))["lines"]
+    printed = capsys.readouterr().out.splitlines()
+    without_numbers = [re.sub(r"[0-9][0-9.e+]*", "#", line).split() for line in (*printed, *committed)]
+    assert without_numbers[: len(printed)] == without_numbers[len(printed) :]  # the README's picture is drawn from it
 
 
 def test_at_scale_one_process_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

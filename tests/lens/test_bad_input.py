@@ -514,6 +514,25 @@ def test_evidence_without_weights_is_replayed_with_those_of_the_task_and_says_so
     assert verdict.op == "div" and any("the evidence holds no weights" in note for note in verdict.notes)
 
 
+def test_evidence_that_is_finite_under_other_code_is_advised_to_be_given_that_of_the_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def root(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(model(x) - 1e3).sum()
+
+    model = nn.Linear(4, 4)
+    step = hs.TrainStep(model, sgd(model), root, policy=BF16, blackbox=tmp_path)
+    assert bool(step(torch.ones(2, 4)).skipped)
+    task = hs.Task(
+        name="other", model=lambda: nn.Linear(4, 4), batches=lambda seed, step: (), loss_fn=squared, optimizer=sgd
+    )
+    (file,) = tmp_path.glob("*.pt")
+    verdict = hs.lens.replay(file, task)
+    assert verdict.kind == "not_reproducible"
+    assert verdict.cures[0].text.startswith("give the model and the loss of that run")
+    assert not any("of that run" in cure.text for cure in step.explain().cures)
+
+
 # ---------------------------------------------------------------------- arguments
 
 

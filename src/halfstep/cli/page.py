@@ -18,7 +18,7 @@ from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Ratio
 
-__all__ = ["comparison_page"]
+__all__ = ["comparison_page", "machine_table", "result_doc_table"]
 
 TONES = {"within noise": "good", "better": "good", "undecided": "open", "worse": "bad", "diverged": "bad"}
 
@@ -93,7 +93,7 @@ def _task(comparison: Comparison, *, excerpt: bool) -> doc.Section:
     blocks += [
         doc.Facts(facts=findings(comparison)),
         *galleries(comparison),
-        _result_table(comparison),
+        result_doc_table(comparison),
         _cost_table(comparison),
     ]
     notes = policy_notes(comparison)
@@ -131,28 +131,31 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
         f"Loss curves: the training loss of each batch, a mean over the seeds; runs longer than {CURVE_POINTS} steps "
         "are drawn as means of consecutive steps.",
     )
-    machine = tuple(
-        (
-            doc.Cell(text=name.replace("_", " ")),
-            doc.Cell(text=listed(value) if isinstance(value, list) else str(value) or "none"),
-        )
-        for name, value in about.items()
-    )
     return doc.Section(
         heading="How it was measured",
         blocks=(
             doc.Bullets(items=items),
             doc.Paragraph(text="The command that asks for all of it again:"),
             doc.Code(text=command),
-            doc.Details(
-                summary="The machine",
-                blocks=(doc.Table(caption="Machine", headers=("what", "value"), rows=machine),),
-            ),
+            doc.Details(summary="The machine", blocks=(machine_table(about),)),
         ),
     )
 
 
-def _result_table(comparison: Comparison) -> doc.Table:
+def machine_table(about: Mapping[str, Any]) -> doc.Table:
+    """Return what `machine()` found as a table."""
+    rows = tuple(
+        (
+            doc.Cell(text=name.replace("_", " ")),
+            doc.Cell(text=listed(value) if isinstance(value, list) else str(value) or "none"),
+        )
+        for name, value in about.items()
+    )
+    return doc.Table(caption="Machine", headers=("what", "value"), rows=rows)
+
+
+def result_doc_table(comparison: Comparison) -> doc.Table:
+    """Return what became of the result under every policy."""
     decimals = Decimals.of(comparison.margin)
     rows = []
     for row in comparison.rows:

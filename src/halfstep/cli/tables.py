@@ -15,7 +15,7 @@ from halfstep.tasks.candidates import AMP
 from halfstep.tasks.compare import Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, Ratio
 
-__all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "setting"]
+__all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "result_table", "setting"]
 
 COLOURS = {"within noise": "green", "better": "green", "worse": "red", "diverged": "red"}
 MEGABYTE = 1e6
@@ -28,7 +28,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     say(console)
     say(console, f"{comparison.task}: {comparison.about}", style="bold")
     say(console, setting(comparison))
-    console.print(_result_table(console, comparison))
+    console.print(result_table(console, comparison))
     say(console, f"within noise: the 90 % interval of the difference lies inside +-{margin}, fixed beforehand")
     if seeds < ENOUGH_SEEDS:
         say(console, f"with {seeds} of {ENOUGH_SEEDS} seeds this is only an indication", style="yellow")
@@ -74,7 +74,9 @@ def _table(console: Console, *headers: str) -> Table:
     return table(console, *headers, right=tuple(range(1, len(headers))))
 
 
-def _result_table(console: Console, comparison: Comparison) -> Table:
+def result_table(console: Console, comparison: Comparison) -> Table:
+    """Return what became of the result under every policy."""
+    """Return what became of the result under every policy."""
     made = _table(console, "policy", comparison.metric, "minus fp32, 90 % interval", "verdict", "skipped", "scale")
     for row in comparison.rows:
         plain = row.label == "fp32"

@@ -17,12 +17,13 @@ from halfstep.report import strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
+    "INTERRUPTED", "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
     "write_json",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 WRONG_USE = 2  # exit code for bad input
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -7,20 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import halfstep as hs
-from halfstep.advise.tune import Progress as Moment
 from halfstep.advise.tune import Tuning
-from halfstep.cli.terminal import command_line, complain, console, device_type, say, writable, write_json
+from halfstep.cli.terminal import (
+    INTERRUPTED, command_line, complain, console, device_type, say, writable, write_json,
+)  # fmt: skip
+from halfstep.cli.watch import Watch
 from halfstep.report import require_extra
 from halfstep.tasks import TaskError, load_task
 
-__all__ = ["Watch", "run_tune"]
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
+__all__ = ["run_tune"]
 
 def run_tune(
     *, task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
@@ -44,7 +41,7 @@ def run_tune(
         with Watch(err) as watch:
             found = hs.tune(
                 loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
-                seeds=seeds, dtypes=dtypes, compile=compile, resume=state, on_progress=watch.see,
+                seeds=seeds, dtypes=dtypes, compile=compile, resume=state, on_progress=lambda moment: watch.see(moment.share, moment.phase, moment.note),
             )  # fmt: skip
     except hs.HalfstepError as error:
         return complain(error)
@@ -81,35 +78,3 @@ def _print(out: Console, found: Tuning) -> None:
     for line in str(found).splitlines():
         say(out, line, style="bold" if line.startswith("chosen") else "yellow" if line.startswith("note") else None)
 
-
-class Watch:
-    """Shows how far a search has come: a bar on a terminal, and a plain line for each result."""
-
-    def __init__(self, err: Console) -> None:
-        self._err = err
-        self._bar: Progress | None = None
-        if err.is_terminal:
-            columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=err, transient=True)
-            self._id = self._bar.add_task("", total=1.0)
-        self._phase = ""
-
-    def __enter__(self) -> Watch:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def see(self, moment: Moment) -> None:
-        """Take in one moment of a search."""
-        if moment.phase and moment.phase != self._phase:
-            self._phase = moment.phase
-            if self._bar is None:
-                say(self._err, f"[{100 * moment.share:.0f} %] {moment.phase} ...")
-        if self._bar is not None:
-            self._bar.update(self._id, completed=moment.share, description=self._phase)
-        if moment.note:
-            say(self._err, moment.note)

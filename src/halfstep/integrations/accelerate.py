@@ -137,7 +137,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator, with models, optimizers and scaler that follow a policy.
 
-    Example:
+    Examples:
         >>> accelerator = hs.integrations.accelerate.Accelerator(policy="O2", gradient_accumulation_steps=2)
         >>> model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
 

@@ -45,7 +45,7 @@ AVERAGES = frozenset({"StochasticWeightAveraging", "WeightAveraging"})
 class HalfstepPrecision(Precision):
     """Train under a policy in a Lightning Trainer or in Fabric.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(plugins=[HalfstepPrecision("O2")])
 
     Args:
@@ -355,7 +355,7 @@ class Fabric(LightningFabric):
     Models are moved to their device before they are prepared, and optimizers are attached when they are set up, so that
     a checkpoint can be loaded into them at once.
 
-    Example:
+    Examples:
         >>> fabric = Fabric(policy="O2", accelerator="cuda", devices=2)
         >>> model, optimizer = fabric.setup(model, optimizer)
 

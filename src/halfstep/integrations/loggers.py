@@ -3,7 +3,7 @@
 Input: the records of `TrainStep.metrics` and of `hs.Monitor`, verdicts on bad steps, audits. Output: curves, histograms
 over binary exponents, texts and pages, in each library's own files.
 
-Example:
+Examples:
     >>> logger = hs.integrations.loggers.TensorBoard("runs/today")  # or WandB(project="p"), MLflow(experiment="e")
     >>> metrics = step.metrics(every=50, to=logger)
     >>> for x, y in batches:

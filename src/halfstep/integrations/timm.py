@@ -24,7 +24,7 @@ __all__ = ["NativeScaler"]
 class NativeScaler:
     """Runs backward and, at the end of an accumulation window, clips and steps: a scaler as timm's loops call it.
 
-    Example:
+    Examples:
         >>> model, optimizer, scaler = hs.prepare(model, optimizer, policy="O2")
         >>> loss_scaler = hs.integrations.timm.NativeScaler(scaler)
         >>> loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters(), need_update=last)

@@ -81,7 +81,7 @@ class SkippedSteps(TrainerCallback, ExportableState):
 class PolicyMixin(Mixed):
     """Makes a subclass of transformers' Trainer follow a policy; it comes first among the bases.
 
-    Example:
+    Examples:
         >>> class MyTrainer(hs.integrations.transformers.PolicyMixin, trl.SFTTrainer):
         ...     pass
         >>> trainer = MyTrainer(..., policy="O2")

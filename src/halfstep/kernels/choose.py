@@ -136,7 +136,11 @@ def _kernels() -> Kernels:
 
 
 def cpu_kernels() -> str:
-    """Return where the compiled CPU kernels are from: shipped or compiled; 'none: ' and why if there are none."""
+    """Return where the compiled CPU kernels are from: shipped or compiled; 'none: ' and why if there are none.
+
+    Examples:
+        >>> origin = hs.step.cpu_kernels()
+    """
     reason = load_kernels("cpu")
     return f"none: {reason}" if reason else _found().origin
 

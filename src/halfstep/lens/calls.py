@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from halfstep.accelerators import TYPES, default_generators
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
@@ -36,6 +37,7 @@ __all__ = [
     "RUNS_BACKWARD",
     "TAG",
     "Site",
+    "autocasting",
     "constants",
     "copied",
     "described",
@@ -303,10 +305,16 @@ def _widened(tensor: Tensor) -> Tensor:
     return float64_of(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
 
 
+def autocasting() -> list[str]:
+    """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
+    kinds = (*TYPES, torch._C._get_privateuse1_backend_name(), "cpu")
+    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+
+
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
     saved = random_states()
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    devices = autocasting()
     for device in devices:
         torch.set_autocast_enabled(device, False)
     try:
@@ -326,7 +334,9 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 @contextmanager
 def unmoved(*models: nn.Module) -> Iterator[None]:
     """Restore all generators, also those that modules of `models` have, after a block that draws from them."""
-    restore = generators(g for model in models for module in model.modules() for g in generators_of(module))
+    own = (g for model in models for module in model.modules() for g in generators_of(module))
+    devices = () if torch.accelerator.current_accelerator() is None else default_generators()
+    restore = generators([*own, *devices])
     try:
         yield
     finally:

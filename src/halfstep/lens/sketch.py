@@ -94,12 +94,12 @@ class ExponentSketch:
         largest: largest finite magnitude, exactly; 0.0 if there is none but zero.
         smallest: smallest magnitude but zero, exactly; inf if there is none.
 
-    Example:
-        >>> sketch = ExponentSketch.of(gradient)
-        >>> sketch.underflow("fp16")  # share that would round to zero
-        (0.0312, 0.0312)
+    Examples:
+        >>> sketch = hs.ExponentSketch.of(torch.tensor([1.0, 3.0, 2.0**-30, 0.0]))
+        >>> sketch.underflow("fp16")  # the share that fp16 rounds to zero, between these bounds
+        (0.3333333333333333, 0.3333333333333333)
         >>> sketch.best_scale("fp16")
-        4096.0
+        64.0
     """
 
     exponents: dict[int, int] = field(default_factory=dict)

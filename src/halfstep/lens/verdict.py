@@ -123,6 +123,12 @@ class Verdict:
         story: magnitudes of the operators that led to the place, in their order; the last row is the place.
         history: (step, loss, norm of all gradients) of the steps before, the oldest first; None: not known.
         file: path of the file that `line` is in.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, lambda model, x: (model(x).sum() * 0).log())
+        >>> result = step(x)
+        >>> step.explain().kind
+        'invalid'
     """
 
     kind: str

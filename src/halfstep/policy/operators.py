@@ -247,7 +247,12 @@ def callables(name: str) -> tuple[Function, ...]:
 
 
 def operator_name(function: Function) -> str | None:
-    """Return the operator that `function` is a spelling of, or None."""
+    """Return the operator that `function` is a spelling of, or None.
+
+    Examples:
+        >>> hs.policy.operator_name(torch.Tensor.softmax)
+        'softmax'
+    """
     try:
         return _index()[1].get(function)
     except TypeError:  # unhashable
@@ -278,6 +283,10 @@ def operator_names(pattern: str) -> tuple[str, ...]:
 
     Raises:
         PolicyError: it stands for none.
+
+    Examples:
+        >>> hs.policy.operator_names("conv_transpose*")
+        ('conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d')
     """
     if not any(c in pattern for c in "*?["):
         return (canonical(pattern),)

@@ -80,6 +80,11 @@ class Plan:
         operators: (operator, decision) for every operator with a rule, sorted by name.
         notes: warnings and explanations.
         masters: in words, what ``master="auto"`` becomes with which optimizer, where that was not known; else "".
+
+    Examples:
+        >>> plan = hs.resolve(hs.Policy.of("O2", dtype="bf16"), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+        >>> [(parameter.name, parameter.format) for parameter in plan.parameters]
+        [('0.weight', 'bf16'), ('0.bias', 'bf16'), ('1.weight', 'fp32'), ('1.bias', 'fp32')]
     """
 
     policy: Policy

@@ -91,6 +91,16 @@ class Policy:
         PolicyError: a value is not one of those above, an operator does not exist, or a pattern matches no operator;
             the message names the nearest.
         UnbuiltError: an operator has the rule "fp8", which this version cannot carry out.
+
+    Examples:
+        >>> policy = hs.Policy.of("mixed", dtype="bf16").with_ops(fp32=["softmax"]).with_modules({"head": "fp32"})
+        >>> policy == hs.Policy.from_toml(policy.to_toml())
+        True
+        >>> print(policy.diff("mixed"))
+        dtype: 'bf16' -> 'auto'
+        ops: (('softmax', 'fp32'),) -> ()
+        modules: (('head', 'fp32'),) -> ()
+        fp32 -> keep: softmax
     """
 
     name: str = ""

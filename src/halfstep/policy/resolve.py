@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from halfstep.accelerators import supports_bf16, types
 from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
 from halfstep.policy.match import NORMS, matches, rules_of_modules
@@ -66,8 +67,11 @@ MASTERS = "split in a TrainStep that updates in one pass (AdamW, Adam, SGD, hs.L
 BF16_FROM = (8, 0)
 """CUDA compute capability of the first tensor cores for bf16 (Ampere)."""
 
-DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
-"""Device types to suggest in errors; torch decides whether torch.autocast exists for a device."""
+HIP_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""Beginnings of AMD's architectures with bf16 products: MFMA from gfx908 (CDNA) and WMMA from gfx11 (RDNA 3).
+
+"Hardware features" in https://rocm.docs.amd.com/projects/HIP/en/latest/reference/hardware_features.html
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +97,16 @@ def units(device_type: str) -> Units:
 
     On the CPU the instruction set decides: bf16 needs avx512_bf16, amx_bf16 or ARM's bf16 extension, fp16 needs
     avx512_fp16, amx_fp16 or ARM's fp16 arithmetic. On CUDA bf16 needs compute capability 8.0 on every visible GPU and
-    fp16 is always there. Elsewhere torch's default format for autocast is taken to be the one with units.
+    fp16 is always there; on AMD's GPUs, which torch calls "cuda" too, the architecture decides. Elsewhere fp16 is taken
+    to be there, and bf16 if the device's module says so (``torch.npu.is_bf16_supported``); of a module that does not
+    say, if bf16 is torch's format for autocast.
 
     Raises:
         PolicyError: torch.autocast does not exist for this device type.
+
+    Examples:
+        >>> hs.policy.units("cpu").device
+        'cpu'
     """
     check_device_type(device_type)
     if device_type == "cpu":
@@ -104,7 +114,14 @@ def units(device_type: str) -> Units:
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return Units("cuda", bf16=False, fp16=True, reason="no CUDA device here; fp16 units assumed")
+        if torch.version.hip is not None:
+            return hip_units(
+                [torch.cuda.get_device_properties(i).gcnArchName for i in range(torch.cuda.device_count())]
+            )
         return cuda_units([torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())])
+    if (answer := supports_bf16(device_type)) is not None:
+        reason = f"torch.{device_type}.is_bf16_supported() is {answer}"
+        return Units(device_type, bf16=answer, fp16=True, reason=reason)
     native = torch.get_autocast_dtype(device_type)
     name = str(native).removeprefix("torch.")
     reason = f"{name} is torch's own format for autocast on {device_type}"
@@ -118,9 +135,10 @@ def check_device_type(device_type: str) -> None:
     except (RuntimeError, TypeError):  # not even a device type
         known = False
     if not known:
-        hint = did_you_mean(device_type.partition(":")[0], DEVICE_TYPES) if isinstance(device_type, str) else ""
+        there = ("cpu", *types())
+        hint = did_you_mean(device_type.partition(":")[0], there) if isinstance(device_type, str) else ""
         raise PolicyError(
-            f"device type {device_type!r} has no torch.autocast; expected one of {', '.join(DEVICE_TYPES)} "
+            f"device type {device_type!r} has no torch.autocast; expected one of {', '.join(there)} "
             f"(without an index){hint}"
         )
 
@@ -175,6 +193,20 @@ def cuda_units(capabilities: list[tuple[int, int]]) -> Units:
     if oldest >= BF16_FROM:
         return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
     return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16 (they need 8.0)")
+
+
+def hip_units(architectures: list[str]) -> Units:
+    """Return the units that all of some AMD GPUs have, given their architectures ("gfx942:sramecc+:xnack-").
+
+    What torch calls their compute capability counts otherwise than NVIDIA's ((9, 0) is gfx906, without bf16, and
+    gfx90a, with it), and `torch.cuda.is_bf16_supported` is True for all of them.
+    """
+    names = sorted({name.partition(":")[0] for name in architectures})
+    lacking = [name for name in names if not name.startswith(HIP_BF16)]
+    words = " and ".join(lacking or names)
+    if not lacking:
+        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
+    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16")
 
 
 # ------------------------------------------------------------------ a policy on a device
@@ -370,6 +402,11 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         PolicyError: a module pattern matches nothing, a field rules out another one, or torch.autocast does not exist
             for the device type.
         UnbuiltError: halfstep cannot carry the policy out.
+
+    Examples:
+        >>> plan = hs.resolve(hs.Policy.of("mixed", dtype="fp16"), model)
+        >>> dict(plan.operators)["softmax"].rule
+        'keep'
     """
     device = device_types_of([model])[0] if device_type is None else device_type
     _, note = resolve_dtype(policy, device)

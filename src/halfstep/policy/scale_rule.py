@@ -60,6 +60,10 @@ class ScaleRule:
 
     Raises:
         ScaleError: a value is of the wrong type or out of range; the message names it, its value and the range.
+
+    Examples:
+        >>> rule = hs.ScaleRule(init=2.0**12, interval=500, floor=1.0)
+        >>> policy = hs.Policy.of("mixed", dtype="fp16").replace(scale=rule)
     """
 
     init: float = 2.0**16

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.accelerators import capturing, copies_behind_events
 from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
 
@@ -48,14 +49,15 @@ def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]
 class DelayedFlag:
     """Reads of a flag on the device that return a late value instead of waiting.
 
-    On the CPU the value is current. On CUDA each read starts a copy to pinned memory and returns what an earlier copy
-    brought; while a graph is captured, on fake tensors and on other devices nothing is known.
+    On the CPU the value is current. On an accelerator each read starts a copy to pinned memory and returns what an
+    earlier copy brought. Nothing is known while a graph is captured, on fake tensors, and on devices without such
+    copies.
     """
 
     def __init__(self) -> None:
         """Start without a copy under way."""
         self._landed: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
 
     def read(self, flag: Tensor) -> bool | None:
         """Return the flag as of this or an earlier read, or None if nothing is known yet.
@@ -67,12 +69,13 @@ class DelayedFlag:
             return None
         if flag.device.type == "cpu":
             return peek(flag)
-        if flag.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not copies_behind_events(flag.device.type) or capturing(flag.device.type):
             return None
-        with torch.cuda.device(flag.device):
+        module = torch.get_device_module(flag.device)
+        with module.device(flag.device):
             if self._landed is None or self._event is None:
                 self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
-                self._event = torch.cuda.Event()
+                self._event = module.Event()
             elif not self._event.query():
                 return None
             earlier = peek(self._landed)

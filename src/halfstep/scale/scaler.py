@@ -49,16 +49,18 @@ class GradScaler(StoredScale):
     are still not finite; optimizers without gradients; fp16, bf16, complex and sparse gradients; `skipped`; the rules
     of peers.
 
-    Example:
-        >>> scaler = GradScaler("cuda")
+    Attributes:
+        host_reads: how often `step` and `update` have waited for the device so far.
+        by_hand: whether `update` was ever given a scale: it is set from outside, independently of the rule.
+
+    Examples:
+        >>> scaler = hs.GradScaler("cpu", init_scale=2.0**10)
+        >>> with hs.autocast("cpu", dtype=torch.float16):
+        ...     loss = loss_fn(model, x, y)
         >>> scaler.scale(loss).backward()
         >>> scaler.unscale_(optimizer)  # only to clip or read gradients
         >>> scaler.step(optimizer)
         >>> scaler.update()
-
-    Attributes:
-        host_reads: how often `step` and `update` have waited for the device so far.
-        by_hand: whether `update` was ever given a scale: it is set from outside, independently of the rule.
     """
 
     def __init__(

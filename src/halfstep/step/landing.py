@@ -1,4 +1,4 @@
-"""Landing: a few values of an update on their way from a CUDA device to the host, for which nothing waits.
+"""Landing: a few values of an update on their way from an accelerator to the host, for which nothing waits.
 
 In: a flag and other 0-dim tensors on one device. Out: their copies in pinned memory, as soon as an event says that
 they are there, or after a wait for that event alone: work that was queued since goes on.
@@ -7,9 +7,12 @@ they are there, or after a wait for that event alone: work that was queued since
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfstep.accelerators import capturing, copies_behind_events, type_here
 
 __all__ = ["Landing"]
 
@@ -18,18 +21,20 @@ class Landing:
     """The values that were sent last; sending again takes their place.
 
     Attributes:
-        devices: types of devices that send something.
+        devices: types of devices that send something; chosen for this machine where a subclass does not.
         flag: the first of them, on its device; None: nothing was sent.
         waits: how often the host has waited for them.
     """
 
-    devices: frozenset[str] = frozenset({"cuda"})
+    devices: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
+        if not self.devices:
+            self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
         self.flag: Tensor | None = None
         self.waits = 0
         self._pinned: list[Tensor] = []
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
 
     def send(self, found: Sequence[Tensor]) -> None:
         """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
@@ -38,16 +43,17 @@ class Landing:
         nothing is sent.
         """
         device = found[0].device
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(device.type):
             return
-        with torch.cuda.device(device):
+        module = torch.get_device_module(device)
+        with module.device(device):
             here = [t for t in found if type(t) is Tensor and t.device == device]
             if [t.dtype for t in here] != [t.dtype for t in self._pinned]:
                 self._pinned = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
             for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
                 place.copy_(value.reshape(()), non_blocking=True)
             if self._event is None:
-                self._event = torch.cuda.Event()
+                self._event = module.Event()
             self._event.record()
         self.flag = found[0]
 

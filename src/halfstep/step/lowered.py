@@ -52,6 +52,11 @@ def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> Mode
         BindError: no policy is given and the model is not prepared, or it is sharded.
         PolicyError: the policy keeps fp32 parameters and lowers operators, which no plain module does, or has rules for
             operators, or modules in fp32.
+
+    Examples:
+        >>> served = hs.lowered(model, policy=hs.Policy.of("pure", dtype="bf16"))
+        >>> served(x.bfloat16()).dtype
+        torch.bfloat16
     """
     wanted = _policy_of(model) if policy is None else Policy.of(policy)
     plan = resolve(wanted, unwrap(model))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfstep.accelerators import copies_behind_events
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.step.update import Culprits
@@ -76,16 +77,18 @@ class MetricsLogger(Protocol):
 class Metrics:
     """Collects what `TrainStep` returns; made by `TrainStep.metrics`.
 
-    Example:
-        >>> metrics = step.metrics(every=50)
-        >>> for x, y in batches:
-        ...     step(x, y)
-        ...     for record in metrics.poll():
-        ...         print(record)
-
     Attributes:
         every: updates between two records.
         dropped: records that were dropped, the oldest first, because 1,000 newer ones were not polled.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> metrics = step.metrics(every=3)
+        >>> for x, y in batches:
+        ...     result = step(x, y)
+        ...     for record in metrics.poll():
+        ...         print(record.step, record.skipped)
+        3 0
     """
 
     def __init__(
@@ -144,10 +147,10 @@ class Metrics:
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
         arrived: Any = None
-        if device.type == "cuda":
+        if copies_behind_events(device.type):
             pinned = torch.empty_like(packed, device="cpu", pin_memory=True)
             packed = pinned.copy_(packed, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.get_device_module(device).Event()
             arrived.record()
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")

@@ -76,6 +76,13 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
             are not finite or that the low format cannot hold, or an optimizer holds parameters of no such model.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
         UnbuiltError: the policy needs an engine that is not built yet; it is a NotImplementedError too.
+
+    Examples:
+        >>> model, optimizer, scaler = hs.prepare(model, optimizer, policy="O2")
+        >>> loss = loss_fn(model, x, y)
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
     """
     return prepare_with(models, optimizers, policy)
 
@@ -234,7 +241,12 @@ def store_of(model: nn.Module) -> WeightStore | None:
 
 
 def prepared_policy(model: nn.Module) -> Policy | None:
-    """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
+    """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not.
+
+    Examples:
+        >>> hs.prepared_policy(hs.prepare(model, policy="mixed")).name
+        'mixed'
+    """
     binding = binding_of(_module(model, "hs.prepared_policy"))
     return None if binding is None else binding.wanted
 
@@ -244,6 +256,11 @@ def unprepare(model: ModelT) -> ModelT:
 
     Raises:
         BindError: the model is not prepared.
+
+    Examples:
+        >>> model = hs.prepare(model, policy="O2")
+        >>> hs.unprepare(model)[0].weight.dtype
+        torch.float32
     """
     inner = _module(model, "hs.unprepare")
     binding, store = binding_of(inner), store_of(inner)
@@ -288,6 +305,11 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     Raises:
         BindError: the model is not prepared.
         WeightsError: the block has left a weight that the low format cannot hold; that parameter is as it was before.
+
+    Examples:
+        >>> model, optimizer, scaler = hs.prepare(model, optimizer, policy=hs.Policy.of("O2", dtype="bf16"))
+        >>> with torch.no_grad(), hs.edit_weights(model):
+        ...     model[0].weight *= 0.5  # the fp32 value; the low weight follows when the block ends
     """
     inner = _module(model, "hs.edit_weights")
     if binding_of(inner) is None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from halfstep.accelerators import capturing, default_generators
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
@@ -329,7 +330,7 @@ class History:
         if not self.examined:
             self.window = Window()
             return
-        if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if type(bad) is not Tensor or (not bad.is_cpu and capturing(bad.device.type)):
             return
         window.flag = bad
         if bad.device.type in self.landing.devices:
@@ -343,9 +344,9 @@ class History:
 
     def keep_generators(self) -> None:
         """Keep what windows need to run again inside a step: all generators, and which tensors a batch holds."""
-        devices = {p.device for p in self.model.parameters() if p.is_cuda}
         self._own = [g for module in self.model.modules() for g in generators_of(module)]
-        self._own += [torch.cuda.default_generators[device.index] for device in devices]
+        devices = {p.device for p in self.model.parameters()}
+        self._own += [generator for generator in default_generators() if generator.device in devices]
 
     def unkept(self) -> str:
         """Return the name of a buffer that the window's forward passes changed and that was not kept; "" for none."""
@@ -386,7 +387,7 @@ class History:
 
         The batch of one far above those before is sampled: later it tells a bad batch from training that ran away.
         """
-        found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and not loss.is_cuda]
+        found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and loss.is_cpu]
         size, usual = sum(found), FADE * self._usual
         if not size < math.inf:
             return True
@@ -452,9 +453,10 @@ def versions_of_tensors(found: Iterable[Tensor]) -> list[int]:
 def random_states() -> dict[str, Tensor]:
     """Return the states of torch's generators that a forward pass may draw from, without waiting for a device."""
     states = {"cpu": torch.default_generator.get_state()}
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        index = torch.cuda.current_device()
-        states[f"cuda:{index}"] = torch.cuda.default_generators[index].get_state()
+    device = torch.accelerator.current_accelerator()
+    if device is not None and (found := default_generators()) and not capturing(device.type):
+        index = torch.accelerator.current_device_index()
+        states[f"{device.type}:{index}"] = found[index].get_state()
     return states
 
 
@@ -464,7 +466,7 @@ def put_random(states: dict[str, Tensor]) -> None:
         if device == "cpu":
             torch.default_generator.set_state(state)
         else:
-            torch.cuda.default_generators[int(device.partition(":")[2])].set_state(state)
+            default_generators()[int(device.partition(":")[2])].set_state(state)
 
 
 def generators(own: Iterable[torch.Generator] = ()) -> Callable[[], None]:

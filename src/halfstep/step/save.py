@@ -58,6 +58,13 @@ class Loaded:
         extra: what this rank gave to `hs.save`; with another number of ranks, what rank 0 gave.
         extras: what all ranks gave, in their order.
         notes: what was converted, dropped or not there; () for a checkpoint that is resumed bit for bit.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> saving = hs.save(step, "checkpoints", extra={"epoch": 1})
+        >>> loaded = hs.load(step, "checkpoints")
+        >>> loaded.extra, loaded.notes
+        ({'epoch': 1}, ())
     """
 
     path: Path
@@ -72,6 +79,10 @@ class Saving:
 
     Attributes:
         path: its folder, there from the moment it is complete.
+
+    Examples:
+        >>> saving = hs.save(hs.TrainStep(model, optimizer, loss_fn), "checkpoints", wait=False)
+        >>> folder = saving.wait()  # complete on the disk from here on
     """
 
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
@@ -134,6 +145,12 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         StepError: in the middle of an accumulation window.
         CheckpointError: the checkpoint cannot be written (the error of the system is its cause), or `extra` could not
             be loaded again; or ranks do not all call it.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> saving = hs.save(step, "checkpoints", extra={"epoch": 1})
+        >>> hs.load(step, "checkpoints").extra
+        {'epoch': 1}
     """
     root = _folder(path)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -347,6 +364,11 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it is none of a format that is known.
         StepError, ScaleError, WeightsError, PolicyError: as `TrainStep.load_state_dict`; nothing was changed.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> loaded = hs.load(step, "checkpoints", missing_ok=True)  # None at the first start of a run
+        >>> begin = loaded.extra["epoch"] + 1 if loaded else 0
     """
     room = meeting("hs.load", next(MEETINGS))
     place = Path(path).absolute()

@@ -83,6 +83,12 @@ def shard(
         BindError: it is prepared or sharded already, a pattern matches nothing, or parameters that fully_shard must
             gather together need two formats.
         PolicyError, UnbuiltError: as `prepare`.
+
+    Examples:
+        >>> torch.distributed.init_process_group("gloo")  # the script runs under torchrun
+        >>> model = hs.shard(model, policy="pure", units=["0", "2"])
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

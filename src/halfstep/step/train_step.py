@@ -82,9 +82,8 @@ _grad = attrgetter("grad")
 class TrainStep:
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
-    ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
-    not prepared, uses torch's fused form of the same optimizer where only speed changes, and waits for the work it has
-    just queued only where a result is read. Unscaling is folded into the update: `p.grad` is not meant to be read.
+    It prepares what is not prepared, uses an optimizer's fused form where only speed changes, and waits for the work
+    just queued only where a result is read. Unscaling is part of the update: `p.grad` is not meant to be read.
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
@@ -114,8 +113,11 @@ class TrainStep:
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
-        BindError, PolicyError: as `prepare`.
-        UnbuiltError: as `prepare`; or the policy's `reduce` or `grads` cannot be carried out under this wrapper.
+        BindError, PolicyError, UnbuiltError: as `prepare`; the last also if a wrapper cannot do `reduce` or `grads`.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed", clip_norm=1.0)
+        >>> result = step(x, y)  # result.host() waits, and returns loss, scale, grad_norm, skipped, ...
     """
 
     def __init__(
@@ -476,8 +478,7 @@ class TrainStep:
     def evaluate(self, *batch: Any, **named: Any) -> Any:
         """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.
 
-        The step's model is in evaluation mode meanwhile. Nothing is trained or counted, also between micro-batches. One
-        rank may call it alone, except under fully_shard.
+        In evaluation mode; nothing is trained or counted. One rank may call it alone, except under fully_shard.
         """
         return evaluate(self.model, self.loss_fn, self._recipe, batch, named)
 

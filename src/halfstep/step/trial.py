@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from halfstep.accelerators import default_generators, empty_cache
 from halfstep.kernels.pages import keep_pages
 from halfstep.step.construct import unbuilt
 from halfstep.step.moments import Deferral
@@ -70,9 +71,8 @@ class Ground:
         self._state = dict(optimizer.state)
         self._own = dict(vars(optimizer))
         self._unbuilt = unbuilt(model, optimizer)
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         own = [generator for module in self._modules for generator in generators_of(module)]
-        self._generators = generators([*own, *(torch.cuda.default_generators[index] for index in devices)])
+        self._generators = generators([*own, *default_generators()])
         self._others = Others(self._modules)
         self.unwatched = True  # until the first step; later ones call the same modules
 
@@ -255,8 +255,8 @@ class Trial:
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
             return self.seconds
-        if self._ground.device.type == "cuda":  # the error is gone, and with it what its frames refer to
-            torch.cuda.empty_cache()
+        if self._ground.device.type != "cpu":  # the error is gone, and with it what its frames refer to
+            empty_cache(self._ground.device.type)
         raise Unfit(problem)
 
     def _timed(self) -> float:

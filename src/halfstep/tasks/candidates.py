@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import halfstep as hs
 from halfstep.errors import did_you_mean
 from halfstep.formats import DTYPES, LOW_DTYPES
@@ -30,8 +28,8 @@ class Candidate:
 
 
 def default_format(device: str) -> str:
-    """Return the low format of candidates that name none: bf16, or fp16 on a CUDA device without bf16 units."""
-    return "fp16" if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
+    """Return the low format of candidates that name none: bf16, or fp16 on an accelerator with units for that alone."""
+    return "bf16" if device == "cpu" or hs.policy.units(device).bf16 else "fp16"
 
 
 def default_labels(device: str) -> tuple[str, ...]:

@@ -18,13 +18,11 @@ UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "
 def machine() -> dict[str, Any]:
     """Return what decides the numbers: processor, cores, accelerator, versions and torch's switches; plain values."""
     model, flags = _processor()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    cuda = accelerator is not None and accelerator.type == "cuda"
     return {
         "cpu": model,
         "cores": os.cpu_count(),
         "instruction_sets": [name for name in UNITS if name in flags],
-        "accelerator": torch.cuda.get_device_name() if cuda else (accelerator.type if accelerator else ""),
+        "accelerator": _accelerator(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -41,13 +39,22 @@ def wait_for(device: str) -> None:
         torch.accelerator.synchronize()
 
 
+def _accelerator() -> str:
+    """Return the name of the accelerator: what its module calls it, else its type; "" without one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return ""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if named is None else str(named())
+
+
 def _processor() -> tuple[str, frozenset[str]]:
     """Return the processor's name and its flags; on systems without /proc/cpuinfo the name alone."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return platform.processor() or platform.machine(), frozenset()
     fields: dict[str, str] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     name = fields.get("model name") or fields.get("CPU part") or platform.machine()

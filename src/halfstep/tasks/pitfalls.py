@@ -45,7 +45,7 @@ def usable_cores() -> int:
 def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return how many cores' time a container grants this process, or None if all or unknown."""
     try:
-        quota, period = (root / "cpu.max").read_text().split()
+        quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
         return None if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
         return None

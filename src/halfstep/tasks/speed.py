@@ -134,7 +134,7 @@ def _variants(device: str) -> tuple[list[_Variant], list[_Variant]]:
     bf16, fp16 = _Variant(label="bf16", dtype=torch.bfloat16), _Variant(label="fp16", dtype=torch.float16)
     has: list[_Variant] = []
     lacks: list[_Variant] = []
-    if device == "cuda" and torch.cuda.get_device_capability() >= TF32_FROM:
+    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= TF32_FROM:
         has.append(_Variant(label="tf32", dtype=torch.float32, tf32=True))
     (has if there.bf16 else lacks).append(bf16)
     (has if there.fp16 else lacks).append(fp16)

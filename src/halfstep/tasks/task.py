@@ -44,6 +44,15 @@ class Task:
         excerpt_steps: training steps of an excerpt (a few seconds).
         clip_norm: largest gradient norm, or None for no clipping.
         about: one line on model and data.
+
+    Examples:
+        >>> task = hs.Task(
+        ...     name="classifier",
+        ...     model=lambda: nn.Linear(8, 2),
+        ...     batches=lambda seed, step: (torch.full((4, 8), float(step)), torch.zeros(4, dtype=torch.long)),
+        ...     loss_fn=lambda model, x, y: F.cross_entropy(model(x), y),
+        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ... )
     """
 
     name: str

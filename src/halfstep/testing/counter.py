@@ -53,12 +53,13 @@ class Counter(TorchDispatchMode):
 
     Phases are found by themselves: forward from the call of a module, backward inside autograd, tail after it.
 
-    Example:
+    Examples:
+        >>> from halfstep.testing import Counter
         >>> with Counter() as counter:
-        ...     loss = F.cross_entropy(model(x), y)
-        ...     loss.backward()
+        ...     loss_fn(model, x, y).backward()
         ...     optimizer.step()
-        >>> print(counter.counts())
+        >>> len(counter.counts().syncs)  # how often the host would wait for a device
+        0
     """
 
     def __init__(self) -> None:
@@ -257,6 +258,13 @@ def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int =
 
     Raises:
         CountError: it cannot be counted on fake tensors.
+
+    Examples:
+        >>> from halfstep.testing import count_step
+        >>> step = hs.TrainStep(model, optimizer, loss_fn, policy=hs.Policy.of("mixed", dtype="bf16"))
+        >>> counts = count_step(step, x, y)
+        >>> counts.saved  # bytes
+        324
     """
     for _ in range(warm):
         with Counter():  # which makes fake tensors readable
@@ -315,6 +323,10 @@ def line_outside(folders: tuple[str, ...] = UNNAMED) -> str:
 
     Args:
         folders: where the names of files begin whose lines do not count.
+
+    Examples:
+        >>> from halfstep.testing import line_outside
+        >>> where = line_outside()  # such as "train.py:12 loss.backward()"
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(folders):

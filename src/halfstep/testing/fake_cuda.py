@@ -11,14 +11,10 @@ asks for its devices while it is imported, so the library has to be in the proce
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,8 +29,12 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import halfstep as hs
+from halfstep.testing import building
+from halfstep.testing.building import DeviceError, built
 
 __all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
+
+WHAT = "the fake CUDA device"
 
 LOADED = "_HALFSTEP_FAKE_CUDA"
 """The environment variable that `run_python` sets in the process it starts with the library."""
@@ -107,65 +107,22 @@ C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PRE
 """
 
 
-class FakeCudaError(hs.HalfstepError):
+class FakeCudaError(DeviceError):
     """The library cannot be built or loaded, or this process was started without it."""
 
 
 def missing() -> str:
     """Return what is missing to build the library here, "" if nothing."""
-    if not sys.platform.startswith("linux"):
-        return f"the fake CUDA device is built for Linux, and this is {sys.platform}"
-    if shutil.which("g++") is None:
-        return "the fake CUDA device is built with g++, which is not on the PATH; install it (Debian: apt install g++)"
-    return ""
+    return building.missing(WHAT)
 
 
 def build() -> Path:
-    """Return the library for this torch, built if it is not there yet (two seconds, once per torch and source).
-
-    It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
-    source and of torch's version and place.
+    """Return the library for this torch, built if it is not there yet (two seconds; `building.built`).
 
     Raises:
         FakeCudaError: there is no g++, or it refused; its first error is in the message.
     """
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    place = Path(found.origin).parent
-    key = hashlib.sha256("\n".join([SOURCE, torch.__version__, str(place)]).encode()).hexdigest()[:16]
-    library = _cache() / f"fake_cuda_{key}.so"
-    if library.exists():
-        return library
-    if problem := missing():
-        raise FakeCudaError(problem)
-    with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        source, made = Path(work, "fake_cuda.cpp"), Path(work, library.name)
-        source.write_text(SOURCE, encoding="utf-8")
-        words = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-I{place / 'include'}", str(source), "-o", str(made)]
-        words += [f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", "-lc10", "-ltorch_cpu"]
-        words.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise FakeCudaError(f"g++ cannot build the fake CUDA device for torch {torch.__version__}: {errors[:1]}")
-        made.replace(library)  # at once, so that two processes may build at the same time
-    return library
-
-
-def _cache() -> Path:
-    """Return the folder for built libraries: the user's cache, or a private temporary one if that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass  # the temporary one is as good, until the next start of the machine
-    folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise FakeCudaError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
-    return folder
+    return built("fake_cuda", WHAT, SOURCE, ("c10", "torch_cpu"), FakeCudaError)
 
 
 def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -177,6 +134,10 @@ def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProc
 
     Raises:
         FakeCudaError: the library cannot be built.
+
+    Examples:
+        >>> from halfstep.testing import run_python
+        >>> done = run_python(["count_on_cuda.py"])  # doctest: +SKIP
     """
     library = build()
     environment = {**(options.pop("env", None) or os.environ), LOADED: str(library)}
@@ -247,6 +208,11 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
 
     Raises:
         FakeCudaError: this process was not started with the library (`run_python`).
+
+    Examples:
+        >>> from halfstep.testing import count_step, fake_cuda
+        >>> with fake_cuda():  # doctest: +SKIP
+        ...     model = model.to("cuda")
     """
     if LOADED not in os.environ:
         raise FakeCudaError(

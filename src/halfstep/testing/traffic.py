@@ -85,6 +85,10 @@ def declare_traffic(
 
     Raises:
         DeclarationError: a name that is no argument, a written argument that is left out, or no launch.
+
+    Examples:
+        >>> from halfstep.testing import declare_traffic
+        >>> declare_traffic("mylib::adamw_", reads=["param", "grad"], writes=["param"])  # doctest: +SKIP
     """
     if launches < 1:
         raise DeclarationError(f"{operator}: launches={launches!r}; an operator that does anything launches at least 1")

@@ -42,6 +42,10 @@ def lint(
         LintError: no such file or folder, a file that is no Python, or an unknown code.
         TaskError: the function does not exist, raises, or returns no hs.Task.
         PolicyError: no such policy.
+
+    Examples:
+        >>> hs.lint(task, policy=hs.Policy.of("mixed", dtype="bf16"))
+        []
     """
     left_out = {rule_of(code).code for code in ignore}
     if isinstance(target, Task):

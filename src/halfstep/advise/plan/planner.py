@@ -91,6 +91,11 @@ def plan(
         PlanError: the step needs values that depend on weights, arguments do not fit, unknown GPU, devices without
             `shard` or the other way round, or a process group where ``shard="fsdp2"`` needs its own.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
+
+    Examples:
+        >>> plan = hs.plan(model, (x, y), loss_fn, lambda model: torch.optim.AdamW(model.parameters()), policy="O2")
+        >>> plan.peak_bytes > plan.persistent_bytes
+        True
     """
     request = {
         "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": policy, "device": device,

@@ -128,8 +128,8 @@ class _Runner:
         """Give its memory back."""
         self.loop = None
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+            getattr(torch.get_device_module(device), "empty_cache", int)()
 
 
 def race(

@@ -69,6 +69,10 @@ def tune(
         TuneError: arguments that make no sense, a state of another search, or a task that does not train in fp32: its
             loss does not fall or is not finite, or it raises.
         TaskError: no such device, or batches that are not the same when asked for again.
+
+    Examples:
+        >>> tuning = hs.tune(task, minutes=0.02, compile=False)  # minutes=10 for a model of some size
+        >>> policy = tuning.chosen.policy  # str(tuning) is a report
     """
     where = _device(device)
     weights = weights_of(target)

@@ -114,6 +114,11 @@ def linear_cross_entropy(
     Raises:
         LossError: shapes, formats or settings that do not belong together; the message names them. In a backward pass
             with create_graph=True: the gradients were computed in the forward pass, and `recompute` is needed.
+
+    Examples:
+        >>> hidden, head = torch.randn(4, 16), nn.Linear(16, 1000)
+        >>> loss = hs.linear_cross_entropy(hidden, head.weight, torch.tensor([1, 2, 3, 4]), linear_bias=head.bias)
+        >>> loss.backward()
     """
     tensors = (input, linear_weight, target, linear_bias, weight)
     named: dict[str, Any] = {

@@ -52,6 +52,11 @@ class autocast:
     Raises:
         PolicyError: an unknown device or dtype, or a policy that needs a model (`hs.prepare`) to be carried out.
         RegionError: at exit, if regions were not left in the opposite order they were entered in.
+
+    Examples:
+        >>> with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+        ...     model(x).dtype
+        torch.bfloat16
     """
 
     __slots__ = ("__weakref__", "recipe")
@@ -169,6 +174,11 @@ class suspended:
     As ``torch.autocast(enabled=False)`` does, and prepared models whose parameters are fp32 open no region either, so
     that their fp32 run is one line away. Models with low parameters cannot run otherwise and keep their region. A
     region opened inside casts again.
+
+    Examples:
+        >>> with hs.autocast("cpu", dtype=torch.bfloat16), hs.suspended():
+        ...     model(x).dtype
+        torch.float32
     """
 
     __slots__ = ("__weakref__",)

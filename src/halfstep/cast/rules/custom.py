@@ -38,8 +38,8 @@ __all__ = ["operator"]
 T = TypeVar("T", bound=Callable[..., Any])
 
 BACKWARDS = ("", "low", "fp32", "keep")
-KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
-"""Device type -> torch's dispatch key of its autocast."""
+KEYS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "MTIA", "XLA", "PrivateUse1")
+"""Endings of torch's dispatch keys of autocast, one for each kind of device; the last is for those outside of torch."""
 
 
 def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], T]:
@@ -61,10 +61,13 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         PolicyError: an unknown rule, a name that is taken or has no "::", or `backward` for something that has no
             backward pass of its own.
 
-    Example:
+    Examples:
         >>> @hs.operator("fp32")
         ... def energy(states):
-        ...     return states.logits.square().sum(-1)
+        ...     return states.square().sum(-1)
+        >>> with hs.autocast("cpu", dtype=torch.bfloat16):
+        ...     energy(model(x)).dtype
+        torch.float32
     """
     if rule not in RULES:
         raise PolicyError(f"hs.operator({rule!r}): expected one of {', '.join(map(repr, RULES))}{_near(rule, RULES)}")
@@ -264,5 +267,5 @@ def _govern(overload: Any, op: CustomOperator) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _apply(op, overload, args, kwargs)
 
-    for key in KEYS.values():
-        library.impl(qualified, kernel, key, allow_override=True)
+    for key in KEYS:
+        library.impl(qualified, kernel, f"Autocast{key}", allow_override=True)

@@ -3,7 +3,7 @@
 Change ``megengine`` in the imports into ``halfstep.compat.megengine``. Tensors are torch's, models torch.nn.Modules.
 What differs from MegEngine 1.13, and why, is in docs/compat_megengine.md.
 
-Example:
+Examples:
     >>> import halfstep.compat.megengine as mge
     >>> from halfstep.compat.megengine import amp
 """

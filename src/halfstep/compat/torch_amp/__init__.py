@@ -3,7 +3,7 @@
 ``torch.amp`` is this package, ``torch.cuda.amp`` is `cuda` and ``torch.cpu.amp`` is `cpu`, without their deprecation
 warnings. What differs from torch, and why, is in docs/compat_torch.md.
 
-Example:
+Examples:
     >>> from halfstep.compat.torch_amp import autocast, GradScaler  # was: from torch.amp import ...
 """
 

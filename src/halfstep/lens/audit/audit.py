@@ -80,10 +80,15 @@ def audit(
     Raises:
         AuditError: arguments that make no sense, or a model that cannot be copied.
         StepError, PolicyError, BindError: as `TrainStep`.
+
+    Examples:
+        >>> found = hs.audit(model, batches, loss_fn, hs.Policy.of("mixed", dtype="fp16"), optimizer, steps=1)
+        >>> found.findings()
+        ()
     """
     if not isinstance(model, nn.Module):
         raise AuditError(f"hs.audit takes a torch.nn.Module and got {type(model).__name__}")
-    with unmoved(model), torch.random.fork_rng(_devices(model)):  # a loader may draw its order
+    with unmoved(model):  # a loader may draw its order
         taken = _checked(model, batches, loss_fn, optimizer, steps, accumulate, shadow)
         windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
         twin, stepper = _copies(unwrap(model), optimizer)
@@ -204,11 +209,6 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
     return twin, copy_of_optimizer(optimizer, memo)
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """Return the CUDA devices whose generators must be restored."""
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _materialised(model: nn.Module, batch: tuple[Any, Any], loss_fn: Callable[..., Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.accelerators import default_generators
 from halfstep.cast.arithmetic.functions import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
@@ -189,15 +190,15 @@ def _pair(
 
 def random_state() -> Any:
     """Return the state of the generators of random numbers."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), [generator.get_state() for generator in default_generators()]
 
 
 def _set_random(state: Any) -> None:
     """Bring the generators back to a `random_state`."""
-    cpu, cuda = state
+    cpu, devices = state
     torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
+    for generator, before in zip(default_generators(), devices, strict=False):
+        generator.set_state(before)
 
 
 @contextmanager

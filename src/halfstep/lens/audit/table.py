@@ -143,6 +143,11 @@ class Audit:
         bad_in_fp32: how many of these are not finite in fp32 either.
         scale: the loss scale of the last step.
         notes: what the reader should know besides.
+
+    Examples:
+        >>> found = hs.audit(model, batches, loss_fn, "mixed", steps=1)
+        >>> found.steps, len(found.rows) > 0
+        (1, True)
     """
 
     rows: tuple[AuditRow, ...]

@@ -109,6 +109,19 @@ class OperatorWatch(TorchFunctionMode):
     Args:
         paths: gives the module that runs.
         closed: composites that the policy has a rule for, and which are therefore seen whole.
+
+    Examples:
+        >>> class Names(hs.lens.OperatorWatch):
+        ...     def seen(self, call, func, args, kwargs):
+        ...         print(call.module, call.op)
+        ...         return func(*args, **kwargs)
+        >>> paths = hs.lens.Paths(model)
+        >>> with Names(paths).on():
+        ...     out = model(x)
+        0 linear
+        1 relu
+        2 linear
+        >>> paths.remove()
     """
 
     def __init__(self, paths: Paths, closed: frozenset[str] = frozenset()) -> None:

@@ -29,7 +29,7 @@ from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
 from halfstep.lens.box.trouble import SkippedStep
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -46,6 +46,9 @@ STUCK = 6
 """A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of
 them at the latest in the rules that wait."""
 
+OTHER_CODE = "give the model and the loss of that run: the task's code may be another than the run's was"
+"""Advice where a step is finite in the replay of its evidence, before what else may differ."""
+
 LISTED_EVERY = 16
 """The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
 
@@ -56,15 +59,6 @@ class BlackBox(Box):
     It calls the loss function in the loop's place, keeps the arguments of the call, and reads the gradients once when
     the backward pass of the loss ends. The result is read at the next call or, with `optimizer`, before that steps, so
     that weights are still those of the bad step.
-
-    Example:
-        >>> box = hs.BlackBox(model, loss_fn, optimizer)
-        >>> for x, y in batches:
-        ...     loss = box(x, y)  # loss_fn(model, x, y), which holds the `with torch.autocast(...)`
-        ...     scaler.scale(loss).backward()
-        ...     scaler.step(optimizer)
-        ...     scaler.update()
-        ...     optimizer.zero_grad()
 
     Args:
         model: the model, prepared or not.
@@ -79,6 +73,15 @@ class BlackBox(Box):
 
     Raises:
         StepError: an argument of the wrong kind.
+
+    Examples:
+        >>> box = hs.BlackBox(model, loss_fn, optimizer)
+        >>> for x, y in batches:
+        ...     box(x, y).backward()  # loss_fn(model, x, y); a region and a scaler stay where they are in the loop
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> print(box.verdict)  # a Verdict once a step was not finite
+        None
     """
 
     spelled = "box"
@@ -431,8 +434,7 @@ def _regions_here() -> list[AbstractContextManager[Any]]:
     owner = STATE.frames[-1].owner() if STATE.frames else None
     if isinstance(owner, (autocast, decorated)):
         return [decorated(owner.recipe)]
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in on]
+    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in autocasting()]
 
 
 def _loss_in(returned: Any) -> Tensor | None:
@@ -483,6 +485,9 @@ def replay(file: str | Path, task: Any) -> Verdict:
 
     Raises:
         StepError: no evidence, no task, or weights that do not fit the task's model.
+
+    Examples:
+        >>> verdict = hs.lens.replay("evidence/halfstep-blackbox-7.pt", task)  # doctest: +SKIP
     """
     if not all(callable(getattr(task, needed, None)) for needed in ("model", "optimizer", "loss_fn")):
         raise StepError(f"replay takes an hs.Task of the run and got {type(task).__name__}")
@@ -498,6 +503,8 @@ def replay(file: str | Path, task: Any) -> Verdict:
         step.record.signals.restore(content["signals"])
     scale = torch.tensor(float(content["scale"]))
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
+    if verdict.kind == "not_reproducible" and not verdict.detail:
+        verdict = replace(verdict, cures=(Cure(policy=None, text=OTHER_CODE, verified=False), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.accelerators import type_here
 from halfstep.errors import StepError
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.sharded import is_gathered, whole_state
@@ -173,8 +174,9 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = str(error).partition(". ")[0]  # torch goes on with how to load files unsafely
         raise StepError(
-            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {error}"
+            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {reason}"
         ) from error
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
@@ -210,7 +212,7 @@ def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBat
     window = []
     for item in content["window"]:
         batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
-        random = {d: s for d, s in item["random"].items() if d == "cpu" or torch.cuda.is_available()}
+        random = {d: s for d, s in item["random"].items() if d.partition(":")[0] in {"cpu", type_here()}}
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
         window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window

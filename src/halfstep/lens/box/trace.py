@@ -30,6 +30,7 @@ from halfstep.lens.calls import (
     RUNS_BACKWARD,
     TAG,
     Site,
+    autocasting,
     copied,
     described,
     extremes,
@@ -210,8 +211,8 @@ class Trace:
         if op in OPENED and _opens(func):
             with self._functions:
                 return unreported(func)(*args, **kwargs)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
+        if devices := autocasting():
+            self.low = torch.get_autocast_dtype(devices[0])
             self.region = region_here() or self.region
         return self._watched(func, args, kwargs, self._site_of(op))
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.accelerators import copies_behind_events
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
@@ -60,14 +61,16 @@ class Monitor:
     Raises:
         StepError: arguments that make no sense together.
 
-    Example:
-        >>> monitor = hs.Monitor(step, every=100)
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> monitor = hs.Monitor(step, every=2)
         >>> for x, y in batches:
-        ...     step(x, y)
+        ...     result = step(x, y)
         ...     for record in monitor.poll():
-        ...         writer.add(record)
-        >>> for finding in monitor.findings():
-        ...     print(finding)
+        ...         print("sampled at step", record.step)
+        sampled at step 2
+        >>> monitor.findings()
+        ()
     """
 
     def __init__(
@@ -276,12 +279,13 @@ class Monitor:
             gathered = shelf.tensors()
             if self._scale is not None and self._scale.device == device:
                 gathered.append(self._scale)
-            if device.type == "cuda":
+            if copies_behind_events(device.type):
                 copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in gathered]
                 for copy, tensor in zip(copies, gathered, strict=True):
                     copy.copy_(tensor, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
+                module = torch.get_device_module(device)
+                event = module.Event()
+                event.record(module.current_stream(device))
                 load.events.append(event)
                 gathered = copies
             load.parts.append((shelf.numbers, gathered))

@@ -54,8 +54,9 @@ class SketchWriter:
     Raises:
         HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
 
-    Example:
-        >>> writer = SketchWriter("runs/today")
+    Examples:
+        >>> monitor = hs.Monitor(hs.TrainStep(model, optimizer, loss_fn), every=100)
+        >>> writer = hs.SketchWriter("runs/today")
         >>> for record in monitor.poll():
         ...     writer.add(record)
     """

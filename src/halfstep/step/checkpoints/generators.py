@@ -1,7 +1,7 @@
 """The states of the process's random generators, in a form that ``torch.load(weights_only=True)`` reads.
 
-These are the global generators: torch's on the CPU and on each CUDA device that is in use, Python's `random`, and
-NumPy's if NumPy is imported. Generators that a program makes itself are its own to save (``extra=``).
+These are the global generators: torch's on the CPU and on each device of the accelerator if that is in use, Python's
+`random`, and NumPy's if NumPy is imported. Generators that a program makes itself are its own to save (``extra=``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.accelerators import default_generators, initialise, type_here
 from halfstep.errors import CheckpointError
 
 __all__ = ["check_generators", "generators", "set_generators"]
+
+HOST = frozenset({"torch", "python", "numpy"})
+"""The generators that are no device's; every other key of a state is a device type, such as "cuda"."""
 
 
 def generators() -> dict[str, Any]:
@@ -26,8 +30,8 @@ def generators() -> dict[str, Any]:
         "torch": torch.default_generator.get_state(),
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
     }
-    if torch.cuda.is_initialized():
-        state["cuda"] = [generator.get_state() for generator in torch.cuda.default_generators]
+    if devices := default_generators():
+        state[devices[0].device.type] = [generator.get_state() for generator in devices]
     if (numpy := sys.modules.get("numpy")) is not None:
         found = numpy.random.get_state(legacy=False)
         if found["bit_generator"] == "MT19937":  # else a user has set another one
@@ -52,20 +56,21 @@ def check_generators(state: object) -> None:
         random.Random().setstate(_python(state["python"]))
         if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.RandomState().set_state(_numpy(state["numpy"]))
-        assert all(isinstance(one, Tensor) for one in state.get("cuda", ()))
+        devices = [states for kind, states in state.items() if kind not in HOST]
+        assert all(isinstance(one, Tensor) for states in devices for one in states)
     except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"random: no states of random generators ({type(error).__name__}: {error})") from error
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set the global generators to what `generators` returned; those of CUDA devices that are not here stay."""
+    """Set the global generators to what `generators` returned; those of devices that are not here stay."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(_python(state["python"]))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(_numpy(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.init()
-        for generator, saved in zip(torch.cuda.default_generators, state["cuda"], strict=False):
+    if (kind := type_here()) in state:
+        initialise(kind)
+        for generator, saved in zip(default_generators(), state[kind], strict=False):
             generator.set_state(saved)
 
 

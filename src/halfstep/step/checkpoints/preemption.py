@@ -62,6 +62,12 @@ def on_preemption(
     Raises:
         CheckpointError: `signals` are none; on entering: outside of the main thread, where Python sets no handlers, or
             inside another such block of the same step.
+
+    Examples:
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> with hs.on_preemption(step, "checkpoints"):
+        ...     for x, y in batches:
+        ...         result = step(x, y)
     """
     numbers = tuple(signals) if isinstance(signals, Iterable) else (signals,)
     for number in numbers:

@@ -42,7 +42,7 @@ class GradScaler:
     Raises:
         ScaleError: a number that makes no sense.
 
-    Example:
+    Examples:
         >>> with gm:
         ...     scaler.backward(gm, loss_of(net))
         >>> optimizer.step().clear_grad()

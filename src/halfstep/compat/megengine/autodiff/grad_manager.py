@@ -150,7 +150,7 @@ class GradManager(_Recorder):
 
     Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
 
-    Example:
+    Examples:
         >>> gm = GradManager().attach(net.parameters())
         >>> with gm:
         ...     gm.backward(loss_of(net))

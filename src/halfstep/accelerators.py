@@ -1,0 +1,99 @@
+"""Accelerators: what is asked of a device through torch's interface for all of them, so that no type is named.
+
+torch has a module for each type (``torch.cuda``, ``torch.xpu``, ``torch.npu`` of torch_npu, ``torch.mps``), and
+backends outside of torch follow their conventions. What a module lacks is answered as if the device could not do it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = [
+    "TYPES",
+    "capturing",
+    "copies_behind_events",
+    "default_generators",
+    "empty_cache",
+    "initialise",
+    "supports_bf16",
+    "type_here",
+    "types",
+]
+
+TYPES = ("cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
+"""Types of torch's own that have torch.autocast."""
+
+
+def types() -> tuple[str, ...]:
+    """Return the types with torch.autocast but the CPU: torch's own, and the one from outside if a backend named it."""
+    outside = torch._C._get_privateuse1_backend_name()
+    return TYPES if outside == "privateuseone" else (*TYPES, outside)
+
+
+def type_here() -> str:
+    """Return the type of this machine's accelerator, "" if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None else found.type
+
+
+def supports_bf16(device_type: str) -> bool | None:
+    """Return whether the module of a device that is here counts bf16 among its formats; None: it does not say."""
+    module: Any = getattr(torch, device_type, None)
+    asked = getattr(module, "is_bf16_supported", None)
+    if asked is None or not module.is_available():
+        return None
+    try:
+        return bool(asked(including_emulation=False))
+    except TypeError:  # torch_npu's takes no arguments
+        return bool(asked())
+
+
+def default_generators() -> tuple[torch.Generator, ...]:
+    """Return the default generator of each device of the accelerator; () as long as this process has not used it."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return ()
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return (module._get_default_mps_generator(),)
+    used = getattr(module, "is_initialized", bool)()
+    return tuple(getattr(module, "default_generators", ())) if used else ()
+
+
+def initialise(device_type: str) -> None:
+    """Have torch start a device type, whose generators exist from then on."""
+    function = getattr(torch.get_device_module(device_type), "init", None)
+    if function is not None:
+        function()
+
+
+def capturing(device_type: str) -> bool:
+    """Return whether what a device is given is recorded in a graph and not done; halfstep records on CUDA alone."""
+    return device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def copies_behind_events(device_type: str) -> bool:
+    """Return whether a device copies to pinned memory while the host goes on, and has events that say when it is done.
+
+    Apple's is left out: its memory is the host's, and copies from it were never tried.
+    """
+    if device_type in {"", "cpu", "meta", "mps"}:
+        return False
+    if device_type == "cuda":  # also for fake tensors, which have no device behind them
+        return True
+    try:
+        module: Any = torch.get_device_module(device_type)
+    except RuntimeError:
+        return False
+    return hasattr(module, "Event") and hasattr(module, "device")
+
+
+def empty_cache(device_type: str) -> None:
+    """Give memory that torch keeps for a device type, and does not use, back to the system."""
+    function = getattr(torch.get_device_module(device_type), "empty_cache", None)
+    if function is not None:
+        function()

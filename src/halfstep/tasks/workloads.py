@@ -1,0 +1,109 @@
+"""Workloads: three models whose step is bound by different things, so that each shows where a low format pays.
+
+`products` is bound by matrix products, `tail` by what is done to each weight after the backward pass (casts, clipping,
+the optimizer), `tiny` by the interpreter. Data is random, a few batches that come again and again: speed and bytes
+depend on shapes alone, and no metric is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from halfstep.tasks.gpt import GPT
+from halfstep.tasks.task import Task
+
+__all__ = ["Workload", "workloads"]
+
+BATCHES = 4  # that come again and again
+CLASSES = 10
+Batches = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model to time, and what its step is bound by."""
+
+    task: Task
+    bound_by: str  # what takes most of a step, in a few words
+    lesson: str  # what that means for low formats, in one sentence
+
+
+def workloads(device: str, *, units: bool) -> tuple[Workload, ...]:
+    """Return the three models in sizes for a device.
+
+    Args:
+        device: its type. On an accelerator the first two are larger.
+        units: whether the device has units for bf16. Without them torch's own bf16 kernels can take a hundred times
+            fp32's time, so that the model bound by products gets a batch of a sixteenth.
+    """
+    large = device != "cpu"
+    width, layers, length, rows = (1024, 8, 512, 8) if large else (384, 2, 128, 8 if units else 1)
+    hidden, positions = (8192 if large else 2048), length if units else length // 2
+    return (
+        Workload(
+            task=_task(
+                "products", lambda: GPT(vocabulary=1024, width=width, layers=layers, heads=6 if width == 384 else 16,
+                                        length=positions),
+                _text(rows, positions, 1024), f"GPT, {layers} layers of {width}, batch {rows} x {positions}", 3e-4,
+            ),
+            bound_by="matrix products",
+            lesson="a low format pays by the speed of its units",
+        ),
+        Workload(
+            task=_task(
+                "tail", lambda: _mlp(1024, hidden, hidden, hidden, CLASSES), _vectors(32, 1024),
+                f"MLP, 1024-{hidden}-{hidden}-{hidden}-{CLASSES}, batch 32", 1e-4,
+            ),
+            bound_by="its tail: casts, clipping and the optimizer over many weights",
+            lesson="low weights and a tail in one pass pay by the bytes that they do not move",
+        ),
+        Workload(
+            task=_task("tiny", lambda: _mlp(32, 32, 32, CLASSES), _vectors(16, 32), "MLP, 32-32-32-10, batch 16", 1e-3),
+            bound_by="the interpreter",
+            lesson="there is nothing to save, and every cast and every check adds to the step",
+        ),
+    )  # fmt: skip
+
+
+def _task(name: str, model: Callable[[], nn.Module], batches: Batches, about: str, rate: float) -> Task:
+    return Task(
+        name=name, model=model, batches=batches, loss_fn=_cross_entropy, about=about, clip_norm=1.0,
+        optimizer=lambda net: AdamW(net.parameters(), lr=rate),
+    )  # fmt: skip
+
+
+def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step % BATCHES)
+
+
+def _vectors(count: int, width: int) -> Batches:
+    def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        source = _generator(step)
+        return torch.randn(count, width, generator=source), torch.randint(0, CLASSES, (count,), generator=source)
+
+    return batches
+
+
+def _text(count: int, length: int, vocabulary: int) -> Batches:
+    def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, vocabulary, (count, length + 1), generator=_generator(step))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return batches

@@ -1,0 +1,87 @@
+"""Building: the C++ libraries of the test devices, compiled against the installed torch on first use."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import halfstep as hs
+
+__all__ = ["DeviceError", "built", "missing"]
+
+
+class DeviceError(hs.HalfstepError):
+    """The library of a test device cannot be built or loaded, or a process was started without it."""
+
+
+def missing(what: str) -> str:
+    """Return what is missing to build the library of `what` here, in one sentence; "" if nothing."""
+    if not sys.platform.startswith("linux"):
+        return f"{what} is built for Linux, and this is {sys.platform}"
+    if shutil.which("g++") is None:
+        return f"{what} is built with g++, which is not on the PATH; install it (Debian: apt install g++)"
+    return ""
+
+
+def built(name: str, what: str, source: str, libraries: Sequence[str], error: type[DeviceError]) -> Path:
+    """Return the library for this torch, compiled if it is not there yet, once per torch and source.
+
+    It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
+    source and of torch's version and place.
+
+    Args:
+        name: the first part of its file's name.
+        what: what it makes, in words for messages.
+        source: its text.
+        libraries: torch's, which it is linked with.
+        error: the class to raise.
+
+    Raises:
+        DeviceError: there is no g++, or it refused; its first error is in the message.
+    """
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    place = Path(found.origin).parent
+    key = hashlib.sha256("\n".join([source, torch.__version__, str(place)]).encode()).hexdigest()[:16]
+    library = _cache(error) / f"{name}_{key}.so"
+    if library.exists():
+        return library
+    if problem := missing(what):
+        raise error(problem)
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        text, made = Path(work, f"{name}.cpp"), Path(work, library.name)
+        text.write_text(source, encoding="utf-8")
+        words = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", f"-I{place / 'include'}", str(text), "-o", str(made)]
+        words += [f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", *(f"-l{each}" for each in libraries)]
+        words.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise error(f"g++ cannot build {what} for torch {torch.__version__}: {errors[:1]}")
+        made.replace(library)  # at once, so that two processes may build at the same time
+    return library
+
+
+def _cache(error: type[DeviceError]) -> Path:
+    """Return the folder for built libraries: the user's cache, or a private temporary one if that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass  # the temporary one is as good, until the next start of the machine
+    folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise error(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+    return folder

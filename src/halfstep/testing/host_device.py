@@ -1,0 +1,144 @@
+"""A device of torch's PrivateUse1 kind that computes on the host: it stands for accelerators that are not here.
+
+torch_npu (Ascend) and other backends outside of torch are devices of this kind. `host_device` registers one: its
+tensors are plain `torch.Tensor` objects with a device type of their own, memory and an allocator, a random generator,
+streams and events that do nothing, torch's autocast with the lists for accelerators, and ``torch.<name>``, the module
+that such backends have. Each operator runs as the CPU's kernel on the same bytes, so what a program computes there has
+the bits of the same program on the CPU, and every difference is one of the program's choices.
+
+Code that asks for CUDA by name finds none, and code that works here works on any device that torch has a place for.
+Speed means nothing: nothing is queued, and each call costs a few microseconds more than on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.testing import building
+from halfstep.testing.building import DeviceError, built
+
+__all__ = ["HostDeviceError", "host_device", "missing"]
+
+WHAT = "the host device"
+
+SOURCE = Path(__file__).with_name("host_device.cpp")
+
+FREE = "privateuseone"
+"""torch's name for the kind as long as no backend has renamed it."""
+
+
+class HostDeviceError(DeviceError):
+    """The device cannot be built, or the process has another device of its kind."""
+
+
+def missing() -> str:
+    """Return what is missing to build the device here, "" if nothing."""
+    return building.missing(WHAT)
+
+
+def host_device(name: str = "npu") -> torch.device:
+    """Register the device in this process, for as long as it lives, and return it.
+
+    torch has one place for a device of this kind, and one name for it. From now on the device is the accelerator of
+    this process (``torch.accelerator.current_accelerator()``) unless torch itself has another.
+
+    Args:
+        name: the device type, such as "npu"; ``torch.npu`` becomes its module, and tensors and modules get ``.npu()``.
+
+    Raises:
+        HostDeviceError: there is no g++ or no Linux, `name` is a type of torch's or no word, or the process has a
+            device of this kind under another name.
+
+    Examples:
+        >>> from halfstep.testing import host_device
+        >>> device = host_device()  # doctest: +SKIP
+        >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")  # doctest: +SKIP
+    """
+    now = torch._C._get_privateuse1_backend_name()
+    if now == name and isinstance(getattr(torch, name, None), _Module):
+        return torch.device(name, 0)
+    if now != FREE:
+        raise HostDeviceError(f"this process has a device of this kind, {now!r}; register {name!r} in another process")
+    if not name.isidentifier() or hasattr(torch, name):
+        raise HostDeviceError(f"name={name!r}: expected a word that torch does not use, such as 'npu'")
+    source = SOURCE.read_text(encoding="utf-8")
+    path = built("host_device", WHAT, source, ("c10", "torch_cpu", "torch_python"), HostDeviceError)
+    library = ctypes.PyDLL(str(path))
+    library.halfstep_host_device()
+    library.halfstep_host_generator.restype = ctypes.py_object
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, _Module(name, library.halfstep_host_generator()))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return torch.device(name, 0)
+
+
+class _Module(types.ModuleType):
+    """``torch.<name>``: the functions by which torch and programs ask a device, as far as one without streams has any.
+
+    Attributes:
+        default_generators: those of its devices: one.
+    """
+
+    def __init__(self, name: str, generator: torch.Generator) -> None:
+        super().__init__(f"torch.{name}", host_device.__doc__)
+        self.default_generators = (generator,)
+        self.Event = partial(torch.Event, name)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def init(self) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None: ...
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        yield
+
+    def current_stream(self, device: object = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def synchronize(self, device: object = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def get_device_name(self, device: object = None) -> str:
+        return "the host, by halfstep.testing.host_device"
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        self.default_generators[0].manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.manual_seed(seed)
+
+    def get_rng_state(self, device: object = None) -> Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None:
+        self.default_generators[0].set_state(state)

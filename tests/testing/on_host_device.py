@@ -1,0 +1,261 @@
+"""What `test_host_device` runs in a process with the host device: the same programs there and on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.cli.doctor import run_doctor
+from halfstep.step.landing import Landing
+from halfstep.tasks.speed import Sizes
+from halfstep.testing import host_device
+from halfstep.testing.host_device import HostDeviceError
+
+NAME = "npu"
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "Lion": lambda p: hs.Lion(p, lr=1e-3),
+}
+"""With a form chosen: which one torch takes by itself, and TrainStep for it, depends on the device."""
+
+WIDE_NORMS = {"fp32": ["layer_norm", "batch_norm"]}
+"""torch's CPU kernels take low inputs with fp32 weights, which those of other devices do not: norms run in fp32."""
+
+POLICIES = {
+    "O0": hs.Policy.of("O0"),
+    "mixed": hs.Policy.of("mixed", dtype="bf16").with_ops(**WIDE_NORMS),
+    "O1": hs.Policy.of("O1", dtype="bf16"),
+    "pure": hs.Policy.of("pure", dtype="bf16"),
+    "split": hs.Policy.of("pure", dtype="bf16", master="split"),
+    "lean": hs.Policy.of("lean", dtype="bf16"),
+    "O2 in fp16": hs.Policy.of("O2", dtype="fp16", emulate="always").with_ops(**WIDE_NORMS),
+    "fp8": hs.Policy.of("mixed", dtype="fp8_e4m3").with_ops(**WIDE_NORMS),
+}
+"""Policies whose arithmetic is the same on every device: no format or rule of theirs is chosen by one."""
+
+
+def net(device: Any) -> nn.Module:
+    """A model whose parameters have the same bits on every device."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.LayerNorm(32))
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(32, 10)).to(device)
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def batches(device: Any, count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4)) for _ in range(count)]
+    return [(x.to(device), y.to(device)) for x, y in made]
+
+
+def bits(model: nn.Module) -> list[Any]:
+    """Return all values of a model, as lists."""
+    return [value.cpu().float().tolist() for value in model.state_dict().values()]
+
+
+def by_step(device: Any, policy: hs.Policy, optimizer: str) -> Any:
+    model = net(device)
+    stepped = OPTIMIZERS[optimizer](model.parameters())
+    step = hs.TrainStep(model, stepped, loss_fn, policy=policy, clip_norm=1.0, accumulate=2)
+    results = [step(x, y).host() for x, y in batches(device)]
+    return [(r.loss, r.scale, r.skipped) for r in results], bits(model)
+
+
+def by_prepare(device: Any, policy: hs.Policy, optimizer: str) -> Any:
+    model = net(device)
+    model, stepped, scaler = hs.prepare(model, OPTIMIZERS[optimizer](model.parameters()), policy=policy)
+    losses = []
+    for x, y in batches(device):
+        loss = loss_fn(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(stepped)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        scaler.step(stepped)
+        scaler.update()
+        stepped.zero_grad()
+        losses.append((loss.item(), scaler.get_scale()))
+    return losses, bits(model)
+
+
+def by_region(device: Any, policy: hs.Policy, optimizer: str) -> Any:
+    """Two regions nested, and a scaler that meets a bad gradient in its second step."""
+    model = net(device)
+    stepped = OPTIMIZERS[optimizer](model.parameters())
+    scaler = hs.GradScaler(torch.device(device).type, init_scale=2.0**12)
+    found = []
+    for index, (x, y) in enumerate(batches(device)):
+        with hs.autocast(policy=policy):
+            loss = loss_fn(model, x, y)
+            with hs.autocast(torch.device(device).type, enabled=False):
+                loss = loss + model[4].weight.square().mean()
+        scaler.scale(loss).backward()
+        if index == 1:
+            model[4].weight.grad[0, 0] = torch.inf
+        scaler.step(stepped)
+        scaler.update()
+        stepped.zero_grad()
+        found.append((loss.item(), scaler.get_scale()))
+    return found, bits(model)
+
+
+def equal(device: torch.device) -> dict[str, Any]:
+    """Return for each case "" where both devices gave the same, else what differs."""
+    verdicts = {}
+    for name, policy in POLICIES.items():
+        optimizer = {"pure": "SGD", "lean": "Lion"}.get(name, "AdamW")
+        ways: list[Callable[..., Any]] = [by_step, by_prepare]
+        ways += [by_region] if policy.params == "fp32" else []
+        for way in ways:
+            there, here = way(device, policy, optimizer), way("cpu", policy, optimizer)
+            same = "" if there == here else f"{there[0]} instead of {here[0]}"
+            verdicts[f"{way.__name__} {name} {optimizer}"] = same
+    return verdicts
+
+
+def training_on(device: Any) -> dict[str, Any]:
+    """A step on the device: a bad one is skipped, metrics arrive, a checkpoint goes on with the same bits."""
+    model = nn.Sequential(net("cpu"), nn.Dropout(0.5), nn.Linear(10, 10)).to(device)
+    policy = hs.Policy.of("O2", dtype="fp16")
+    step = hs.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, policy=policy, clip_norm=1.0)
+    metrics = step.metrics(every=1)
+    good = batches(device)
+    bad = (torch.full_like(good[0][0], torch.inf), good[0][1])
+    skipped = [step(*batch).host().skipped for batch in (good[0], bad, good[1])]
+    verdict = step.explain()
+    assert verdict is not None
+    with tempfile.TemporaryDirectory() as folder:
+        hs.save(step, folder)
+        first = [step(*batch).host().loss for batch in good]
+        after = bits(model)
+        other = nn.Sequential(net("cpu"), nn.Dropout(0.5), nn.Linear(10, 10)).to(device)
+        again = hs.TrainStep(other, torch.optim.AdamW(other.parameters()), loss_fn, policy=policy, clip_norm=1.0)
+        torch.randn(3, device=device)  # the generator is elsewhere
+        hs.load(again, folder)
+        second = [again(*batch).host().loss for batch in good]
+        same = first == second and after == bits(other)
+    return {
+        "skipped": skipped,
+        "resumed": same,
+        "metrics": [record.skipped for record in metrics.flush()],
+        "verdict": [verdict.kind, verdict.cause, verdict.op, verdict.module, verdict.phase, verdict.line],
+    }
+
+
+def instruments(device: torch.device) -> dict[str, Any]:
+    model = net(device)
+    before = torch.npu.get_rng_state(), torch.get_rng_state()  # type: ignore[attr-defined]
+    audit = hs.audit(model, batches(device, 2), loss_fn, policy=hs.Policy.of("mixed", dtype="fp16"), steps=2)
+    after = torch.npu.get_rng_state(), torch.get_rng_state()  # type: ignore[attr-defined]
+    plan = hs.resolve(hs.Policy.of("mixed"), model)
+    monitored = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, policy=POLICIES["mixed"])
+    monitor = hs.Monitor(monitored, every=1)
+    seen = []
+    for x, y in batches(device):
+        monitored(x, y)
+        seen += [record.step for record in monitor.flush()]
+    return {
+        "audited": len(audit.rows) > 5,
+        "as before": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        "auto": [plan.device, plan.policy.dtype, hs.policy.units(NAME).reason],
+        "monitored": seen,
+    }
+
+
+def rules() -> dict[str, Any]:
+    """Autocast is torch's own there, and a rule of the user's holds in it."""
+
+    @hs.operator("fp32", name="tests::energy")
+    def energy(x: Tensor) -> Tensor:
+        return x.square().sum(-1)
+
+    x = torch.ones(4, 4, device=NAME)
+    with torch.autocast(NAME, torch.float16):
+        kinds = [x @ x, F.softmax(x.half(), -1), F.layer_norm(x.half(), (4,)), torch.cat([x, x.half()]), x.half().sum()]
+        custom = energy(x.half())
+    with hs.autocast(NAME, dtype=torch.float16):
+        region = [x @ x, F.softmax(x.half(), -1)]
+    return {
+        "torch": [str(kind.dtype) for kind in kinds],
+        "custom": str(custom.dtype),
+        "region": [str(kind.dtype) for kind in region],
+    }
+
+
+def device_itself(device: torch.device) -> dict[str, Any]:
+    x = torch.arange(6.0, device=device).view(2, 3)
+    view = x.t()[1:]
+    view.add_(1)
+    generator = torch.Generator(device).manual_seed(3)
+    drawn = torch.randn(4, device=device, generator=generator)
+    torch.manual_seed(5)
+    global_ = torch.randn(4, device=device)
+    refused = []
+    for name in ("other", "cuda"):
+        try:
+            host_device(name)
+        except HostDeviceError as error:
+            refused.append(str(error))
+    out = torch.empty(0, device=device)
+    torch.add(x, x, out=out)
+    return {
+        "type": [type(x) is Tensor, str(x.device), x.is_cpu, str(torch.accelerator.current_accelerator())],
+        "views": x.tolist(),
+        "out": out.shape == (2, 3) and torch.equal(out.cpu(), 2 * x.cpu()),
+        "drawn": torch.equal(drawn.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3))),
+        "global": torch.equal(global_.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(5))),
+        "copied": copy.deepcopy(nn.Linear(2, 2).to(device)).weight.device.type,
+        "again": str(host_device(NAME)),
+        "refused": refused,
+    }
+
+
+def doctor() -> dict[str, Any]:
+    """`halfstep doctor --device npu`, in sizes that take no time."""
+    sizes = Sizes(product=8, small_product=8, image=(1, 4, 4), small_image=(1, 4, 4), seconds=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "doctor.json")
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
+            code = run_doctor(device=NAME, json_path=path, quick=True, sizes=lambda kind: sizes)
+        report = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        "code": code,
+        "accelerator": report["machine"]["accelerator"],
+        "units": report["units"][0],
+        "optimizers": sorted({one["problem"] for one in report["optimizers"]}),
+        "printed": f"Use on {NAME}" in printed.getvalue(),
+    }
+
+
+def run() -> dict[str, Any]:
+    device = host_device(NAME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats without units on this CPU
+        return {
+            "device": device_itself(device),
+            "rules": rules(),
+            "equal": equal(device),
+            "training": {NAME: training_on(device), "cpu": training_on("cpu")},
+            "sent": sorted(Landing().devices),
+            "instruments": instruments(device),
+            "doctor": doctor(),
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))
