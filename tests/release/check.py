@@ -1,4 +1,4 @@
-"""`make release-check`: build the sdist and the wheels, and try them as someone who has nothing but them.
+"""`make release-check`: build the sdist and the wheels, and try them in empty environments.
 
 Writes dist/ (what would be uploaded), works in a temporary folder and deletes it. Needs the package index that pip is
 set up with, some 4 GB of disk, and 15 minutes; with a C++ compiler there is a wheel with compiled kernels, else a pure

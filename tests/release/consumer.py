@@ -1,4 +1,4 @@
-"""A program of someone else that uses every main name: mypy and pyright, both strict, must have no objection to it.
+"""A user's program with every main name, in which mypy and pyright, both strict, must find no error.
 
 It is read by type checkers where halfstep is installed as a wheel, and never run. `assert_type` fixes types that a
 caller relies on: a name that became Any would pass without it.
@@ -74,7 +74,7 @@ def trained(folder: Path) -> float:
 
 
 def looped() -> None:
-    """Run a loop of one's own."""
+    """Run a hand-written loop."""
     given = Net()
     model, optimizer, scaler = hs.prepare(given, sgd(given), policy="O2")
     assert_type(model, Net)
