@@ -47,11 +47,12 @@ POLICIES = {
 """Policies whose arithmetic is the same on every device: no format or rule of theirs is chosen by one."""
 
 
-def net(device: Any) -> nn.Module:
+def net(device: Any) -> nn.Sequential:
     """A model whose parameters have the same bits on every device."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.LayerNorm(32))
-    return nn.Sequential(*layers, nn.GELU(), nn.Linear(32, 10)).to(device)
+    made = nn.Sequential(*layers, nn.GELU(), nn.Linear(32, 10))
+    return made.to(device)
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def by_step(device: Any, policy: hs.Policy, optimizer: str) -> Any:
 
 
 def by_prepare(device: Any, policy: hs.Policy, optimizer: str) -> Any:
-    model = net(device)
+    model: nn.Module = net(device)
     model, stepped, scaler = hs.prepare(model, OPTIMIZERS[optimizer](model.parameters()), policy=policy)
     losses = []
     for x, y in batches(device):
@@ -98,15 +99,16 @@ def by_region(device: Any, policy: hs.Policy, optimizer: str) -> Any:
     model = net(device)
     stepped = OPTIMIZERS[optimizer](model.parameters())
     scaler = hs.GradScaler(torch.device(device).type, init_scale=2.0**12)
+    weight: Any = model[4].weight
     found = []
     for index, (x, y) in enumerate(batches(device)):
         with hs.autocast(policy=policy):
             loss = loss_fn(model, x, y)
             with hs.autocast(torch.device(device).type, enabled=False):
-                loss = loss + model[4].weight.square().mean()
+                loss = loss + weight.square().mean()
         scaler.scale(loss).backward()
         if index == 1:
-            model[4].weight.grad[0, 0] = torch.inf
+            weight.grad[0, 0] = torch.inf
         scaler.step(stepped)
         scaler.update()
         stepped.zero_grad()

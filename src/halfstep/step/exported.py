@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from halfstep.cast.rules.custom import KEYS
 from halfstep.errors import UnbuiltError
 from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
@@ -180,7 +179,7 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
     row = _rows(device).get(full.partition("::")[2])
     if row is None:
         overload = node.target._schema.overload_name  # type: ignore[union-attr]
-        key = KEYS.get(device, "")
+        key = f"Autocast{torch._C._dispatch_key_for_device(device)}"
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{full}.{overload}".rstrip("."), key):
             raise UnbuiltError(f"hs.exported: torch.autocast casts {full} on {device}, and how is not known here")
         return args, kwargs
