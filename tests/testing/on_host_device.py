@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.cli.doctor import run_doctor
+from halfstep.compat.apex import amp
 from halfstep.step.landing import Landing
 from halfstep.tasks.speed import Sizes
 from halfstep.testing import host_device
@@ -227,6 +228,23 @@ def device_itself(device: torch.device) -> dict[str, Any]:
     }
 
 
+def apex(device: torch.device) -> list[float]:
+    """Return the losses of a program with Apex's O2, whose casts last as long as the process."""
+    model = net(device)
+    model, stepped = amp.initialize(
+        model, OPTIMIZERS["SGD"](model.parameters()), opt_level="O2", loss_scale="dynamic", verbosity=0
+    )
+    losses = []
+    for x, y in batches(device):
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss, stepped) as scaled:
+            scaled.backward()
+        stepped.step()
+        stepped.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def doctor() -> dict[str, Any]:
     """`halfstep doctor --device npu`, in sizes that take no time."""
     sizes = Sizes(product=8, small_product=8, image=(1, 4, 4), small_image=(1, 4, 4), seconds=0.0)
@@ -256,6 +274,7 @@ def run() -> dict[str, Any]:
             "sent": sorted(Landing().devices),
             "instruments": instruments(device),
             "doctor": doctor(),
+            "apex": apex(device),
         }
 
 

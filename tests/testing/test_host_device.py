@@ -108,6 +108,11 @@ def test_the_doctor_measures_and_advises_there(found: dict[str, Any]) -> None:
     assert seen["accelerator"] == "the host, by halfstep.testing.host_device"
 
 
+@device
+def test_a_program_of_apex_trains_there(found: dict[str, Any]) -> None:
+    assert found["apex"] == sorted(found["apex"], reverse=True) and found["apex"][-1] < found["apex"][0] - 0.3
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 
