@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.cli.doctor import run_doctor
+from halfstep.compat.apex import amp
 from halfstep.step.landing import Landing
 from halfstep.tasks.speed import Sizes
 from halfstep.testing import host_device
@@ -47,11 +48,12 @@ POLICIES = {
 """Policies whose arithmetic is the same on every device: no format or rule of theirs is chosen by one."""
 
 
-def net(device: Any) -> nn.Module:
+def net(device: Any) -> nn.Sequential:
     """A model whose parameters have the same bits on every device."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.LayerNorm(32))
-    return nn.Sequential(*layers, nn.GELU(), nn.Linear(32, 10)).to(device)
+    made = nn.Sequential(*layers, nn.GELU(), nn.Linear(32, 10))
+    return made.to(device)
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def by_step(device: Any, policy: hs.Policy, optimizer: str) -> Any:
 
 
 def by_prepare(device: Any, policy: hs.Policy, optimizer: str) -> Any:
-    model = net(device)
+    model: nn.Module = net(device)
     model, stepped, scaler = hs.prepare(model, OPTIMIZERS[optimizer](model.parameters()), policy=policy)
     losses = []
     for x, y in batches(device):
@@ -98,15 +100,16 @@ def by_region(device: Any, policy: hs.Policy, optimizer: str) -> Any:
     model = net(device)
     stepped = OPTIMIZERS[optimizer](model.parameters())
     scaler = hs.GradScaler(torch.device(device).type, init_scale=2.0**12)
+    weight: Any = model[4].weight
     found = []
     for index, (x, y) in enumerate(batches(device)):
         with hs.autocast(policy=policy):
             loss = loss_fn(model, x, y)
             with hs.autocast(torch.device(device).type, enabled=False):
-                loss = loss + model[4].weight.square().mean()
+                loss = loss + weight.square().mean()
         scaler.scale(loss).backward()
         if index == 1:
-            model[4].weight.grad[0, 0] = torch.inf
+            weight.grad[0, 0] = torch.inf
         scaler.step(stepped)
         scaler.update()
         stepped.zero_grad()
@@ -225,6 +228,23 @@ def device_itself(device: torch.device) -> dict[str, Any]:
     }
 
 
+def apex(device: torch.device) -> list[float]:
+    """Return the losses of a program with Apex's O2, whose casts last as long as the process."""
+    model = net(device)
+    model, stepped = amp.initialize(
+        model, OPTIMIZERS["SGD"](model.parameters()), opt_level="O2", loss_scale="dynamic", verbosity=0
+    )
+    losses = []
+    for x, y in batches(device):
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss, stepped) as scaled:
+            scaled.backward()
+        stepped.step()
+        stepped.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def doctor() -> dict[str, Any]:
     """`halfstep doctor --device npu`, in sizes that take no time."""
     sizes = Sizes(product=8, small_product=8, image=(1, 4, 4), small_image=(1, 4, 4), seconds=0.0)
@@ -254,6 +274,7 @@ def run() -> dict[str, Any]:
             "sent": sorted(Landing().devices),
             "instruments": instruments(device),
             "doctor": doctor(),
+            "apex": apex(device),
         }
 
 

@@ -21,12 +21,16 @@ SCRIPT = Path(__file__).parent / "on_host_device.py"
 device = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 
+def environment() -> dict[str, str]:
+    """Return that of a process with this package, and without its own CPU kernels: other devices have none of them."""
+    places = Path(sys.modules["halfstep"].__file__ or "").parent.parent, Path(__file__).parents[2]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "HALFSTEP_NATIVE": "0"}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The output of `on_host_device.py`, without halfstep's own CPU kernels: other devices have none of them."""
-    places = Path(sys.modules["halfstep"].__file__ or "").parent.parent, Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "HALFSTEP_NATIVE": "0"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
+    """The output of `on_host_device.py`."""
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -104,6 +108,11 @@ def test_the_doctor_measures_and_advises_there(found: dict[str, Any]) -> None:
     assert seen["accelerator"] == "the host, by halfstep.testing.host_device"
 
 
+@device
+def test_a_program_of_apex_trains_there(found: dict[str, Any]) -> None:
+    assert found["apex"] == sorted(found["apex"], reverse=True) and found["apex"][-1] < found["apex"][0] - 0.3
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 
@@ -118,3 +127,15 @@ def test_without_a_compiler_the_error_names_it(monkeypatch: pytest.MonkeyPatch, 
 def test_a_name_of_torch_or_no_word_is_refused(name: str) -> None:
     with pytest.raises(HostDeviceError, match=r"expected a word that torch does not use, such as 'npu'"):
         host_device(name)
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+@device
+@pytest.mark.slow
+def test_the_program_of_the_page_prints_what_it_states() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
+    program = page.partition("python - <<'EOF'\n")[2].partition("EOF\n")[0]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.stdout.strip() == program.rstrip().rpartition("#")[2].strip() == "npu:0 65536.0", done.stderr

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 
 from halfstep.testing import building
 from halfstep.testing.building import DeviceError, built
@@ -74,9 +75,9 @@ def host_device(name: str = "npu") -> torch.device:
     library = ctypes.PyDLL(str(path))
     library.halfstep_host_device()
     library.halfstep_host_generator.restype = ctypes.py_object
-    torch.utils.rename_privateuse1_backend(name)
+    backend_registration.rename_privateuse1_backend(name)
     torch._register_device_module(name, _Module(name, library.halfstep_host_generator()))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    backend_registration.generate_methods_for_privateuse1_backend()
     return torch.device(name, 0)
 
 
