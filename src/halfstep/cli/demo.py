@@ -1,4 +1,4 @@
-"""``halfstep demo``: what low formats do on this machine, in some two minutes: time, bytes, accuracy, and a NaN cured."""
+"""``halfstep demo``: what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN cured."""
 
 from __future__ import annotations
 
