@@ -15,12 +15,13 @@ import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
 from halfstep.cli.conclusions import conclusions
-from halfstep.cli.demo import Settings, run_demo
+from halfstep.cli.demo import TIMED, Settings, run_demo
 from halfstep.cli.watch import Watch
+from halfstep.tasks.candidates import candidates
 from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace, PaceRow, pace
-from halfstep.tasks.workloads import Workload
+from halfstep.tasks.workloads import Workload, workloads
 from tests.report.reader import Page
 from tests.tasks.small import loss_fn, small_task
 
@@ -168,8 +169,8 @@ def test_a_candidate_that_is_far_slower_has_its_bytes_but_no_turns() -> None:
         now[0] += 9.0 if torch.is_autocast_enabled("cpu") else 0.1  # torch.amp alone opens torch's own region
         return loss_fn(model, x, y)
 
-    candidates = command.candidates(("O0",), "cpu")
-    made = pace(small_task(loss_fn=timed_loss), candidates, device="cpu", seconds=0.0, clock=lambda: now[0])
+    compared = candidates(("O0",), "cpu")
+    made = pace(small_task(loss_fn=timed_loss), compared, device="cpu", seconds=0.0, clock=lambda: now[0])
     fp32, amp, o0 = made.rows
     assert amp.slow == pytest.approx(90) and amp.to_fp32 is None and amp.state_bytes == fp32.state_bytes
     assert o0.slow == 0.0 and o0.to_fp32 is not None and o0.to_fp32.median == pytest.approx(1) and o0.to_amp is None
@@ -177,8 +178,8 @@ def test_a_candidate_that_is_far_slower_has_its_bytes_but_no_turns() -> None:
 
 
 def test_bytes_are_those_of_the_strategies() -> None:
-    candidates = command.candidates(("mixed", "lean"), "cpu")
-    made = pace(workload().task, candidates, device="cpu", seconds=0.0)
+    compared = candidates(("mixed", "lean"), "cpu")
+    made = pace(workload().task, compared, device="cpu", seconds=0.0)
     fp32, _, _, lean = made.rows
     weights = 8 * 16 + 16 + 16 + 1
     assert made.parameters == weights and fp32.state_bytes - 3 * 4 * weights in range(64)
@@ -194,15 +195,15 @@ def test_on_a_terminal_there_is_a_bar_and_notes_stay() -> None:
 
 
 def test_the_workloads_are_smaller_without_units() -> None:
-    with_units, without = (command.workloads("cpu", units=units) for units in (True, False))
+    with_units, without = (workloads("cpu", units=units) for units in (True, False))
     assert "batch 8 x 128" in with_units[0].task.about and "batch 1 x 64" in without[0].task.about
     x, y = without[0].task.batches(0, 0)
     assert x.shape == y.shape == (1, 64)
 
 
 def test_the_tiny_workload_trains_under_every_policy_of_the_demo() -> None:
-    task = command.workloads("cpu", units=True)[2].task
-    found = pace(task, command.candidates(command.TIMED, "cpu"), device="cpu", seconds=0.0)
+    task = workloads("cpu", units=True)[2].task
+    found = pace(task, candidates(TIMED, "cpu"), device="cpu", seconds=0.0)
     assert [row.label for row in found.rows] == [
         "fp32", "torch.amp bf16", "mixed bf16", "lean bf16", "pure bf16", "O0",
     ]  # fmt: skip

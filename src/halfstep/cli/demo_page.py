@@ -140,7 +140,8 @@ def _byte_figure(heading: str, what: str, made: Pace, counts: Mapping[str, int])
 
 
 def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:
-    figures, more = [], []
+    figures: list[Figure] = []
+    more: list[doc.Block] = []
     for comparison in comparisons:
         result, _, losses = galleries(comparison)
         figures.append(_named(result.figures[0], comparison.task))
