@@ -292,3 +292,18 @@ def test_a_norm_in_fp32_takes_low_inputs_and_low_weights() -> None:
     weight, bias, mean, variance = torch.ones(8).bfloat16(), torch.zeros(8), torch.zeros(8), torch.ones(8)
     low = under(policy, lambda: torch.batch_norm(X.bfloat16(), weight, bias, mean, variance, True, 0.1, 1e-5, False))
     assert torch.equal(low, plain) and bool((mean != 0).all())
+
+
+@pytest.mark.parametrize("policy", [MIXED, O1], ids=lambda policy: policy.name)
+def test_dynamo_finds_the_rules_of_operators_that_python_writes(policy: hs.Policy) -> None:
+    layer = nn.Linear(8, 8)
+
+    def loss(x: Tensor) -> tuple[Tensor, ...]:
+        low = layer(x)
+        return low**2, 2**low, 1 / low, low.norm(), low**low.detach().abs(), 1 - low, low.exp()
+
+    with hs.autocast("cpu", policy=policy):
+        eager, compiled = loss(X), torch.compile(loss, fullgraph=True, backend="eager")(X)
+    assert [value.dtype for value in compiled] == [value.dtype for value in eager]
+    assert all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(compiled, eager, strict=True))
+    assert compiled[0].dtype is FP32

@@ -236,7 +236,7 @@ class _BackwardMode(RuleMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = self.handlers.get(func)
+        handler = self.traceable.get(func)
         return func(*args, **(kwargs or {})) if handler is None else handler(self, func, args, kwargs or {})
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -77,12 +78,18 @@ Target = Callable[[str, list[Tensor]], "torch.dtype | None"]
 Handler = Callable[["RuleMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
+METHODS = frozenset(method for method in vars(Tensor).values() if isinstance(method, FunctionType))
+"""Methods of Tensor that are written in Python (``x ** 2``, ``1 / x``, ``x.norm()``): Dynamo does not find them in a
+dict, and the guard that it writes on this fails at once (torch 2.13 and 2.15; docs/upstream.md, dynamo_mode_table)."""
+
+
 class RuleMode(TorchFunctionMode):
     """Applies a table of handlers to the operators called in one region, as long as that region is the innermost.
 
     Attributes:
         devices: device types of the region.
         handlers: callable -> handler, and the call by which a checkpoint with re-entry is recognised.
+        traceable: those of `handlers` that Dynamo finds; it traces into the others, down to operators that have one.
         how: how low operators are carried out.
         overrides: rules for custom operators.
     """
@@ -97,13 +104,14 @@ class RuleMode(TorchFunctionMode):
         super().__init__()
         self.devices = frozenset(devices)
         self.handlers = {SET_GRAD_ENABLED: _as_called, **handlers}
+        self.traceable = {func: handler for func, handler in self.handlers.items() if func not in METHODS}
         self.how = how
         self.overrides = overrides
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = self.handlers.get(func)
+        handler = (self.traceable if is_dynamo_compiling() else self.handlers).get(func)
         if handler is None:  # most calls: keep this path short
             return func(*args, **kwargs) if kwargs else func(*args)
         if not is_dynamo_compiling() and (saved_tensor_hooks(True) is not None or func is SET_GRAD_ENABLED):
