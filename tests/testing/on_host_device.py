@@ -161,7 +161,7 @@ def training_on(device: Any) -> dict[str, Any]:
 
 
 def instruments(device: torch.device) -> dict[str, Any]:
-    model = net(device)
+    model = nn.Sequential(*net(device), nn.Dropout(0.5))
     before = torch.npu.get_rng_state(), torch.get_rng_state()  # type: ignore[attr-defined]
     audit = hs.audit(model, batches(device, 2), loss_fn, policy=hs.Policy.of("mixed", dtype="fp16"), steps=2)
     after = torch.npu.get_rng_state(), torch.get_rng_state()  # type: ignore[attr-defined]
@@ -208,6 +208,8 @@ def device_itself(device: torch.device) -> dict[str, Any]:
     drawn = torch.randn(4, device=device, generator=generator)
     torch.manual_seed(5)
     global_ = torch.randn(4, device=device)
+    now, mine = torch.get_rng_state(), torch.npu.get_rng_state()  # type: ignore[attr-defined]
+    F.dropout(x)
     refused = []
     for name in ("other", "cuda"):
         try:
@@ -221,6 +223,7 @@ def device_itself(device: torch.device) -> dict[str, Any]:
         "views": x.tolist(),
         "out": out.shape == (2, 3) and torch.equal(out.cpu(), 2 * x.cpu()),
         "drawn": torch.equal(drawn.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3))),
+        "dropped": [torch.equal(now, torch.get_rng_state()), torch.equal(mine, torch.npu.get_rng_state())],  # type: ignore[attr-defined]
         "global": torch.equal(global_.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(5))),
         "copied": copy.deepcopy(nn.Linear(2, 2).to(device)).weight.device.type,
         "again": str(host_device(NAME)),

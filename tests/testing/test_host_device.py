@@ -49,6 +49,7 @@ def test_its_tensors_are_plain_ones_of_another_type(found: dict[str, Any]) -> No
 @device
 def test_it_has_generators_with_the_numbers_of_the_cpus(found: dict[str, Any]) -> None:
     assert found["device"]["drawn"] and found["device"]["global"]
+    assert found["device"]["dropped"] == [True, False], "dropout draws from the device's generator, not from the CPU's"
 
 
 @device

@@ -16,6 +16,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 namespace at::autocast {  // of ATen/autocast_mode.h
@@ -77,6 +78,17 @@ const at::Generator& default_generator() {
 }
 
 // ---------------------------------------------------------------------------------------------- operators
+
+const c10::Type& without_optional(const c10::Type& type) {
+  const auto* optional = type.castRaw<c10::OptionalType>();
+  return optional ? *optional->getElementType() : type;
+}
+
+bool is_generator(const c10::Type& type) { return without_optional(type).kind() == c10::TypeKind::GeneratorType; }
+
+bool takes_generator(const std::vector<c10::Argument>& arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const auto& each) { return is_generator(*each.type()); });
+}
 
 // The tensors of one call, over the same bytes as tensors of the CPU.
 class Host {
@@ -161,20 +173,33 @@ class Host {
     if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
     return made;
   }
-  static const c10::Type& without_optional(const c10::Type& type) {
-    const auto* optional = type.castRaw<c10::OptionalType>();
-    return optional ? *optional->getElementType() : type;
-  }
   static bool holds_tensors(const c10::Type& type) {
     const auto* list = without_optional(type).castRaw<c10::ListType>();
     return list && without_optional(*list->getElementType()).kind() == c10::TypeKind::TensorType;
   }
-  static bool is_generator(const c10::Type& type) {
-    return without_optional(type).kind() == c10::TypeKind::GeneratorType;
-  }
 
   std::unordered_map<c10::TensorImpl*, Pair> aliases_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
+};
+
+// While it lives, the host's default generator gives the numbers of this device's: some kernels take no generator.
+class Lent {
+ public:
+  explicit Lent(bool lent) : lent_(lent) {
+    if (lent_) before_ = host().get_state(), host().set_state(mine().get_state());
+  }
+  ~Lent() {
+    if (lent_) mine().set_state(host().get_state()), host().set_state(before_);
+  }
+
+ private:
+  static at::Generator& host() {
+    static at::Generator generator = at::detail::getDefaultCPUGenerator();
+    return generator;
+  }
+  static at::Generator& mine() { return default_generator().get<Generator>()->host; }
+  bool lent_;
+  Tensor before_;
 };
 
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -184,7 +209,10 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto begin = stack->size() - arguments.size();
   Host host;
   for (size_t i = 0; i < arguments.size(); ++i) (*stack)[begin + i] = host.of((*stack)[begin + i], arguments[i]);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  {
+    const Lent lent(op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(arguments));
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
   host.resize();
   for (size_t i = begin; i < stack->size(); ++i) (*stack)[i] = host.back((*stack)[i]);
 }
