@@ -175,7 +175,8 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StepError(
-            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {error}"
+            f"cannot read {str(path)!r} as evidence of a black box ({type(error).__name__}: {error}); expected a "
+            "halfstep-blackbox-STEP.pt, complete and as it was written"
         ) from error
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
