@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "tune.md"
 
 
 def test_its_snippets_keep_their_promises() -> None:
-    assert run_page(PAGE) == 3
+    assert run_page(PAGE) == 4
 
 
 def test_it_lists_every_verdict() -> None:

@@ -151,17 +151,17 @@ BATCHES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], tuple[str, ...]
     "a target below the logarithm": (
         of_logs,
         (rows(), torch.tensor([1.0, 2, 3, -3, 5, 6, 7, 8])),
-        ("input 1 alone, without any weight, leads to it in sample 3: log1p has an argument of -3",),
+        ("input 1 in sample 3 leads to it without any weight: log1p has an argument of -3",),
     ),
     "an input to divide by": (
         lambda m, x, y: classify(m, 1 / x, y),
         (with_(rows(), ((2, 5), 0.0)), LABELS),
-        ("input 0 alone, without any weight, leads to it in sample 2: reciprocal has a divisor of 0",),
+        ("input 0 in sample 2 leads to it without any weight: reciprocal has a divisor of 0",),
     ),
     "a target to divide by": (
         relative,
         (rows(), torch.tensor([1.0, 2, 0, 3, 5, 6, 7, 8])),
-        ("input 1 alone, without any weight, leads to it in sample 2: div has a divisor of 0",),
+        ("input 1 in sample 2 leads to it without any weight: div has a divisor of 0",),
     ),
     "a text longer than its audio": (
         transcribe,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
@@ -55,6 +56,11 @@ class Timm:
         ({"scheduler": torch.optim.SGD([torch.ones(1)], 0.1)}, "and is a SGD; build one"),
         ({"scheduler": Timm()}, "Timm needs 'epoch' at each step"),
         ({"compile": {"backend": 3}}, "a backend is a name or a function"),
+        (
+            {"loss_fn": F.cross_entropy},
+            r"is cross_entropy, .* give lambda model, x, y: F.cross_entropy\(model\(x\), y\)",
+        ),
+        ({"loss_fn": nn.MSELoss()}, r"is MSELoss, which takes no model; .*criterion\(model\(x\), y\)"),
     ],
 )
 def test_arguments_that_make_no_sense(change: dict[str, Any], text: str) -> None:

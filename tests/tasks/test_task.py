@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,33 @@ def test_a_task_from_a_users_file(tmp_path: Path) -> None:
     file.write_text("def make():\n    return 5\n")
     with pytest.raises(TaskError, match="must return an hs.Task and returned int"):
         load_task(f"{file}:make")
+
+
+def test_a_users_file_imports_its_neighbours_and_has_dataclasses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a_neighbour.py").write_text("from tests.tasks.small import small_task\n")
+    (tmp_path / "another_neighbour.py").write_text("NAME = 'mine'\n")
+    file = tmp_path / "with_neighbours.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport a_neighbour\n\n"
+        "@dataclass\nclass Config:\n    width: int = 3\n\n"
+        "def make():\n    import another_neighbour\n    return a_neighbour.small_task(name=another_neighbour.NAME)\n"
+    )
+    modules = set(sys.modules)
+    try:
+        assert load_task(f"{file}:make").name == "mine"
+        assert set(sys.modules) - modules == {"a_neighbour", "another_neighbour"}
+        assert sys.path[0] == str(tmp_path.resolve())
+    finally:
+        for name in ("a_neighbour", "another_neighbour"):
+            sys.modules.pop(name, None)
+
+
+def test_a_file_without_its_function() -> None:
+    with pytest.raises(TaskError, match=r"'train.py' names no function; write train.py:function"):
+        load_task("train.py")
 
 
 def test_the_machine_is_described_in_plain_values() -> None:

@@ -47,7 +47,7 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
     Processes that it starts (workers, `torch.multiprocessing.spawn`) find it too, on their path.
     """
     if not script.is_file():
-        print(f"halfstep run: there is no file {str(script)!r}", file=sys.stderr)
+        print(f"halfstep run: there is no {_called(script)} {str(script)!r}", file=sys.stderr)
         return 2
     path = list(sys.path)
     try:
@@ -125,6 +125,11 @@ def _policy(label: str) -> hs.Policy:
     if found is None or found.policy is None:
         raise TaskError(f"{label!r} is no policy; without casts: O0, with torch's own lists: torch")
     return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else found.policy
+
+
+def _called(script: Path) -> str:
+    """Return what the first word that is no option of ``halfstep run`` was taken for."""
+    return "option" if str(script).startswith("-") else "file"
 
 
 def _run(script: Path, args: Sequence[str]) -> None:

@@ -22,6 +22,9 @@ __all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_fo
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
+CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
+"""Where torch's losses are defined: they take outputs and targets."""
+
 SEVERAL = (
     "; build one TrainStep for each optimizer with its loss (they may share model and scaler=), or give all of them to "
     "hs.prepare(model, [one, other], policy=...) and step them in your own loop"
@@ -50,6 +53,12 @@ def check_arguments(
         raise StepError(f"model must be a torch.nn.Module and is {_shown(model)}")
     if not callable(loss_fn):
         raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
+    if getattr(loss_fn, "__module__", None) in CRITERIA:
+        name = getattr(loss_fn, "__name__", None)
+        raise StepError(
+            f"loss_fn is called as loss_fn(model, *batch) and is {name or type(loss_fn).__name__}, which takes no "
+            f"model; give lambda model, x, y: {f'F.{name}' if name else 'criterion'}(model(x), y)"
+        )
     if isinstance(accumulate, bool) or not isinstance(accumulate, Integral) or accumulate < 1:
         raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
     switch("cuda_graph", cuda_graph)

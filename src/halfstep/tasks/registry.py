@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ def load_task(name: str) -> Task:
     """
     path, colon, _ = name.rpartition(":")
     if not (colon and path.endswith(".py")):
+        if name.endswith(".py"):
+            raise TaskError(f"task {name!r} names no function; write {name}:function, one that returns an hs.Task")
         if name not in TASKS:
             raise TaskError(
                 f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
@@ -72,6 +75,9 @@ def load_model(name: str) -> Task | nn.Module:
 def call_function(name: str) -> object:
     """Return what the function at ``path/to/file.py:function`` returns.
 
+    The file's folder comes first on `sys.path` and stays there, as for ``python FILE``: the file and its functions
+    import their neighbours.
+
     Raises:
         TaskError: no such file or function, or it raises; the message has the line.
     """
@@ -82,10 +88,19 @@ def call_function(name: str) -> object:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # a .py suffix always finds the source loader
     module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    free = path.stem not in sys.modules
+    if free:  # dataclasses look up their module by its name while it runs
+        sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise TaskError(_raised(path, error)) from error
+    finally:
+        if free:
+            sys.modules.pop(path.stem, None)
     make = getattr(module, function, None)
     if not callable(make):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]

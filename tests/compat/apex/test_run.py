@@ -104,7 +104,9 @@ def test_processes_that_a_script_starts_find_apex_too(tmp_path: Path) -> None:
 
 def test_a_script_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(Path("missing.py"), []) == 2
-    assert "there is no file 'missing.py'" in capsys.readouterr().err
+    assert run_script(Path("--polcy"), ["mixed", "missing.py"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no file 'missing.py'" in said and "there is no option '--polcy'" in said
     assert "apex" not in sys.modules
 
 

@@ -94,7 +94,8 @@ def tune(
                 if steps >= task.excerpt_steps or not reference.finite:
                     raise TuneError(f"task {task.name!r}: {flaw}")
                 search.notes.append(
-                    f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.missing(ALL)}"
+                    f"in the {steps} of the excerpt's {task.excerpt_steps} steps that the time allows, {flaw}; more "
+                    f"steps fit with smaller batches; with these {search.missing(ALL)}"
                 )
             else:
                 search.run(reference)

@@ -169,7 +169,10 @@ class BlackBox(Box):
         if not self._is_wrong():
             if self.verdict is not None:
                 return self.verdict
-            raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
+            raise StepError(
+                "explain(): there is no step to explain: the last one was finite, or has not run backward; call it "
+                "after a step whose loss or gradients are not finite, before the next one"
+            )
         return self._explained(CALL)
 
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:

@@ -180,7 +180,7 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
             yield from _constant_feature(given, source.features[0])
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
-        yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
+        yield f"{names}{where} leads to it without any weight: {source.remark}"
     elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
         yield source.remark
     elif op in NORMALISING and MASKED_OUT in source.remark and any(not t.is_floating_point() for _, _, t in given):

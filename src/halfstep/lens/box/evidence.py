@@ -176,7 +176,8 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     except Exception as error:
         reason = str(error).partition(". ")[0]  # torch goes on with how to load files unsafely
         raise StepError(
-            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {reason}"
+            f"cannot read {str(path)!r} as evidence of a black box ({type(error).__name__}: {reason}); expected a "
+            "halfstep-blackbox-STEP.pt, complete and as it was written"
         ) from error
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
