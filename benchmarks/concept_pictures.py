@@ -3,7 +3,6 @@
     python -m benchmarks.concept_pictures [--check]
 
 Formats come from `halfstep.formats`, the rest from benchmarks/results/concepts.json (`benchmarks.concept_facts`).
-A picture is as wide as a phone, has its own background and follows the light or dark scheme of its reader.
 """
 
 from __future__ import annotations
@@ -12,65 +11,18 @@ import html
 import math
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.canvas import SIDE, WIDTH, Canvas
 from benchmarks.reports import load
 from halfstep.formats import FORMATS, Format
-from halfstep.report.style import picture_style
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-WIDTH, SIDE = 350, 12  # px: a phone's screen without its margins
-FONT = 12
 SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 FIRST, LAST = -150, 128  # the axis of formats, log2
 HUE = {"fp32": 1, "fp16": 2}
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-class Canvas:
-    """SVG text; positions in px from the upper left corner."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-
-    def text(self, x: float, y: float, text: str, *, at: str = "start", paint: str = "ink", bold: bool = False) -> None:
-        weight = "; font-weight: 600" if bold else ""
-        style = f"font-size: {FONT}px; text-anchor: {at}; fill: var(--{paint}){weight}"
-        self.parts.append(f'<text x="{_px(x)}" y="{_px(y)}" style="{style}">{html.escape(text)}</text>')
-
-    def box(self, x: float, y: float, width: float, height: float, paint: str, round: float = 0) -> None:
-        size = f'x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}"'
-        self.parts.append(f'<rect {size} rx="{_px(round)}" style="fill: var(--{paint})"/>')
-
-    def line(self, points: Sequence[tuple[float, float]], paint: str, width: float = 1.2, dashes: str = "") -> None:
-        path = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
-        dashed = f"; stroke-dasharray: {dashes}" if dashes else ""
-        style = f"fill: none; stroke: var(--{paint}); stroke-width: {width}{dashed}"
-        self.parts.append(f'<polyline points="{path}" style="{style}"/>')
-
-    def area(self, points: Sequence[tuple[float, float]], paint: str) -> None:
-        path = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
-        self.parts.append(f'<polygon points="{path}" style="fill: var(--{paint})"/>')
-
-    def arrow(self, x: float, top: float, bottom: float, paint: str) -> None:
-        self.line([(x, top), (x, bottom - 4)], paint, 1.6)
-        self.area([(x - 4, bottom - 6), (x + 4, bottom - 6), (x, bottom)], paint)
-
-    def file(self, height: int, alt: str) -> str:
-        """Return the picture as a file with its alternative text."""
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{height}" '
-            f'viewBox="0 0 {WIDTH} {height}">\n<title>{html.escape(alt)}</title>\n<style>\n{picture_style()}</style>\n'
-            f'<rect width="{WIDTH}" height="{height}" rx="8" style="fill: var(--paper)"/>\n'
-            + "\n".join(self.parts)
-            + "\n</svg>\n"
-        )
-
-
-def _px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def _power(exponent: int) -> str:

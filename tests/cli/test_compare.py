@@ -49,11 +49,10 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     assert "with 2 of 5 seeds this is only an indication" in done.stdout
     assert "(the same result, bit for bit)" in done.stdout
     assert "torch.amp fp16 was not run" in done.stdout
-    assert "excerpt" not in done.stdout
     data = json.loads(report.read_text(), parse_constant=no_constants)
     words = ["halfstep", "compare", "--task", task, "--policies", "mixed,O2:fp16", "--steps", "9", "--seeds", "2"]
     assert shlex.split(data["command"]) == [*words, "--json", str(report)]
-    assert data["halfstep"] == hs.__version__ and data["excerpt"] is False
+    assert data["halfstep"] == hs.__version__
     assert data["machine"]["torch"] and data["machine"]["cores"]
     (result,) = data["tasks"]
     assert [row["label"] for row in result["rows"]] == ["fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"]
@@ -62,10 +61,10 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     assert result["loss_steps"] == list(range(1, 10)) and len(result["rows"][2]["losses"]) == 9
 
 
-def test_an_excerpt_says_that_it_is_one(task: str) -> None:
-    done = run("--task", task, "--policies", "torch", "--excerpt")
+def test_by_default_the_steps_are_the_tasks_and_the_seeds_suffice_for_a_verdict(task: str) -> None:
+    done = run("--task", task, "--policies", "torch")
     assert done.exit_code == 0
-    assert "An excerpt" in done.stdout and "8 steps, 3 seeds" in done.stdout
+    assert "20 steps, 5 seeds" in done.stdout and "only an indication" not in done.stdout
 
 
 def test_the_same_task_asked_for_twice_runs_once(task: str) -> None:

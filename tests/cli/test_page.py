@@ -21,7 +21,7 @@ DAY = datetime.date(2026, 11, 21)
 
 
 def page(*comparisons: Comparison, **changes: Any) -> Document:
-    options: dict[str, Any] = {"about": machine(), "command": "halfstep compare", "excerpt": False, "day": DAY}
+    options: dict[str, Any] = {"about": machine(), "command": "halfstep compare", "day": DAY}
     return comparison_page(comparisons, **{**options, **changes})
 
 
@@ -81,12 +81,12 @@ def test_a_policy_looks_the_same_in_every_picture_and_its_second_format_is_paler
     ]
 
 
-def test_few_seeds_unrepeatable_runs_and_excerpts_are_not_passed_over() -> None:
-    text = " ".join(Page(render(page(comparison(3, repeatable=False), excerpt=True))).texts)
+def test_few_seeds_and_unrepeatable_runs_are_not_passed_over() -> None:
+    text = " ".join(Page(render(page(comparison(3, repeatable=False)))).texts)
     assert "An indication, not a verdict: 3 runs of each policy. A verdict takes 5." in text
-    assert "did not end with the same result" in text and "100 steps (an excerpt), 3 seeds, on cpu." in text
+    assert "did not end with the same result" in text and "100 steps, 3 seeds, on cpu." in text
     sure = " ".join(Page(render(page(comparison(5)))).texts)
-    assert "An indication" not in sure and "did not end" not in sure and "excerpt" not in sure
+    assert "An indication" not in sure and "did not end" not in sure
 
 
 def test_what_was_not_measured_or_not_finite_is_left_out() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.advise.tune import Progress
 from halfstep.cli import app
-from halfstep.cli.tune import Watch
+from halfstep.cli.watch import Watch
 
 SOURCE = """
 import torch
@@ -110,7 +110,7 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_otherwise() -> None:
         out = io.StringIO()
         with Watch(Console(file=out, force_terminal=terminal, width=100)) as watch:
             for moment in moments:
-                watch.see(moment)
+                watch.see(moment.share, moment.phase, moment.note)
         shown[terminal] = out.getvalue()
     assert shown[False].splitlines() == [
         "[25 %] presets ...", "mixed bf16: within", "[50 %] audit of mixed bf16 ...",

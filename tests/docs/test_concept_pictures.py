@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import concept_pictures
+from benchmarks.canvas import SIDE, WIDTH
 from benchmarks.concept_facts import scale_run
-from benchmarks.concept_pictures import FOLDER, SIDE, WIDTH, pictures, stale_pictures
+from benchmarks.concept_pictures import FOLDER, pictures, stale_pictures
 from benchmarks.reports import load
 from halfstep.testing import run_python
 from halfstep.testing.fake_cuda import missing

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def test_cells_run_in_order(
 
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
+    threads, log = torch.get_num_threads(), logging.getLogger("halfstep")
+    level = log.level
     namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
         for number, cell in enumerate(code_cells(read(path)), start=1):
@@ -109,5 +111,6 @@ def test_cells_run_in_order(
             exec(compile(code, f"{path.stem}, code cell {number}", "exec"), namespace)
     finally:
         torch.set_num_threads(threads)
+        log.setLevel(level)
     assert namespace["STEPS"] == int(FEWER["STEPS"])
     assert capsys.readouterr().out.count("\n") > 5

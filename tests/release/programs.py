@@ -32,7 +32,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "loggers": ("python", "-c", LOGGERS),
     }
 )
-"""Extra -> a command that needs it. `docs` builds the site and `bench` and `dev` need the tree: they have targets."""
+"""Extra -> a command that needs it. `docs`, `notebooks`, `bench` and `dev` need the tree, and have targets."""
 
 TASK = '''
 """A task for `halfstep audit`."""

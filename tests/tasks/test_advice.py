@@ -68,7 +68,9 @@ def test_a_difference_that_the_machine_does_not_resolve_is_none() -> None:
     noisy = Ratio(median=1.0, low=0.6, high=1.7, rounds=5)
     works = (work("matrix product", {"bf16": 1.5}, noisy), work("convolution", {"bf16": 0.8, "fp16 emulated": 1.01}))
     advice = advise(BF16, DeviceSpeed(device="cpu", works=works, cast_seconds=0.0))
-    assert advice.dtype == "fp32" and "an undecided 1.47 to 1.53 times fp32's speed in a matrix product" in advice.why[1]
+    assert (
+        advice.dtype == "fp32" and "an undecided 1.47 to 1.53 times fp32's speed in a matrix product" in advice.why[1]
+    )
     assert "0.8 times in a convolution" in advice.why[1] and "1.0 times" not in " ".join(advice.why)
     assert advice.why[2] == "undecided for bf16, which has units here: measure again on a quiet machine"
     rehearsal = advice.also[-1][1]

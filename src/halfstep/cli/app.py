@@ -79,9 +79,6 @@ def compare(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a report with pictures: one file, to look at and to send.")
     ] = None,
-    excerpt: Annotated[
-        bool, typer.Option("--excerpt", help="Three seeds and few steps: a look, in a minute or two.")
-    ] = False,
     device: Device = "",
 ) -> None:
     """Train each policy from the same weights on the same batches, in turns, beside fp32 and torch.amp at its best.
@@ -92,8 +89,7 @@ def compare(
 
     labels = [label for group in policies or () for label in group.split(",") if label.strip()]
     code = run_compare(
-        tasks=task or (), labels=labels, steps=steps, seeds=seeds, json_path=json, html_path=html, excerpt=excerpt,
-        device=device,
+        tasks=task or (), labels=labels, steps=steps, seeds=seeds, json_path=json, html_path=html, device=device,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -23,12 +23,10 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 
 __all__ = ["run_compare"]
 
-EXCERPT_SEEDS = 3
-
 
 def run_compare(
     *, tasks: Sequence[str], labels: Sequence[str], steps: int | None, seeds: int | None, json_path: Path | None,
-    html_path: Path | None, excerpt: bool, device: str,
+    html_path: Path | None, device: str,
 ) -> int:  # fmt: skip
     """Run the command, whose options the arguments are.
 
@@ -45,15 +43,13 @@ def run_compare(
         _check_outputs(json_path, html_path)
     except hs.HalfstepError as error:
         return complain(error)
-    runs = seeds or (EXCERPT_SEEDS if excerpt else ENOUGH_SEEDS)
+    runs = seeds or ENOUGH_SEEDS
     about = machine()
-    if excerpt:
-        say(out, f"An excerpt: few steps, {runs} seeds. The full comparison is `halfstep compare` without --excerpt.")
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
     comparisons = []
     for task in loaded:
-        length = steps or (task.excerpt_steps if excerpt else task.steps)
+        length = steps or task.steps
         with Live(err, task.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
             made = compare(task, compared, steps=length, seeds=runs, device=where, on_step=live.see)
         comparisons.append(made)
@@ -61,12 +57,12 @@ def run_compare(
     chosen = [word for task in tasks for word in ("--task", task)]
     command = command_line(
         "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json_path,
-        html=html_path, excerpt=excerpt,
+        html=html_path,
     )  # fmt: skip
-    write_json(out, json_path, _report(comparisons, about, command, excerpt=excerpt))
+    write_json(out, json_path, _report(comparisons, about, command))
     if html_path is not None:
         today = datetime.date.today()
-        page = comparison_page(comparisons, about=about, command=command, excerpt=excerpt, day=today)
+        page = comparison_page(comparisons, about=about, command=command, day=today)
         html_path.write_text(render(page), encoding="utf-8")
         say(out, f"written: {html_path}")
     return 0
@@ -95,11 +91,10 @@ def _load(names: Sequence[str], err: Console) -> list[Task]:
     return loaded
 
 
-def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str, *, excerpt: bool) -> dict[str, Any]:
+def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str) -> dict[str, Any]:
     return {
         "command": command,
         "halfstep": hs.__version__,
-        "excerpt": excerpt,
         "machine": about,
         "tasks": [dataclasses.asdict(c) for c in comparisons],
     }

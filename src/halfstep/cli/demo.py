@@ -1,4 +1,4 @@
-"""``halfstep demo``: what low formats do on this machine, in some two minutes: time, bytes, accuracy, and a NaN cured."""
+"""``halfstep demo``: what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN cured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from halfstep.tasks.pace import Pace, pace
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
-__all__ = ["Settings", "run_demo"]
+__all__ = ["TIMED", "Settings", "run_demo"]
 
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
 
@@ -67,11 +67,11 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One part of the demo: it adds its result to the demo and prints it."""
+    """One part of the demo: it adds its result to what was measured, and returns how to print it."""
 
     title: str
     weight: float  # seconds it takes, roughly
-    run: Callable[[Callable[[float], None]], None]
+    run: Callable[[Callable[[float], None]], Callable[[], None]]
 
 
 def run_demo(
@@ -125,23 +125,25 @@ def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
     total = sum(part.weight for part in parts)
     done = 0.0
-    with Watch(err) as watch:
-        for number, part in enumerate(parts):
-            begin, phase = done, f"{number + 1}/{len(parts)} {part.title}"
-
-            def on_share(share: float, part: Part = part, begin: float = begin, phase: str = phase) -> None:
-                watch.see((begin + share * part.weight) / total, phase)
-
-            try:
-                on_share(0.0)
-                part.run(on_share)
-            except KeyboardInterrupt:
-                demo.missing += [f"{each.title} (interrupted)" for each in parts[number:]]
-                return True
-            except hs.HalfstepError as error:
-                demo.missing.append(f"{part.title} ({error})")
-            done += part.weight
+    for number, part in enumerate(parts):
+        phase = f"{number + 1}/{len(parts)} {part.title}"
+        try:
+            with Watch(err) as watch:  # ends before its result is printed: a bar would divert what goes to stdout
+                show = part.run(_sharing(watch, phase, done / total, part.weight / total))
+            show()
+        except KeyboardInterrupt:
+            demo.missing += [f"{each.title} (interrupted)" for each in parts[number:]]
+            return True
+        except hs.HalfstepError as error:
+            demo.missing.append(f"{part.title} ({error})")
+        done += part.weight
     return False
+
+
+def _sharing(watch: Watch, phase: str, begin: float, share_of_all: float) -> Callable[[float], None]:
+    """Return a function that takes a part's share and shows that of the whole."""
+    watch.see(begin, phase)
+    return lambda share: watch.see(begin + share * share_of_all, phase)
 
 
 def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
@@ -151,16 +153,18 @@ def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
         workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True
     ):  # fmt: skip
 
-        def time_it(on_share: Callable[[float], None], workload: Workload = workload, seconds: float = seconds) -> None:
+        def time_it(
+            on_share: Callable[[float], None], workload: Workload = workload, seconds: float = seconds
+        ) -> Callable[[], None]:
             made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
             demo.paces.append((workload, made))
-            print_pace(out, workload, made)
+            return lambda: print_pace(out, workload, made)
 
         yield Part(title=f"time and bytes of a model bound by {workload.bound_by}", weight=seconds + 3, run=time_it)
 
-    def break_it(on_share: Callable[[float], None]) -> None:
-        demo.rescue = rescue(device=demo.device, steps=settings.broken_steps, on_share=on_share)
-        print_rescue(out, demo.rescue)
+    def break_it(on_share: Callable[[float], None]) -> Callable[[], None]:
+        demo.rescue = made = rescue(device=demo.device, steps=settings.broken_steps, on_share=on_share)
+        return lambda: print_rescue(out, made)
 
     yield Part(title="a run in fp16 that goes NaN", weight=8, run=break_it)
     labels = ("mixed", "lean", "mixed:fp16")
@@ -169,7 +173,7 @@ def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
             continue
 
-        def train_it(on_share: Callable[[float], None], name: str = name, steps: int = steps) -> None:
+        def train_it(on_share: Callable[[float], None], name: str = name, steps: int = steps) -> Callable[[], None]:
             compared = candidates(labels, demo.device)
             moments = (len(compared) + 1) * steps * settings.seeds
             seen = 0
@@ -182,7 +186,7 @@ def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
             task = load_task(name)
             made = compare(task, compared, steps=steps, seeds=settings.seeds, device=demo.device, on_step=on_step)
             demo.comparisons.append(made)
-            print_accuracy(out, made)
+            return lambda: print_accuracy(out, made)
 
         yield Part(title=f"accuracy of {name} beside fp32", weight=25, run=train_it)
 

@@ -81,8 +81,8 @@ def _time_figure(workload: Workload, made: Pace) -> Figure:
     words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
     return Figure(
         heading=f"Bound by {workload.bound_by}",
-        caption=f"{made.about}. Time of a step over that of fp32: shorter is faster. Lines are 90 % intervals, the band "
-        f"is what two identical fp32 loops differ by. O0 is halfstep's step in fp32.",
+        caption=f"{made.about}. Time of a step over that of fp32: shorter is faster. Lines are 90 % intervals, the "
+        f"band is what two identical fp32 loops differ by. O0 is halfstep's step in fp32.",
         alt=f"Time of a step over fp32's, {made.about}: {words}.",
         chart=BarChart(
             x_label="time / fp32", bars=bars, line=1.0, band=(min(control.low, 1.0), max(control.high, 1.0))
@@ -117,7 +117,7 @@ def _bytes(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
     figures = (
         _byte_figure("Between steps", "Weights, optimizer states, fp32 masters and gradients that stay.", heavy,
                      {row.label: row.state_bytes for row in heavy.rows}),
-        _byte_figure("Saved for backward", "What autograd keeps from forward to backward; it grows with the batch.", deep,
+        _byte_figure("Saved for backward", "What autograd keeps for the backward pass; it grows with the batch.", deep,
                      {row.label: row.saved_bytes for row in deep.rows}),
     )  # fmt: skip
     return doc.Section(heading="Bytes, counted", blocks=(Gallery(figures=figures),))
@@ -140,7 +140,8 @@ def _byte_figure(heading: str, what: str, made: Pace, counts: Mapping[str, int])
 
 
 def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:
-    figures, more = [], []
+    figures: list[Figure] = []
+    more: list[doc.Block] = []
     for comparison in comparisons:
         result, _, losses = galleries(comparison)
         figures.append(_named(result.figures[0], comparison.task))
@@ -168,31 +169,56 @@ def _rescue(rescued: Rescue) -> doc.Section:
         heading="Training loss",
         caption=f"The cross marks step {at}, the first that is not finite. From its weights the run goes on under the "
         f"cure, {remedy}.",
-        alt=f"Training loss: in fp16 it is finite until step {at - 1}; under the cure it goes on from there and ends at "
-        f"{rescued.cured[-1]:.2g}.",
+        alt=f"Training loss: in fp16 it is finite until step {at - 1}; under the cure it goes on from there and ends "
+        f"at {rescued.cured[-1]:.2g}.",
         chart=LineChart(x_label="step", series=curves),
     )
     legend = tuple((curve.label, curve.key) for curve in curves)
+    verdict = rescued.verdict
     how = doc.Paragraph(
-        text="Two blocks of attention that divide their logits after the product, trained in fp16. What step.explain() "
-        "returned for the first step that was not finite; it had tried each cure that it calls verified:"
+        text="Two blocks of attention that divide their logits after the product, trained in fp16. step.explain() "
+        "replayed the first step that was not finite and tried cures by training on."
+    )
+    story = doc.Table(
+        caption="The operators that led to it",
+        headers=("operator", "module", "phase", "format", "largest", "limit"),
+        rows=tuple(
+            tuple(
+                doc.Cell(text=text)
+                for text in (
+                    row.op, row.module or "the model", row.phase, row.dtype,
+                    f"{row.largest:.4g}" if row.finite else "not finite", f"{row.limit:.6g}",
+                )
+            )
+            for row in verdict.story
+        ),
+    )  # fmt: skip
+    cures = tuple(
+        f"{cure.text.splitlines()[0]}{f' ({cure.outcome})' if cure.outcome else ''}" for cure in verdict.cures
     )
     return doc.Section(
         heading="A run that went NaN, explained and cured",
-        blocks=(how, doc.Code(text=str(rescued.verdict)), Gallery(figures=(figure,), legend=legend)),
+        blocks=(
+            how,
+            Gallery(figures=(figure,), legend=legend),
+            story,
+            doc.Paragraph(text="Cures, smallest first:"),
+            doc.Bullets(items=cures),
+            doc.Details(summary="As print(step.explain()) shows it", blocks=(doc.Code(text=str(verdict)),)),
+        ),
     )
 
 
 def _method(about: Mapping[str, Any], command: str) -> doc.Section:
     items = (
         "Time: every candidate takes one step a round on the same batch, in an order shuffled each round; the ratio to "
-        "fp32 is the median over the rounds, with its 90 % interval. fp32 runs twice: a difference finer than these two "
-        "have is undecided. fp32 and torch.amp are loops of torch alone, with fused optimizers; all clip the gradient.",
-        "Bytes are counted, not sampled. Between steps: parameters, buffers, optimizer states, fp32 masters and gradients "
-        "that stay. Saved for backward: what autograd keeps in one step, parameters excepted.",
-        "Accuracy: the final metric of each run minus that of fp32 with the same seed, mean and 90 % interval (Student's "
-        "t). Within noise: the whole interval lies inside a margin fixed beforehand. Runs are short; halfstep compare "
-        "trains the full length.",
+        "fp32 is the median over the rounds, with its 90 % interval. fp32 runs twice: a difference finer than these "
+        "two have is undecided. fp32 and torch.amp are loops of torch alone with fused optimizers; all clip gradients.",
+        "Bytes are counted, not sampled. Between steps: parameters, buffers, optimizer states, fp32 masters and "
+        "gradients that stay. Saved for backward: what autograd keeps in one step, parameters excepted.",
+        "Accuracy: the final metric of each run minus that of fp32 with the same seed, mean and 90 % interval "
+        "(Student's t). Within noise: the whole interval lies inside a margin fixed beforehand. Runs are short; "
+        "halfstep compare trains the full length.",
         "Models to time are fed random data of a few batches; their loss has no meaning.",
     )
     return doc.Section(

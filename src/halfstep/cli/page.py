@@ -24,7 +24,7 @@ TONES = {"within noise": "good", "better": "good", "undecided": "open", "worse":
 
 
 def comparison_page(
-    comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, excerpt: bool, day: datetime.date
+    comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, day: datetime.date
 ) -> doc.Document:
     """Return the report of comparisons that ran together."""
     on = f", {about['accelerator']}" if about["accelerator"] else ""
@@ -35,7 +35,7 @@ def comparison_page(
         f"Python {about['python']}, {about['system']}, halfstep {hs.__version__}."
     )
     sections = [_glance(comparisons)] if len(comparisons) > 1 else []
-    sections += [_task(comparison, excerpt=excerpt) for comparison in comparisons]
+    sections += [_task(comparison) for comparison in comparisons]
     sections.append(_policies(comparisons))
     sections.append(_method(comparisons, about, command))
     return doc.Document(
@@ -75,9 +75,9 @@ def _few_seeds(comparison: Comparison) -> tuple[doc.Note, ...]:
     return (doc.Note(text=f"An indication, not a verdict: {runs} of each policy. A verdict takes {ENOUGH_SEEDS}."),)
 
 
-def _task(comparison: Comparison, *, excerpt: bool) -> doc.Section:
+def _task(comparison: Comparison) -> doc.Section:
     about = f"{comparison.about[:1].upper()}{comparison.about[1:].rstrip('.')}. " if comparison.about else ""
-    steps = f"{counted(comparison.steps, 'step')}{' (an excerpt)' if excerpt else ''}"
+    steps = counted(comparison.steps, "step")
     seeds = counted(len(comparison.seeds), "seed")
     blocks: list[doc.Block] = [
         doc.Paragraph(text=f"{about}{steps}, {seeds}, on {comparison.device}."),

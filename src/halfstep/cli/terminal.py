@@ -17,8 +17,8 @@ from halfstep.report import strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "INTERRUPTED", "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
-    "write_json",
+    "INTERRUPTED", "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table",
+    "writable", "write_json",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
