@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def page_of(path: Path, name: str) -> str:
     """Return the Markdown of a page, of a notebook, of any other text file, or the list of what a folder has."""
     if path.is_dir():
-        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if not p.name.startswith("_"))
+        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if p.name[0] not in "._")
         return f"# {name}\n\n" + "\n".join(f"- [{n}]({n})" for n in names) + "\n"
     if path.suffix == ".ipynb":
         return notebook(path)

@@ -12,7 +12,18 @@ from halfstep.compat.apex.amp._initialize import close_casts
 from tests.snippets import run_page, snippets
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-NAMES = ("start", "troubleshooting", "faq", "limits", "platforms", "versioning", "security", "compare", "upstream")
+NAMES = (
+    "index",
+    "start",
+    "troubleshooting",
+    "faq",
+    "limits",
+    "platforms",
+    "versioning",
+    "security",
+    "compare",
+    "upstream",
+)
 PAGES = sorted(page for page in [*DOCS.glob("howto/*.md"), *(DOCS / f"{name}.md" for name in NAMES)] if page.exists())
 
 

@@ -71,7 +71,7 @@ def tune(
         TaskError: no such device, or batches that are not the same when asked for again.
 
     Examples:
-        >>> tuning = hs.tune(task, minutes=0.02, compile=False)  # minutes=10 for a model of some size
+        >>> tuning = hs.tune(task, minutes=0.01, compile=False)  # minutes=10 for a model of some size
         >>> policy = tuning.chosen.policy  # str(tuning) is a report
     """
     where = _device(device)
