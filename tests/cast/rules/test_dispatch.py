@@ -300,7 +300,7 @@ def test_dynamo_finds_the_rules_of_operators_that_python_writes(policy: hs.Polic
 
     def loss(x: Tensor) -> tuple[Tensor, ...]:
         low = layer(x)
-        return low**2, 2**low, 1 / low, low.norm(), low**low.detach().abs(), 1 - low, low.exp()
+        return low**2, 2**low, 1 / low, low.norm(), low ** low.detach().abs(), 1 - low, low.exp()
 
     with hs.autocast("cpu", policy=policy):
         eager, compiled = loss(X), torch.compile(loss, fullgraph=True, backend="eager")(X)
