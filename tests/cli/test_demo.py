@@ -103,7 +103,9 @@ def test_ctrl_c_keeps_the_finished_parts_and_names_the_others(
     assert "Not finished: a run in fp16 that goes NaN (interrupted) and accuracy of gpt beside fp32" in shown.out
     assert "Bound by its tail" in shown.out and "Traceback" not in shown.out + shown.err
     texts = " ".join(Page(html.read_text(encoding="utf-8")).texts)
-    assert "accuracy of gpt beside fp32 (interrupted)" in texts and "explained and cured" not in texts
+    assert (
+        "that goes NaN (interrupted) and accuracy of gpt beside fp32." in texts and "explained and cured" not in texts
+    )
     data = json.loads(record.read_text())
     assert len(data["paces"]) == 3 and data["rescue"] is None and data["tasks"] == [] and len(data["missing"]) == 2
 

@@ -131,12 +131,11 @@ def _end(losses: Sequence[float]) -> str:
 
 
 def _missing(units: hs.policy.Units, missing: Sequence[str]) -> Fact:
-    words = []
+    words = [f"Not finished: {listed(list(missing))}."] if missing else []
     if units.device == "cpu":
-        words.append("There is no GPU here: all numbers are of this CPU, and say nothing about the speed of a GPU.")
+        words.append("There is no GPU here: all numbers are of this CPU and are no evidence of a GPU's speed.")
         if not units.fp16:
             words.append("fp16 is emulated: its results are those of a GPU's units, its time is not.")
     words.append("Several devices were not tried.")
     text, *more = words
-    unfinished = (f"Not finished: {listed(list(missing))}.",) if missing else ()
-    return Fact(heading="Not measured", text=text, more=(*unfinished, *more), tone="open" if missing else "")
+    return Fact(heading="Not measured", text=text, more=tuple(more), tone="open" if missing else "")

@@ -62,7 +62,7 @@ class Measured:
     paces: list[tuple[Workload, Pace]] = field(default_factory=list)
     rescue: Rescue | None = None
     comparisons: list[Comparison] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # parts that were not finished, with the reason
+    missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
                 show = part.run(_sharing(watch, phase, done / total, part.weight / total))
             show()
         except KeyboardInterrupt:
-            demo.missing += [f"{each.title} (interrupted)" for each in parts[number:]]
+            demo.missing += [f"{part.title} (interrupted)", *(each.title for each in parts[number + 1 :])]
             return True
         except hs.HalfstepError as error:
             demo.missing.append(f"{part.title} ({error})")
