@@ -159,7 +159,9 @@ def test_what_the_machine_does_not_resolve_is_undecided() -> None:
 
 def test_without_units_what_was_left_out_is_named_with_its_reason() -> None:
     slow = [row(f"{name} bf16", None, slow=40.0) for name in ("torch.amp", "mixed")]
-    words = said(paces(*slow, row("O0", 0.9)), NONE)
+    found = paces(*slow, row("O0", 0.9))
+    words = said(found, NONE)
+    assert "also without units for bf16, as here" in " ".join(conclusions(found, None, (), NONE, ())[1].more)
     assert words.startswith("No low format was timed. halfstep's step in fp32 (O0): 0.90")
     assert "a step took over 40 times fp32's: torch.amp bf16 and mixed bf16; this CPU has no bf16 units." in words
 

@@ -29,7 +29,7 @@ def conclusions(
 ) -> tuple[Fact, ...]:  # fmt: skip
     """Return what the finished parts show, and what was not measured."""
     facts = [_time(workload, made, units) for workload, made in paces]
-    facts += _bytes(paces)
+    facts += _bytes(paces, units)
     facts += [_accuracy(made) for made in comparisons]
     if rescued is not None:
         facts.append(_rescue(rescued))
@@ -78,7 +78,7 @@ def _labels(rows: Sequence[PaceRow]) -> list[str]:
     return [row.label for row in rows]
 
 
-def _bytes(paces: Sequence[tuple[Workload, Pace]]) -> list[Fact]:
+def _bytes(paces: Sequence[tuple[Workload, Pace]], units: hs.policy.Units) -> list[Fact]:
     """Return the bytes between steps of the model with most parameters, and those for backward of the first."""
     found = [made for _, made in paces]
     if not found:
@@ -100,6 +100,8 @@ def _bytes(paces: Sequence[tuple[Workload, Pace]]) -> list[Fact]:
     if larger:
         words = listed([f"{row.label} {state(row.state_bytes)} {state.unit}" for row in larger])
         more.append(f"More than fp32 between steps: {words} (low copies of the weights).")
+    if not units.bf16:
+        more.append("They are saved on any machine, also without units for bf16, as here.")
     return [Fact(heading="Bytes, counted", text=text, more=tuple(more), tone="good")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,7 +104,8 @@ def run_demo(
     if threads < torch.get_num_threads():
         say(out, f"other programs keep this machine busy (load average {load:.1f}): measured with "
                  f"{counted(threads, 'thread')}, and less exactly")  # fmt: skip
-    with threads_of_torch(threads):
+    with threads_of_torch(threads), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
         interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
     say(out)
     say(out, "Conclusions", style="bold")
