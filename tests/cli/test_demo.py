@@ -75,7 +75,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     shown = capsys.readouterr()
     last = shown.out[shown.out.index("\nConclusions\n") :]
     assert last.count("\n- ") == 7 and last.endswith(f"written: {html}\n") and "\x1b" not in shown.out
-    for words in ("- Bound by its tail: ", "Bytes, counted", "Accuracy of gpt", "step 19", "There is no GPU here"):
+    for words in ("- Bound by its tail; ", "Bytes, counted", "Accuracy of gpt", "step 19", "There is no GPU here"):
         assert words.lower() in last.lower(), words
     assert "matmul in module 1, overflow.py:" in last and "Cure, verified by training on: matmul in fp32" in last
     assert "halfstep black box, step 19: overflow of float16" in shown.out  # the verdict as it is printed
@@ -162,8 +162,10 @@ def test_without_units_what_was_left_out_is_named_with_its_reason() -> None:
     found = paces(*slow, row("O0", 0.9))
     words = said(found, NONE)
     assert "also without units for bf16, as here" in " ".join(conclusions(found, None, (), NONE, ())[1].more)
-    assert words.startswith("No low format was timed. halfstep's step in fp32 (O0): 0.90")
-    assert "a step took over 40 times fp32's: torch.amp bf16 and mixed bf16; this CPU has no bf16 units." in words
+    begin = "fp32 is fastest. A step of each low format took over 40 times as long: this CPU has no bf16 units."
+    assert words.startswith(f"{begin} halfstep's step in fp32 (O0): 0.90")
+    some = said(paces(slow[0], row("mixed bf16", 1.5)), NONE)
+    assert "A step took over 40 times fp32's, and was left out: torch.amp bf16: this CPU has no bf16 units." in some
 
 
 def test_a_candidate_that_is_far_slower_has_its_bytes_but_no_turns() -> None:

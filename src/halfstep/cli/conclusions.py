@@ -44,8 +44,11 @@ def interval(ratio: Ratio) -> str:
 def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
     timed = [(row.label, row.to_fp32) for row in made.rows if row.to_fp32 is not None]
     low = [(label, ratio) for label, ratio in timed if not _fp32(label)]
+    slow = [row for row in made.rows if row.slow]
+    least = min((row.slow for row in slow), default=0.0)
+    without = "" if units.bf16 else f": {units.reason}"
     more = []
-    text, tone = "No low format was timed.", "open"
+    text, tone = f"fp32 is fastest. A step of each low format took over {least:.0f} times as long{without}.", ""
     best = ""
     if low:
         best, ratio = min(low, key=lambda pair: pair[1].median)
@@ -61,13 +64,10 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
         words = "halfstep's step in fp32 (O0)" if _fp32(label) else label
         finer = ratio.finer_than(made.control)
         more.append(f"{words}: {'undecided, ' if finer else ''}{interval(ratio)}.")
-    slow = [row for row in made.rows if row.slow]
-    if slow:
-        least = min(row.slow for row in slow)
-        without = "" if units.bf16 else f"; {units.reason}"
-        more.append(f"Left out, as a step took over {least:.0f} times fp32's: {listed(_labels(slow))}{without}.")
+    if low and slow:
+        more.append(f"A step took over {least:.0f} times fp32's, and was left out: {listed(_labels(slow))}{without}.")
     more.append(f"{workload.lesson[:1].upper()}{workload.lesson[1:]}.")
-    return Fact(heading=f"Bound by {workload.bound_by}: {made.about}", text=text, more=tuple(more), tone=tone)
+    return Fact(heading=f"Bound by {workload.bound_by}; {made.about}", text=text, more=tuple(more), tone=tone)
 
 
 def _fp32(label: str) -> bool:
