@@ -155,6 +155,8 @@ def test_what_the_machine_does_not_resolve_is_undecided() -> None:
     noisy = Ratio(median=1.0, low=0.5, high=1.5, rounds=5)
     words = said(paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy))
     assert words.startswith("Undecided: mixed bf16 comes first with 0.80 [0.78, 0.82] of fp32's time.")
+    found = paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy)
+    assert conclusions(found, None, (), BF16, ())[0].tone == "open"
 
 
 def test_without_units_what_was_left_out_is_named_with_its_reason() -> None:

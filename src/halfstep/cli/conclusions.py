@@ -53,7 +53,7 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
     if low:
         best, ratio = min(low, key=lambda pair: pair[1].median)
         if ratio.finer_than(made.control):
-            text = f"Undecided: {best} comes first with {interval(ratio)} of fp32's time."
+            text, tone = f"Undecided: {best} comes first with {interval(ratio)} of fp32's time.", "open"
         elif ratio.median < 1.0:
             text, tone = f"{best} is fastest: {interval(ratio)} of fp32's time.", "good"
         else:
