@@ -55,7 +55,7 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
         if ratio.finer_than(made.control):
             text, tone = f"Undecided: {best} comes first with {interval(ratio)} of fp32's time.", "open"
         elif ratio.median < 1.0:
-            text, tone = f"{best} is fastest: {interval(ratio)} of fp32's time.", "good"
+            text, tone = f"{best} comes first: {interval(ratio)} of fp32's time.", "good"
         else:
             text, tone = f"fp32 is fastest. The nearest low format, {best}, takes {interval(ratio)} of its time.", ""
     for label, ratio in timed:
