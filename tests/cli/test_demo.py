@@ -75,7 +75,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     shown = capsys.readouterr()
     last = shown.out[shown.out.index("\nConclusions\n") :]
     assert last.count("\n- ") == 7 and last.endswith(f"written: {html}\n") and "\x1b" not in shown.out
-    for words in ("- Bound by its tail: ", "Bytes, counted", "Accuracy of gpt", "step 19", "There is no GPU here"):
+    for words in ("- Bound by its tail; ", "Bytes, counted", "Accuracy of gpt", "step 19", "There is no GPU here"):
         assert words.lower() in last.lower(), words
     assert "matmul in module 1, overflow.py:" in last and "Cure, verified by training on: matmul in fp32" in last
     assert "halfstep black box, step 19: overflow of float16" in shown.out  # the verdict as it is printed
@@ -103,7 +103,9 @@ def test_ctrl_c_keeps_the_finished_parts_and_names_the_others(
     assert "Not finished: a run in fp16 that goes NaN (interrupted) and accuracy of gpt beside fp32" in shown.out
     assert "Bound by its tail" in shown.out and "Traceback" not in shown.out + shown.err
     texts = " ".join(Page(html.read_text(encoding="utf-8")).texts)
-    assert "accuracy of gpt beside fp32 (interrupted)" in texts and "explained and cured" not in texts
+    assert (
+        "that goes NaN (interrupted) and accuracy of gpt beside fp32." in texts and "explained and cured" not in texts
+    )
     data = json.loads(record.read_text())
     assert len(data["paces"]) == 3 and data["rescue"] is None and data["tasks"] == [] and len(data["missing"]) == 2
 
@@ -138,7 +140,7 @@ def test_bad_input_is_named_and_nothing_runs(words: list[str], complaint: str) -
 def test_where_a_low_format_is_faster_it_is_said_with_its_interval() -> None:
     words = said(paces(row("torch.amp bf16", 0.8), row("pure bf16", 0.6), row("O0", 1.001)))
     assert words.startswith(
-        "pure bf16 is fastest: 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82]."
+        "pure bf16 comes first: 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82]."
     )
     assert "halfstep's step in fp32 (O0): undecided, 1.00 [0.98, 1.02]." in words
 
@@ -153,13 +155,19 @@ def test_what_the_machine_does_not_resolve_is_undecided() -> None:
     noisy = Ratio(median=1.0, low=0.5, high=1.5, rounds=5)
     words = said(paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy))
     assert words.startswith("Undecided: mixed bf16 comes first with 0.80 [0.78, 0.82] of fp32's time.")
+    found = paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy)
+    assert conclusions(found, None, (), BF16, ())[0].tone == "open"
 
 
 def test_without_units_what_was_left_out_is_named_with_its_reason() -> None:
     slow = [row(f"{name} bf16", None, slow=40.0) for name in ("torch.amp", "mixed")]
-    words = said(paces(*slow, row("O0", 0.9)), NONE)
-    assert words.startswith("No low format was timed. halfstep's step in fp32 (O0): 0.90")
-    assert "a step took over 40 times fp32's: torch.amp bf16 and mixed bf16; this CPU has no bf16 units." in words
+    found = paces(*slow, row("O0", 0.9))
+    words = said(found, NONE)
+    assert "also without units for bf16, as here" in " ".join(conclusions(found, None, (), NONE, ())[1].more)
+    begin = "fp32 is fastest. A step of each low format took over 40 times as long: this CPU has no bf16 units."
+    assert words.startswith(f"{begin} halfstep's step in fp32 (O0): 0.90")
+    some = said(paces(slow[0], row("mixed bf16", 1.5)), NONE)
+    assert "A step took over 40 times fp32's, and was left out: torch.amp bf16: this CPU has no bf16 units." in some
 
 
 def test_a_candidate_that_is_far_slower_has_its_bytes_but_no_turns() -> None:

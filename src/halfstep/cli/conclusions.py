@@ -29,7 +29,7 @@ def conclusions(
 ) -> tuple[Fact, ...]:  # fmt: skip
     """Return what the finished parts show, and what was not measured."""
     facts = [_time(workload, made, units) for workload, made in paces]
-    facts += _bytes(paces)
+    facts += _bytes(paces, units)
     facts += [_accuracy(made) for made in comparisons]
     if rescued is not None:
         facts.append(_rescue(rescued))
@@ -44,15 +44,18 @@ def interval(ratio: Ratio) -> str:
 def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
     timed = [(row.label, row.to_fp32) for row in made.rows if row.to_fp32 is not None]
     low = [(label, ratio) for label, ratio in timed if not _fp32(label)]
+    slow = [row for row in made.rows if row.slow]
+    least = min((row.slow for row in slow), default=0.0)
+    without = "" if units.bf16 else f": {units.reason}"
     more = []
-    text, tone = "No low format was timed.", "open"
+    text, tone = f"fp32 is fastest. A step of each low format took over {least:.0f} times as long{without}.", ""
     best = ""
     if low:
         best, ratio = min(low, key=lambda pair: pair[1].median)
         if ratio.finer_than(made.control):
-            text = f"Undecided: {best} comes first with {interval(ratio)} of fp32's time."
+            text, tone = f"Undecided: {best} comes first with {interval(ratio)} of fp32's time.", "open"
         elif ratio.median < 1.0:
-            text, tone = f"{best} is fastest: {interval(ratio)} of fp32's time.", "good"
+            text, tone = f"{best} comes first: {interval(ratio)} of fp32's time.", "good"
         else:
             text, tone = f"fp32 is fastest. The nearest low format, {best}, takes {interval(ratio)} of its time.", ""
     for label, ratio in timed:
@@ -61,13 +64,10 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
         words = "halfstep's step in fp32 (O0)" if _fp32(label) else label
         finer = ratio.finer_than(made.control)
         more.append(f"{words}: {'undecided, ' if finer else ''}{interval(ratio)}.")
-    slow = [row for row in made.rows if row.slow]
-    if slow:
-        least = min(row.slow for row in slow)
-        without = "" if units.bf16 else f"; {units.reason}"
-        more.append(f"Left out, as a step took over {least:.0f} times fp32's: {listed(_labels(slow))}{without}.")
+    if low and slow:
+        more.append(f"A step took over {least:.0f} times fp32's, and was left out: {listed(_labels(slow))}{without}.")
     more.append(f"{workload.lesson[:1].upper()}{workload.lesson[1:]}.")
-    return Fact(heading=f"Bound by {workload.bound_by}: {made.about}", text=text, more=tuple(more), tone=tone)
+    return Fact(heading=f"Bound by {workload.bound_by}; {made.about}", text=text, more=tuple(more), tone=tone)
 
 
 def _fp32(label: str) -> bool:
@@ -78,7 +78,7 @@ def _labels(rows: Sequence[PaceRow]) -> list[str]:
     return [row.label for row in rows]
 
 
-def _bytes(paces: Sequence[tuple[Workload, Pace]]) -> list[Fact]:
+def _bytes(paces: Sequence[tuple[Workload, Pace]], units: hs.policy.Units) -> list[Fact]:
     """Return the bytes between steps of the model with most parameters, and those for backward of the first."""
     found = [made for _, made in paces]
     if not found:
@@ -100,6 +100,8 @@ def _bytes(paces: Sequence[tuple[Workload, Pace]]) -> list[Fact]:
     if larger:
         words = listed([f"{row.label} {state(row.state_bytes)} {state.unit}" for row in larger])
         more.append(f"More than fp32 between steps: {words} (low copies of the weights).")
+    if not units.bf16:
+        more.append("They are saved on any machine, also without units for bf16, as here.")
     return [Fact(heading="Bytes, counted", text=text, more=tuple(more), tone="good")]
 
 
@@ -131,12 +133,11 @@ def _end(losses: Sequence[float]) -> str:
 
 
 def _missing(units: hs.policy.Units, missing: Sequence[str]) -> Fact:
-    words = []
+    words = [f"Not finished: {listed(list(missing))}."] if missing else []
     if units.device == "cpu":
-        words.append("There is no GPU here: all numbers are of this CPU, and say nothing about the speed of a GPU.")
+        words.append("There is no GPU here: all numbers are of this CPU and are no evidence of a GPU's speed.")
         if not units.fp16:
             words.append("fp16 is emulated: its results are those of a GPU's units, its time is not.")
     words.append("Several devices were not tried.")
     text, *more = words
-    unfinished = (f"Not finished: {listed(list(missing))}.",) if missing else ()
-    return Fact(heading="Not measured", text=text, more=(*unfinished, *more), tone="open" if missing else "")
+    return Fact(heading="Not measured", text=text, more=tuple(more), tone="open" if missing else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class Measured:
     paces: list[tuple[Workload, Pace]] = field(default_factory=list)
     rescue: Rescue | None = None
     comparisons: list[Comparison] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # parts that were not finished, with the reason
+    missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,8 @@ def run_demo(
     if threads < torch.get_num_threads():
         say(out, f"other programs keep this machine busy (load average {load:.1f}): measured with "
                  f"{counted(threads, 'thread')}, and less exactly")  # fmt: skip
-    with threads_of_torch(threads):
+    with threads_of_torch(threads), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
         interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
     say(out)
     say(out, "Conclusions", style="bold")
@@ -132,7 +134,7 @@ def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
                 show = part.run(_sharing(watch, phase, done / total, part.weight / total))
             show()
         except KeyboardInterrupt:
-            demo.missing += [f"{each.title} (interrupted)" for each in parts[number:]]
+            demo.missing += [f"{part.title} (interrupted)", *(each.title for each in parts[number + 1 :])]
             return True
         except hs.HalfstepError as error:
             demo.missing.append(f"{part.title} ({error})")
