@@ -48,7 +48,7 @@ TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colour
 class Settings:
     """How long each part takes."""
 
-    seconds: tuple[float, ...] = (22.0, 18.0, 4.0)  # of timing each workload
+    seconds: tuple[float, ...] = (20.0, 15.0, 4.0)  # of timing each workload
     seeds: int = 5  # the fewest for a verdict
     steps: tuple[tuple[str, int], ...] = (("lenet5", 120), ("gpt", 50))  # of the tasks whose accuracy is compared
     broken_steps: int = 120  # of the run that goes NaN
