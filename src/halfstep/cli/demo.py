@@ -102,8 +102,8 @@ def run_demo(
     load = load_average()
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if threads < torch.get_num_threads():
-        say(out, f"other programs keep this machine busy (load average {load:.1f}): measured with "
-                 f"{counted(threads, 'thread')}, and less exactly")  # fmt: skip
+        say(out, f"this machine was busy in the last minute (load average {load:.1f}; an installation counts too): "
+                 f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
         interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
