@@ -94,7 +94,7 @@ def test_a_program_is_run_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_colon_after_a_drive_names_no_function() -> None:
-    with pytest.raises(HalfstepError, match=r"unknown task .C:.*path/to/file.py:function"):
+    with pytest.raises(HalfstepError, match=r"task 'C:.+train.py' names no function; write C:.+train.py:function"):
         load_task(str(DRIVE))
     with pytest.raises(HalfstepError, match=r"file .C:.+train.py. does not exist"):
         load_task(f"{DRIVE}:task")

@@ -198,7 +198,7 @@ def test_a_story_is_scored_and_the_table_counts_it() -> None:
         "stories": {"a": row, "b": {"died": "no answer in 120 s"}},
     }
     blocks = story_blocks(report)
-    assert "| scale | 1 | 0 of 1 | 1 of 1 | - | 1 of 1 | 1 of 2 | 1 of 1 |" in blocks["stories"]
+    assert "| scale | 0 of 1 | 1 of 1 | - | 1 of 1 | 1 of 2 | 1 of 1 |" in blocks["stories"]
     assert "1 stories gave no answer" in blocks["stories"]
     assert "| hooks | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 1 | 1 |" in blocks["stories peers"]
     assert "`a` (open-mmlab/mmdetection#3690): wrong place" in blocks["stories wrong"]

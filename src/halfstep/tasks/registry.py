@@ -7,8 +7,9 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 
 from torch import nn
 
@@ -72,6 +73,14 @@ def load_model(name: str) -> Task | nn.Module:
     return made
 
 
+class _Source(SourceFileLoader):
+    """Compiles the file as it is: a file that changes twice in a second and keeps its size would give old bytecode."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the compiled file; nothing is written beside it."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def call_function(name: str) -> object:
     """Return what the function at ``path/to/file.py:function`` returns.
 
@@ -85,8 +94,8 @@ def call_function(name: str) -> object:
     path = Path(text)
     if not path.is_file():
         raise TaskError(f"file {text!r} does not exist")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # a .py suffix always finds the source loader
+    spec = importlib.util.spec_from_loader(path.stem, _Source(path.stem, str(path)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
