@@ -19,7 +19,8 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 CORNERS   := --only "lowest libraries" "newest libraries"
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
-# Compiled sources and rewritten tests are kept: without them every process compiles them again, 11 s each.
+# Compiled sources and rewritten tests are kept: without them every process compiles them again, 11 s each. pip compiles
+# nothing (--no-compile): it would compile five times as many files as are imported.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -34,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "halfstep needs Python 3.10 or newer and $(PYTHON) is older; try: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[tasks,dev]'
 	touch $@
 
@@ -79,7 +80,7 @@ format: $(READY)  ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .
 
 $(PEERS): $(READY)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
@@ -87,7 +88,7 @@ bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minut
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
 
 $(PAGES): $(READY)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
@@ -168,7 +169,7 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m tests.architecture.picture
 
 notebooks: $(READY)  ## run docs/notebooks in a Jupyter kernel and write their outputs into them, a minute
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[notebooks]'
 	$(BIN)/python -m benchmarks.notebooks
 

@@ -135,8 +135,8 @@ def environment(corner: Corner, python: str) -> Path:
 
 def install(binary: Path, packages: Sequence[str]) -> None:
     """Install packages into the environment of an interpreter."""
-    command = [str(binary), "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check", *packages]
-    subprocess.run(command, check=True)
+    command = [str(binary), "-m", "pip", "install", "--quiet", "--quiet", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*command, *packages], check=True)
 
 
 def tests_of(corner: Corner) -> list[str]:

@@ -20,6 +20,9 @@ from halfstep.kernels.triton import tables
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+SPILLED = {"3.6": 40, "3.7": 16}
+"""Version of Triton -> bytes of registers that its compiler spills for exponents; later ones: none."""
+
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 
 
@@ -59,7 +62,7 @@ def check_compiled(tmp_path: Path, *arguments: str) -> dict[str, dict[str, int]]
         # what is left above 64: smoothing together with class weights, whose sums need weights and logits in one layout
         most = 96 if "class weights" in kernel else 64
         assert counts.get("registers", 0) <= most, (kernel, counts)
-        spilled = 40 if version("triton").startswith("3.6.") and "exponents" in kernel else 0
+        spilled = SPILLED.get(version("triton")[:3], 0) if "exponents" in kernel else 0
         assert counts.get("spilled", 0) <= spilled, (kernel, counts)
     return found
 
