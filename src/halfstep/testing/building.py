@@ -16,7 +16,7 @@ import torch
 
 import halfstep as hs
 
-__all__ = ["DeviceError", "built", "missing"]
+__all__ = ["DeviceError", "built", "cache_folder", "missing"]
 
 
 class DeviceError(hs.HalfstepError):
@@ -54,7 +54,7 @@ def built(name: str, what: str, source: str, libraries: Sequence[str], error: ty
     assert found is not None and found.origin is not None
     place = Path(found.origin).parent
     key = hashlib.sha256("\n".join([source, torch.__version__, str(place)]).encode()).hexdigest()[:16]
-    library = _cache(error) / f"{name}_{key}.so"
+    library = cache_folder(error) / f"{name}_{key}.so"
     if library.exists():
         return library
     if problem := missing(what):
@@ -73,17 +73,27 @@ def built(name: str, what: str, source: str, libraries: Sequence[str], error: ty
     return library
 
 
-def _cache(error: type[DeviceError]) -> Path:
-    """Return the folder for built libraries: the user's cache, or a private temporary one if that cannot be written."""
+def cache_folder(error: type[DeviceError]) -> Path:
+    """Return the folder for built libraries: the user's cache, or a private temporary one if that does not serve.
+
+    Only this user can write to it, since what lies there is loaded.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _private(folder) and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass  # the temporary one is as good, until the next start of the machine
     folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise error(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+    if not _private(folder):
+        raise error(
+            f"{folder} belongs to another user, or others can write to it; set XDG_CACHE_HOME to a folder of your own"
+        )
     return folder
+
+
+def _private(folder: Path) -> bool:
+    about = folder.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
