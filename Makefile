@@ -149,8 +149,11 @@ faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 stories: $(READY)  ## score the instruments on stories from public trackers, some 10 minutes on a core -> benchmarks/results/stories.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.stories_scored --json benchmarks/results/stories.json
 
-fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour)
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour; FUZZ="--only contents --programs 2000")
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)
+
+fuzz-arguments: $(READY)  ## every wrong argument of every public entry, 2 minutes
+	$(BIN)/python -m tests.fuzz.arguments
 
 zoo: $(READY)  ## transformers' architectures, tiny, under five presets, an hour; goes on where it was cut off -> benchmarks/results/zoo.json
 	$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --parts out/zoo.jsonl --json benchmarks/results/zoo.json

@@ -1,4 +1,4 @@
-"""Write the tables of docs/concepts/ and docs/tables/weights.md from the package; `make tables`.
+"""Write the tables of docs/concepts/, docs/tables/weights.md and weight_rules.md from the package; `make tables`.
 
     python -m benchmarks.concepts [--check]
 
@@ -27,6 +27,7 @@ from benchmarks.lean_tables import lean_blocks
 from benchmarks.markdown import fill, table
 from benchmarks.parameter_bytes import byte_blocks
 from benchmarks.reports import load
+from benchmarks.writes import writes_table
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
 from halfstep.policy.optable import RULES, TABLES
@@ -39,7 +40,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def pages() -> list[Path]:
     """Return the pages that this script writes."""
-    return [*sorted((DOCS / "concepts").glob("*.md")), *(DOCS / "tables").glob("weights.md")]
+    return [*sorted((DOCS / "concepts").glob("*.md")), *sorted((DOCS / "tables").glob("weight*.md"))]
 
 
 # ------------------------------------------------------------------ tables from the code
@@ -168,6 +169,7 @@ def blocks() -> dict[str, str]:
         "record": attributes(StepMetrics, "`record.`"),
         **byte_blocks(),
         **lean_blocks(load("lean.json")),
+        "writes": writes_table(),
         **links(),
     }
 

@@ -171,8 +171,8 @@ def run(case: Case, rank: int, folder: Path, meeting: str, death: Death) -> None
                 death.refused.append(str(error))
                 left = torch.load(files.checkpoints(folder / "runs")[0] / files.STATE, weights_only=True)
                 assert left["state"]["step"] == EVERY
-    if step.saving is not None:
-        step.saving.wait()
+    if step.record.saving is not None:
+        step.record.saving.wait()
     (folder / f"calls-{rank}").write_text(str(death.calls))
     (folder / f"refused-{rank}").write_text(json.dumps(death.refused))
     (folder / f"bits-{rank}").write_text(json.dumps(bits(step, case, rank), sort_keys=True))

@@ -1,8 +1,8 @@
 """Weight averages: an exponential moving average and SWA, with torch's `AveragedModel`, also over low weights.
 
 `AveragedModel` copies the model; a copy of a prepared model has fp32 weights and the same policy. Under `O2` the model
-itself holds low weights; `update_parameters` is given their fp32 values, since an average of rounded weights would not
-see updates smaller than their last bit. A loop of your own over parameters belongs inside `hs.edit_weights(model)`.
+itself holds low weights; `update_parameters`, or a loop of your own over parameters, reads their fp32 values, since an
+average of rounded weights would not see updates smaller than their last bit.
 """
 
 from __future__ import annotations

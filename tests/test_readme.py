@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.nn.functional as F
 
-import halfstep as hs
 from benchmarks.lens_tables import named
-from tests.snippets import run_page, snippets
+from tests.snippets import snippets
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 TEXT = " ".join(README.read_text(encoding="utf-8").split())
 LINES = 150
+FOUND = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
 def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 10)
-    readers_own = {  # what the two loops side by side start from
-        "torch": torch,
-        "F": F,
-        "hs": hs,
-        "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
-        "device": "cpu",
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
-        "loss_fn": lambda model, x, y: F.cross_entropy(model(x), y),
-        "batches": [(torch.randn(32, 64), torch.randint(0, 10, (32,)))] * 2,
-    }
-    assert len(snippets(README)) == 4
-    run_page(README, readers_own)
+READERS_OWN = """
+import torch, torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+import halfstep as hs
+
+device, model = "cpu", torch.nn.Linear(64, 10)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
+batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,)))] * 2
+"""
+"""What the two loops side by side start from."""
+
+
+def test_snippets_run_at_the_top_of_a_script(tmp_path: Path) -> None:
+    blocks = [code for _, code in snippets(README)]
+    script = tmp_path / "script.py"
+    evaluated = "assert float(step.evaluate(x, y)) > 0\n"
+    script.write_text("\n".join([READERS_OWN, *blocks, evaluated]), encoding="utf-8")
+    run = subprocess.run([sys.executable, script], cwd=tmp_path, env=FOUND, capture_output=True, text=True, check=False)
+    assert not run.returncode, run.stderr
+    assert len(blocks) == 4 and "softmax" in run.stdout
     saved = torch.load(tmp_path / "weights.pt")
     assert all(value.dtype is torch.float32 for value in saved.values())
-    assert "softmax" in capsys.readouterr().out
 
 
 def test_it_is_short_and_its_first_screen_states_that_no_gpu_was_measured() -> None:

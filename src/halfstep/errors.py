@@ -7,7 +7,14 @@ torch function would catch, so ``except ValueError`` and ``except RuntimeError``
 from __future__ import annotations
 
 import difflib
+import os
+import warnings
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from sys import _getframe
+
+import torch
 
 __all__ = [
     "AuditError",
@@ -25,11 +32,19 @@ __all__ = [
     "PolicyError",
     "RegionError",
     "ScaleError",
+    "SettingError",
     "StepError",
     "UnbuiltError",
     "WeightsError",
     "did_you_mean",
 ]
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+HERE = str(Path(__file__).parent) + os.sep
+FOLDERS = ("advise", "cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights")
+FILES = ("arguments.py", "errors.py", "events.py", "schema.py", "trees.py")
+OURS = (TORCH, "<frozen", *(HERE + part for part in (*FOLDERS, *FILES)))
+"""Where files begin whose lines no message names: those of torch and of halfstep."""
 
 
 class HalfstepError(Exception):
@@ -52,8 +67,11 @@ class FormatError(HalfstepError, ValueError):
     """A number format that does not exist, or a value a format cannot describe."""
 
 
-class PolicyError(HalfstepError, ValueError):
-    """A policy, rule, preset, operator or module pattern that makes no sense."""
+class PolicyError(HalfstepError, ValueError, RuntimeError):
+    """A policy, rule, preset, operator or module pattern that makes no sense, or a device that torch does not know.
+
+    torch.autocast raises a RuntimeError for a device that does not exist and a ValueError for one that is no string.
+    """
 
 
 class UnbuiltError(HalfstepError, NotImplementedError):
@@ -104,6 +122,10 @@ class StepError(HalfstepError, RuntimeError):
     """A training step that cannot be carried out as asked."""
 
 
+class SettingError(StepError, AttributeError):
+    """A setting that is fixed when its object is built was assigned."""
+
+
 class BatchError(StepError, IndexError):
     """A batch with labels, targets or indices that an operator does not take."""
 
@@ -112,12 +134,30 @@ class CheckpointError(StepError):
     """A checkpoint that cannot be written, is damaged, or is no checkpoint of this training step."""
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near.
+def did_you_mean(word: object, options: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near or it is no text.
 
     Examples:
         >>> hs.errors.did_you_mean("mixd", ["mixed", "O2"])
         "; did you mean 'mixed'?"
     """
+    if not isinstance(word, str):
+        return ""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@cache
+def ours(filename: str) -> bool:
+    """Return whether a file belongs to torch or to halfstep."""
+    return filename.startswith(OURS)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line that led here; in a thread that runs a method of ours, at its lowest line."""
+    frame = _getframe(1)
+    while ours(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry)

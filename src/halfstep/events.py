@@ -1,21 +1,41 @@
 """Events: what a training step returns, and who observes its updates.
 
 `StepResult` is a handle on device tensors, `StepResult.host` its frozen copy in Python numbers. `StepWatcher` is the
-protocol of what observes updates.
+protocol of what observes updates. `hook_weakly` registers a hook that ends with its object.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult", "StepWatcher"]
+__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult", "StepWatcher", "hook_weakly"]
 
 WEIGHTS_ATTRIBUTE = "_halfstep_weights"
 """An optimizer with this attribute steps precise weights behind low parameters, which may have fp32 gradients."""
+
+
+def hook_weakly(register: Callable[[Callable[..., Any]], Any], method: Callable[..., Any]) -> Any:
+    """Register a bound method as a hook; return torch's handle. The hook does not keep its object and ends with it.
+
+    Args:
+        register: such as ``optimizer.register_step_pre_hook``.
+        method: a bound method.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        run = found()
+        return None if run is None else run(*args)
+
+    call.__module__ = method.__module__  # `step.update` knows halfstep's own hooks by it
+    handle = register(call)
+    weakref.finalize(method.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
+    return handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

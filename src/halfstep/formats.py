@@ -251,6 +251,8 @@ def float64_of(tensor: Tensor, *, copy: bool = False) -> Tensor:
         >>> hs.formats.float64_of(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float64
     """
+    if not isinstance(tensor, Tensor) or not isinstance(copy, bool):
+        raise FormatError(f"float64_of takes a tensor, and copy=True or False, and got {tensor!r} and copy={copy!r}")
     place = tensor.device if widest_dtype(tensor.device) is torch.float64 else "cpu"
     return tensor.to(place, torch.float64, copy=copy)
 
@@ -284,7 +286,7 @@ POLICY_DTYPES = frozenset(DTYPE_NAMES)
 LOW_DTYPES = POLICY_DTYPES - {torch.float32}
 """The dtypes of 16 bits: bfloat16 and float16."""
 
-EXMY = re.compile(r"e(\d+)m(\d+)(-noinf)?(-nonan)?(-nosub)?")
+EXMY = re.compile(r"e([0-9]{1,2})m([0-9]{1,2})(-noinf)?(-nonan)?(-nosub)?")
 
 
 def format_of(what: str | torch.dtype | Format) -> Format:
@@ -306,7 +308,7 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     if isinstance(what, Format):
         return what
     for known in FORMATS.values():
-        if what == known.name or (what is not None and what is known.torch_dtype):
+        if (isinstance(what, str) and what == known.name) or (what is not None and what is known.torch_dtype):
             return known
     if isinstance(what, str) and (match := EXMY.fullmatch(what)):
         exponent, mantissa, noinf, nonan, nosub = match.groups()

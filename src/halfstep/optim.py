@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.arguments import FLAG, FRACTION, NOT_NEGATIVE, Kind, check
 from halfstep.errors import WeightsError
 from halfstep.kernels.reference.operators import lion_
 
 __all__ = ["Lion"]
+
+
+RATE = Kind("a tensor with one such number", lambda rate: isinstance(rate, Tensor) and rate.numel() == 1)
+BETAS = Kind(
+    "two numbers from 0 and below 1",
+    lambda betas: (
+        isinstance(betas, (tuple, list)) and len(betas) == 2 and all(FRACTION.has(b) and b < 1 for b in betas)
+    ),
+)
 
 
 class Lion(Optimizer):
@@ -50,12 +60,18 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value, most in (("lr", lr, float("inf")), ("weight_decay", weight_decay, float("inf"))):
-            if not 0 <= value < most:
-                raise WeightsError(f"Lion: {name} must be a finite number from 0 and is {value!r}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise WeightsError(f"Lion: betas must be two numbers from 0 and below 1 and are {betas!r}")
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        check(
+            "Lion",
+            WeightsError,
+            lr=(lr, NOT_NEGATIVE | RATE),
+            betas=(betas, BETAS),
+            weight_decay=(weight_decay, NOT_NEGATIVE),
+            maximize=(maximize, FLAG),
+        )
+        try:
+            super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise WeightsError(f"Lion: params must be parameters or groups of them; torch says: {error}") from error
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "accelerators": 0, "errors": 0, "events": 0, "formats": 0, "ratios": 0, "trees": 0,
+    "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "ratios": 0, "schema": 0, "trees": 0,
     "kernels": 1, "policy": 1,
     "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
@@ -23,13 +23,16 @@ LAYERS: Mapping[str, int] = {
 OUTSIDE = 5
 """Parts of this layer are users of the package: they import its public names, never its inside."""
 
-PUBLIC = frozenset({"", "errors", "formats", "lens", "policy", "ratios", "step", "testing", "trees"})
+PUBLIC = frozenset({"", "arguments", "errors", "formats", "lens", "policy", "ratios", "step", "testing", "trees"})
 """Parts whose `__all__` is public ("" is `halfstep` itself): users of the package import these names and no others."""
 
 ARROWS: Mapping[tuple[str, str], str] = {
+    ("arguments", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("schema", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("lens", "report"): "an audit is written as a page",
+    ("advise", "schema"): "a file of measurements is checked as every other file",
     ("advise", "tasks"): "what is decided is decided for a task, and measured with its tools",
     ("advise", "report"): "a decision, a plan and findings are written as pages",
     ("advise", "testing"): "a plan for a GPU is traced on the fake GPU",

@@ -42,7 +42,9 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "events": (550, "results of a step"),
     "trees": (710, "containers of tensors"),
     "ratios": (870, "times in pairs"),
+    "schema": (1190, "what files must hold"),
     "accelerators": (1030, "any device of torch"),
+    "arguments": (70, "kinds of values"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""
 
@@ -56,7 +58,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 1120, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 1280, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"

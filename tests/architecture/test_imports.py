@@ -112,3 +112,13 @@ def test_importing_halfstep_imports_torch_and_nothing_else_that_is_installed() -
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=path)
     new = set(json.loads(done.stdout)) - set(sys.stdlib_module_names)
     assert new <= {"halfstep", "torch", "__mp_main__"}, new
+
+
+def test_the_first_region_does_not_import_dynamo() -> None:
+    """It would take seconds."""
+    script = (
+        "import sys, torch, halfstep as hs; before = 'torch._dynamo' in sys.modules; "
+        "hs.prepare(torch.nn.Linear(2, 2), policy=hs.Policy.of('mixed', dtype='bf16'))(torch.ones(1, 2)); "
+        "sys.exit('torch._dynamo' in sys.modules and not before)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT.parent)})

@@ -35,7 +35,7 @@ class Limit:
 
 LIMITS: Mapping[str, Limit] = {
     "a good step": Limit(12, 40),
-    "TOML to cast": Limit(8),
+    "TOML to cast": Limit(9),
     "NaN to verdict": Limit(30),
 }
 """Walk -> its limits."""

@@ -72,8 +72,8 @@ def test_without_a_gpu_those_that_it_fits_are_named(tasks: Path) -> None:
         (("gpt", "--policy", "torch.amp"), "is a loop without halfstep"),
         (("gpt", "--devices", "8"), "devices=8 need a way to share the work: shard='ddp' or shard='fsdp2'"),
         (("gpt", "--shard", "fsdp2"), "shard='fsdp2' needs devices=2 or more"),
-        (("gpt", "--devices", "8", "--shard", "zero"), "unknown shard='zero'"),
-        (("gpt", "--device", "tpu"), "device 'tpu'"),
+        (("gpt", "--devices", "8", "--shard", "zero"), "and is 'zero'"),
+        (("gpt", "--device", "tpu"), "device must be one of 'cpu', 'cuda' and is 'tpu'"),
         (("gpt", "--json", "/dev/null/p.json"), "cannot be written"),
     ],
 )

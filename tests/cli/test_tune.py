@@ -72,7 +72,7 @@ def test_without_time_it_writes_fp32_and_what_is_missing(tasks: Path, tmp_path: 
             "there is no .*p.toml.state.json' of an earlier search",
         ),
         (["{tasks}:task", "-o", "{folder}/p.toml", "--target", "speed"], 'target=.speed.; expected "time", "memory"'),
-        (["{tasks}:task", "-o", "{folder}/p.toml", "--dtypes", "fp8"], "dtypes has 'fp8'"),
+        (["{tasks}:task", "-o", "{folder}/p.toml", "--dtypes", "fp8"], "['fp8']"),
         (["{tasks}:moving", "-o", "{folder}/p.toml"], "gave other numbers when it was called again"),
         (["{tasks}:infinite", "-o", "{folder}/p.toml"], "the loss of fp32 is not finite"),
         (["resnet5", "-o", "{folder}/p.toml"], "unknown task 'resnet5'; did you mean 'resnet'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tests.examples.loading import EXAMPLES, load
 
 ROOT = EXAMPLES.parent
 FILES = sorted(EXAMPLES.glob("*.py"))
+AS_SCRIPTS = ("accumulation", "clipping", "dict_batches", "export")  # the others are run so with `make test-hours`
+FOUND = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
 def run(name: str, *args: Any) -> Any:
@@ -80,6 +83,16 @@ def test_a_recipe_says_what_it_shows_and_uses_public_names_only(file: Path) -> N
             assert (node.module or "").split(".")[0] != "halfstep", "recipes write `import halfstep as hs`"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hs":
             assert node.attr in hs.__all__
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.slow if file.stem in AS_SCRIPTS else pytest.mark.hours) for file in FILES],
+    ids=lambda file: file.stem,
+)
+def test_a_recipe_runs_as_a_script(file: Path, tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, file], cwd=tmp_path, env=FOUND, capture_output=True, text=True, check=False)
+    assert not run.returncode, run.stderr
 
 
 # ---------------------------------------------------------------------- the training step

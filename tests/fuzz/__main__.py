@@ -15,7 +15,7 @@ from collections import Counter
 
 import torch
 
-from tests.fuzz.fuzzers import FUZZERS, checker
+from tests.fuzz.fuzzers import FUZZERS, checker, report
 
 
 def main() -> int:
@@ -41,6 +41,7 @@ def main() -> int:
                 found[name] += 1
                 print(f"{name} --seed {seed}: {problem}", flush=True)
         seed += 1
+    print("".join(f"{table}\n" for table in map(report, checks) if table), end="")
     print(", ".join(f"{name}: {done[name]} programs, {found[name]} findings" for name in checks))
     return 1 if found else 0
 

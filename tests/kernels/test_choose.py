@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.errors import UnbuiltError
 from halfstep.kernels import choose, ops
 from halfstep.kernels.choose import OPERATORS, load_kernels, norms_for
 from halfstep.kernels.native.calls import Kernels
@@ -91,3 +92,9 @@ def test_the_table_names_every_operator_and_functions_that_exist() -> None:
 def test_kernels_of_every_operator_are_registered() -> None:
     for name in OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"halfstep::{name}", "CPU")
+
+
+def test_an_unknown_word_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_NATIVE", "bogus")
+    with pytest.raises(UnbuiltError, match="HALFSTEP_NATIVE must be one of '0', '1', 'build' and is 'bogus'"):
+        load_kernels("cpu")

@@ -777,14 +777,14 @@ def test_generators_as_outputs_and_complex_parameters_pass() -> None:
 Case = tuple[Callable[[], Any], str]
 ANY: Any = hs.audit  # what a type checker would refuse
 WRONG: dict[str, Case] = {
-    "a model that is none": (lambda: ANY(loss_fn, data(), loss_fn), "takes a torch.nn.Module and got function"),
+    "a model that is none": (lambda: ANY(loss_fn, data(), loss_fn), "must be a torch.nn.Module and is a function"),
     "one batch": (lambda: hs.audit(mlp(), data()[0], loss_fn), r"\(1 argument\): missing .* 'y'; .* write \[batch\]"),
     "a tensor": (lambda: hs.audit(mlp(), torch.ones(3, 16), loss_fn), "is a Tensor; for one batch write"),
     "nothing": (lambda: hs.audit(mlp(), iter(()), loss_fn), "gave no batch: an iterator may be used up"),
     "no steps": (lambda: hs.audit(mlp(), data(), loss_fn, steps=0), "steps must be a whole number from 1 and is 0"),
-    "a shadow": (lambda: hs.audit(mlp(), data(), loss_fn, shadow="bf16"), "shadow='bf16'; expected 'fp32'"),
+    "a shadow": (lambda: hs.audit(mlp(), data(), loss_fn, shadow="bf16"), "one of 'fp32', 'fp64' and is 'bf16'"),
     "no loss": (lambda: ANY(mlp(), data(), 3), "loss_fn must be callable"),
-    "no optimizer": (lambda: ANY(mlp(), data(), loss_fn, BF16, 3), "a torch optimizer or None and is int"),
+    "no optimizer": (lambda: ANY(mlp(), data(), loss_fn, BF16, 3), "a torch optimizer or None and is 3"),
     "another's": (lambda: hs.audit(mlp(), data(), loss_fn, BF16, adamw(mlp())), "AdamW holds no parameter"),
     "frozen": (lambda: hs.audit(mlp().requires_grad_(False), data(), loss_fn, BF16), "no parameter that requires"),
     "no window": (lambda: hs.audit(mlp(), data(), loss_fn, accumulate=0), "accumulate must be .* from 1 and is 0"),

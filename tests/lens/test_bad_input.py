@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import pytest
@@ -363,8 +363,8 @@ def test_a_batch_on_another_device_is_torchs_own_error_and_the_next_batch_trains
 def test_a_disk_that_fills_up_is_said_once_and_training_goes_on(
     by_hand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(content: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(content: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")  # so says torch
 
     monkeypatch.setattr(torch, "save", full)
@@ -393,7 +393,7 @@ def test_a_disk_that_fills_up_is_said_once_and_training_goes_on(
 def test_reports_are_bounded_in_number_where_evidence_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(content: object, path: Path) -> None:
+    def full(content: object, file: IO[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
@@ -489,7 +489,7 @@ def test_what_is_no_evidence_is_one_line_and_exit_code_2(evidence: Path) -> None
     task = f"{evidence.parent / 'tasks.py'}:task"
     for file, words in (
         (half, "cannot read"),
-        (other, "holds no evidence of a halfstep black box"),
+        (other, "it was cut off, or written before evidence had one"),
         (evidence.with_suffix(".txt"), "cannot read"),
         (evidence.parent, "is a folder"),
         (evidence.parent / "absent.pt", "does not exist"),
@@ -540,7 +540,7 @@ def test_evidence_that_is_finite_under_other_code_is_advised_to_be_given_that_of
 def test_a_black_box_that_is_no_folder_is_refused_before_anything_changes(wrong: Any) -> None:
     model = nn.Linear(4, 4)
     kind = type(model)
-    with pytest.raises(StepError, match="expected True, False, or a folder for evidence files"):
+    with pytest.raises(StepError, match="must be True or False or a folder for evidence files"):
         hs.TrainStep(model, sgd(model), squared, policy=BF16, blackbox=wrong)
     assert type(model) is kind
 

@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -479,8 +479,8 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: p
 def test_a_full_disk_leaves_no_half_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(content: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(content: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

@@ -199,6 +199,6 @@ def test_a_replay_without_room_ends_no_training(error: BaseException, caplog: py
 def test_the_limit_is_a_number_of_bytes(limit: Any) -> None:
     history = History(torch.nn.Linear(2, 2))
     before = history.limit
-    with pytest.raises(StepError, match=r"^history.limit is a number of bytes, a whole one from 0, and was set to"):
+    with pytest.raises(StepError, match=r"^history: limit must be a number of bytes, a whole number from 0 and is"):
         history.limit = limit
     assert history.limit == before

@@ -205,7 +205,7 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(StepError, match=words):
             hs.BlackBox(*arguments)
-    with pytest.raises(StepError, match="evidence must be a folder's path or None and is 3.5"):
+    with pytest.raises(StepError, match="BlackBox: evidence must be a path or None and is 3.5"):
         hs.BlackBox(model, squared, evidence=3.5)  # type: ignore[arg-type]
 
 
@@ -233,7 +233,8 @@ def pasted(cure: hs.lens.Cure, model: nn.Module, inputs: tuple[Any, ...]) -> Ten
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], list[str]]] = {
     "the module after it divides by what was too large": (
-        lambda: convolutions(nn.GroupNorm(2, 8), 1), images, ["conv2d in fp32", "bf16 instead of fp16"],
+        lambda: convolutions(nn.GroupNorm(2, 8), 1), images,
+        ["conv2d in fp32", "module 1 in fp32", "bf16 instead of fp16"],
     ),
     "the first module is too large, and it returns fp32 as it was given": (
         lambda: convolutions(nn.BatchNorm2d(8), 0), images,

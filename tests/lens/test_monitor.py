@@ -478,7 +478,7 @@ def test_a_compiled_model_is_watched_without_a_break_or_a_second_compilation() -
     ("make", "words"),
     [
         (lambda m, o: hs.Monitor(o), "watches a TrainStep or a model and was given SGD"),
-        (lambda m, o: hs.Monitor(m, o, every=0, format="fp16"), "every=0"),
+        (lambda m, o: hs.Monitor(m, o, every=0, format="fp16"), "every must be a whole number from 1 and is 0"),
         (lambda m, o: hs.Monitor(m), r"pass the one that trains the model, Monitor\(model, optimizer\)"),
         (lambda m, o: hs.Monitor(m, o), "pass format='fp16'"),
         (lambda m, o: hs.Monitor(trained(POLICIES["fp32"]), o), "knows the step's own optimizer"),

@@ -129,7 +129,11 @@ def test_nothing_is_changed_by_a_trial(made: list[Trials], policy: str, fails: b
     def state() -> list[Any]:
         tensors = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
         tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        return [list(map(id, model.parameters())), [t.detach().clone() for t in tensors], vars(optimizer)["count"]]
+        return [
+            list(map(id, model.parameters())),
+            [Tensor.detach(t).clone() for t in tensors],
+            vars(optimizer)["count"],
+        ]
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         before[:] = before or state()

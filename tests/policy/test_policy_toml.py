@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -87,8 +89,9 @@ def test_an_empty_text_is_the_default() -> None:
         ("[scale]\nintervall = 3", r"unknown key 'intervall' in \[scale\].*did you mean 'interval'\?"),
         ("[scale]\ninit = -1.0", r"\[scale\] of a policy: scale rule: init=-1.0"),
         ("preset = 'mixd'", r"unknown preset 'mixd'.*did you mean 'mixed'\?"),
-        ("preset = ['mixed']", "a policy is a preset's name"),
+        ("preset = ['mixed']", "it is a preset's name"),
         ("dtype = 16", "policy: dtype=16; expected one of"),
+        ("dtype = {}", "policy: dtype={}; expected one of"),
         ("ops = [['softmax']]", "policy: ops contains"),
         ("ops = 'softmax'", "policy: ops='softmax'"),
         ("dtype = \nname = 3", "a policy's TOML does not parse: .*line 1"),
@@ -107,3 +110,87 @@ def test_errors_name_the_key(text: str, message: str) -> None:
 def test_what_is_not_built_yet_has_an_error_of_its_own(text: str, what: str) -> None:
     with pytest.raises(UnbuiltError, match=rf"{what} cannot run yet: products in fp8 are missing; .* preset 'O2'"):
         Policy.from_toml(text)
+
+
+def nested(depth: int) -> str:
+    return f"ops = {'[' * depth}{']' * depth}"
+
+
+HOSTILE = {
+    "deep arrays": (nested(100_000), "deeper than 8"),
+    "arrays deeper than the longest rule": (nested(9), "deeper than 8"),
+    "a key of many parts": (".".join(["a"] * 20_000) + " = 1", "deeper than 8"),
+    "a table of many parts": ("[" + ".".join(["a"] * 20_000) + "]", "deeper than 8"),
+    "quoted parts": (".".join(['"=,"'] * 20_000) + " = 1", "deeper than 8"),
+    "parts behind a text of several lines": (
+        f"x = {{a = '''\n\"''', {'.'.join('a' * 20_000)} = \"\"}}",
+        "deeper than 8",
+    ),
+    "20,000 keys": ("\n".join(f"k{i} = 1" for i in range(20_000)), "unknown key 'k0'"),
+    "20,000 patterns": (
+        "ops = [" + ", ".join(f"['*[a-z{i}]*', 'low']" for i in range(20_000)) + "]",
+        "ops has 20000 rules; at most 2000",
+    ),
+    "more values than a policy has": ("ops = [" + "1," * 110_000 + "]", "more than 100000 keys and values"),
+    "long": ("#" * (1 << 20) + "\n", "has 1048577 characters"),
+    "a long text": ("dtype = '" + "k" * 300_000 + "'", "a text of 300000 characters"),
+    "a long key": ("k" * 300_000 + " = 1", "a text of 300000 characters"),
+    "integer beyond 64 bits": ("scale = 9223372036854775808", "integer beyond 64 bits"),
+    "integer beyond float": ("scale = 1" + "0" * 400, "integer beyond 64 bits"),
+    "integer beyond Python's digits": ("scale = 1" + "0" * 5000, "does not parse: Exceeds the limit|beyond 64 bits"),
+    "hexadecimal integer": ("[scale]\ninterval = 0x1" + "0" * 50_000, "integer beyond 64 bits"),
+    "scale beyond fp32": ("scale = 1e39", "a positive number in fp32"),
+    "scale below fp32": ("scale = 1e-46", "a positive number in fp32"),
+    "digits of another script": ("dtype = 'e３m４'", "policy: dtype='e３m４'; expected one of"),
+    "letters of another script": ("dtype = 'еЗm4'", "policy: dtype='еЗm4'; expected one of"),
+    "thousands of bits": ("dtype = 'e" + "1" * 500 + "m4'", "expected one of"),
+    "half a character": ("name = '\ud800'", "does not parse: .*surrogates"),
+    "a NUL": ("name = '\0'", "does not parse"),
+    "a file as the preset": ("preset = 'policy.toml'", "unknown preset 'policy.toml'"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_text_is_refused_in_words(what: str) -> None:
+    text, message = HOSTILE[what]
+    with pytest.raises(PolicyError, match=message) as caught:
+        Policy.from_toml(text)
+    assert len(str(caught.value)) < 2000
+
+
+def test_the_parts_of_no_key_count() -> None:
+    """Dots in strings and comments."""
+    dots = ".".join("a" * 100)
+    text = f"# {dots}\nname = '''\n{dots}'''\nmodules = [['{dots}', 'fp32'], [\"{dots}\\\"{dots}\", 'keep']]"
+    assert len(Policy.from_toml(text).modules) == 2
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("preset = 'O2'", encoding="utf-8-sig")
+    assert Policy.of(file) == PRESETS["O2"]
+
+
+def test_text_that_is_none() -> None:
+    for value in (b"name = 'x'", None):
+        with pytest.raises(PolicyError, match="Policy.from_toml takes the text of a policy, not"):
+            Policy.from_toml(value)  # type: ignore[arg-type]
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    large, binary, pipe = tmp_path / "large.toml", tmp_path / "binary.toml", tmp_path / "pipe.toml"
+    large.write_bytes(b"#" * ((1 << 20) + 1))
+    binary.write_bytes(b"\xff\xfe")
+    wanted = {
+        large: "at most 1048576 are expected",
+        binary: "codec can't decode",
+        tmp_path / "absent.toml": "No such file",
+        tmp_path / "nul\0.toml": "null",
+        tmp_path: "is a folder",
+    }
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(pipe)
+        wanted |= {pipe: "only a plain file", Path("/dev/zero"): "only a plain file"}
+    for path, message in wanted.items():
+        with pytest.raises(PolicyError, match=f"cannot read the policy file .*{message}"):
+            Policy.of(path)

@@ -34,6 +34,29 @@ class Net(nn.Module):
         self.register_buffer("inverse_frequency", torch.ones(4))
 
 
+class Gate(nn.Module):
+    """A router: a parameter of its own, and a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.statics = nn.Linear(4, 4)
+
+
+class Declaring(nn.Module):
+    """What a transformers model declares, on class and instance."""
+
+    _keep_in_fp32_modules = ["wo"]  # as transformers does
+    _keep_in_fp32_modules_strict = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keep_in_fp32_modules_strict = {"gate.weight", "statics", "sinks", "n*m", "missing"}
+        self.gate, self.wo, self.wide = Gate(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.Sequential(nn.Linear(4, 4))
+        self.sinks, self.weights = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a device have given units."""
@@ -339,6 +362,32 @@ class TestPlan:
         }
         assert modules["block.0"].reason == "modules: 'block' = 'fp32'"
         assert modules["block.1"].kind == "LayerNorm"
+
+    @pytest.mark.parametrize("name", ["mixed", "O2", "pure", "lean", "torch"])
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+    def test_of_what_a_model_declares_to_be_fp32(self, name: str, dtype: str) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), Declaring())
+        plan = resolve(Policy.of(name, dtype=dtype), model, "cpu")
+        always, narrow = {"1.gate", "1.gate.statics", "1.norm", "1.norm.0"}, {"1.wo"}
+        modules = {module.path for module in plan.modules if module.rule == "fp32"}
+        ignored = dtype == "fp32" or name == "torch"
+        assert modules == (set() if ignored else always if dtype == "bf16" else always | narrow)
+        if plan.policy.params == "low":
+            low = {"0.weight", "0.bias", "1.weights", "1.wide.weight", "1.wide.bias"}
+            low |= {"1.wo.weight", "1.wo.bias"} if dtype == "bf16" else set()
+            assert {parameter.name for parameter in plan.parameters if parameter.low} == low
+            reasons = {parameter.name: parameter.reason for parameter in plan.parameters}
+            assert reasons["1.sinks"] == "Declaring._keep_in_fp32_modules_strict has 'sinks'"
+            assert "1.gate (Gate): fp32 because Declaring._keep_in_fp32_modules_strict has 'gate.weight'" in str(plan)
+
+    def test_of_a_users_pattern_over_what_a_model_declares(self) -> None:
+        policy = Policy.of("O2", dtype="bf16").with_modules({"*.gate": "low", "1": "keep"})
+        rules = {module.path: module.rule for module in resolve(policy, nn.Sequential(Net(), Declaring())).modules}
+        assert rules["1.gate"] == rules["1.norm"] == "keep"
+        policy = Policy.of("O2", dtype="bf16").with_modules({"*.gate": "low"})
+        plan = resolve(policy, nn.Sequential(Net(), Declaring()))
+        assert {p.name: p.low for p in plan.parameters}["1.gate.weight"]
+        assert {module.path: module.rule for module in plan.modules}["1.norm.0"] == "fp32"
 
     def test_changes_nothing(self) -> None:
         model = Net()

@@ -59,6 +59,13 @@ class OwnLoop(Entry):
         """Train `job`."""
         model, optimizer, scaler = hs.prepare(job.model, job.optimizer(job.model.parameters()), policy=policy)
         scale = scaler.get_scale()
+        unscaled = scale != 1.0 and not self.scaling
+        with pytest.warns(UserWarning, match="loss that was not scaled") if unscaled else nullcontext():
+            self.train(model, optimizer, scaler, job)
+        return Trained(model, optimizer, len(job.windows), model, name=_told(model), scale=scale)
+
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: hs.GradScaler, job: Job) -> None:
+        """Run the loop."""
         for window in job.windows:
             for batch in window:
                 loss = job.loss(model, *batch).float() / len(window)
@@ -70,7 +77,6 @@ class OwnLoop(Entry):
             else:
                 optimizer.step()
             optimizer.zero_grad()
-        return Trained(model, optimizer, len(job.windows), model, name=_told(model), scale=scale)
 
 
 class Later(Entry):

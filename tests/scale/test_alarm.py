@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import halfstep as hs
 from halfstep.errors import ScaleError
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import GradScaler
@@ -126,3 +128,75 @@ def test_hysteresis_forgives() -> None:
         one_step(scaler, optimizer, bad=bad)
         scales.append(scaler.get_scale() / 2.0**16)
     assert scales == [1.0, 0.5, 0.25, 0.25, 0.25, 0.5, 0.5, 0.25]
+
+
+# ---------------------------------------------------------------------- gradients that were not scaled
+
+
+def own_loop(policy: hs.Policy, optimizers: int = 1) -> tuple[nn.Module, list[torch.optim.Optimizer], GradScaler]:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(optimizers)))
+    made = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
+    hs.prepare(model, policy=policy)
+    _, made, scaler = hs.prepare([model], made, policy=policy)
+    return model, made, scaler
+
+
+def backward(model: nn.Module, scaler: Any = None) -> None:
+    loss = model(torch.randn(2, 4)).float().square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+@pytest.mark.parametrize("preset", ["mixed", "O2", "pure"])
+def test_a_step_without_the_scaler_that_prepare_returned_warns_once(preset: str) -> None:
+    model, optimizers, _ = own_loop(hs.Policy.of(preset, dtype="fp16"), 2)
+    for optimizer in optimizers:
+        optimizer.step()  # there are no gradients yet
+    for number in range(2):
+        backward(model)
+        for optimizer in optimizers:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert len(caught) == (number == 0)
+            for one in caught:
+                assert one.filename == __file__ and "scaler.step(optimizer)" in str(one.message)
+                assert "below 6e-08 are zero" in str(one.message) and "65536" in str(one.message)
+
+
+@pytest.mark.parametrize("preset", ["mixed", "O2"])
+@pytest.mark.parametrize(
+    "way", ["step", "unscale", "torchs", "another", "again", "unprepared", "unscaled", "in a step"]
+)
+def test_no_step_warns_that_is_scaled_or_need_not_be(preset: str, way: str) -> None:
+    policy = hs.Policy.of(preset, dtype="fp16")
+    if way == "unscaled":
+        policy = policy.replace(scale="none")
+    scaler: Any
+    model, (optimizer,), scaler = own_loop(policy)
+    if way == "unprepared":
+        hs.unprepare(model)
+        scaler = None
+    elif way == "trained":
+        step = hs.TrainStep(model, optimizer, lambda m, x: m(x).float().square().mean(), policy=policy, clip_value=1.0)
+        step(torch.randn(2, 4))
+        way, scaler = "unscaled", None
+    elif way == "again":
+        _, _, scaler = hs.prepare(model, optimizer, policy=policy)
+    elif way == "torchs":
+        scaler = torch.amp.GradScaler("cpu") if preset == "mixed" else scaler  # torch's takes no low gradients
+    elif way == "another":
+        scaler = hs.GradScaler("cpu")
+    backward(model, scaler)
+    if way in {"unscale", "another"}:
+        scaler.unscale_(optimizer)
+    if way in {"unscale", "another", "unscaled", "unprepared"}:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    assert not [hook for hook in optimizer._optimizer_step_pre_hooks.values() if "Expected" in repr(hook)]
+
+
+def test_bf16_expects_no_scaler() -> None:
+    model, (optimizer,), _ = own_loop(hs.Policy.of("O2", dtype="bf16"))
+    backward(model)
+    optimizer.step()

@@ -52,7 +52,7 @@ def test_settings_are_read_and_set() -> None:
         ({"enabled": "yes"}, "enabled='yes' is a str; expected True or False"),
         ({"floor": 2.0**17}, "init=65536.0 is outside [131072.0"),
         ({"ceiling": 2.0}, "init=65536.0 is outside"),
-        ({"hysteresis": 0}, "hysteresis=0"),
+        ({"hysteresis": 0}, "GradScaler: hysteresis must be a whole number from 1 and is 0"),
         ({"rule": "tourch"}, "rule='tourch'; expected a ScaleRule or one of halfstep, torch"),
         ({"rule": "tourch"}, "did you mean 'torch'?"),
         ({"rule": 3}, "rule=3; expected a ScaleRule"),

@@ -721,9 +721,9 @@ def test_copies_of_a_step_choose_for_themselves_or_keep_the_choice(
     assert isinstance(early, Undecided)
     assert early.clip_norm == 0.5
     step(*batch())
-    assert vars(early)["choice"] is None
+    assert vars(early)["_choice"] is None
     early(*batch())
-    assert vars(early)["choice"].rounds
+    assert vars(early)["_choice"].rounds
     unmeasured()
     late = copied(step)
     assert type(late) is hs.TrainStep

@@ -114,7 +114,7 @@ def test_a_record_waits_for_its_copy_and_nobody_for_the_record() -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_a_wrong_interval_is_refused(every: Any) -> None:
-    with pytest.raises(StepError, match="expected a whole number of updates from 1"):
+    with pytest.raises(StepError, match="every must be a whole number from 1"):
         make().metrics(every=every)
 
 

@@ -326,13 +326,20 @@ def test_a_class_rule_on_leaves() -> None:
     assert dtypes == [FP32]
 
 
-def test_fp32_module_gives_outputs_in_its_inputs_format() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    hs.prepare(model, policy=policy("O2").with_modules({"1": "fp32"}))
-    dtypes: list[torch.dtype] = []
-    model[1].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    model(X)
-    assert dtypes == [BF16] and model[1].weight.dtype is FP32
+@pytest.mark.parametrize("name", ["mixed", "O2", "pure", "O3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_outputs_of_an_fp32_module_are_not_rounded(name: str, tied: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32, bias=False), nn.Linear(32, 4))
+    if tied:
+        model[2].weight = model[0].weight
+    hs.prepare(model, policy=policy(name).with_modules({"2": "fp32"}))
+    seen: list[Tensor] = []
+    for layer in (1, 2, 3):
+        model[layer].register_forward_hook(lambda m, i, o: seen.append(o))
+    model(torch.arange(32))
+    assert [output.dtype for output in seen] == [BF16, FP32, BF16] and model[2].weight.dtype is FP32
+    assert torch.equal(seen[1], seen[0].float() @ model[2].weight.T)
 
 
 @pytest.mark.parametrize("rule", ["keep", "low", "fp32"])
@@ -838,3 +845,23 @@ def test_an_optimizer_that_loaded_its_state_before_it_was_prepared_is_refused() 
     _, late, _ = hs.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
     late.load_state_dict(saved)
     assert late.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("policy", ["O0", "mixed"])
+def test_a_model_that_came_low_trains_in_fp32_on_low_and_wide_inputs(policy: str, dtype: torch.dtype) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()  # type: ignore[no-any-return]
+
+    x, found = torch.randn(4, 1, 3, 3).to(dtype), []
+    for batch in (x, x.float()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).to(dtype)
+        step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy=policy)
+        found.append(float(step(batch).loss))
+        assert {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()} == {FP32}
+    assert found[0] == found[1]
+    wide = nn.Linear(2, 2)
+    wide.register_buffer("table", torch.ones(2).to(dtype))
+    hs.prepare(wide, policy=policy)
+    assert cast(Tensor, wide.table).dtype is dtype  # the user's choice in a model that is not low

@@ -433,7 +433,7 @@ def test_compiled_code_copies_and_metrics() -> None:
 
 @pytest.mark.parametrize("retry", [-1, 2.0, "yes", None, torch.tensor(True)])
 def test_arguments_that_make_no_sense(retry: Any) -> None:
-    with pytest.raises(StepError, match="retry must be True, False or the most attempts, a whole number from 0"):
+    with pytest.raises(StepError, match="retry must be True or False or the most attempts, a whole number from 0"):
         plain_step(retry=retry)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import signal
+import socket
+import subprocess
 import threading
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +26,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import CheckpointError, StepError
-from halfstep.step.checkpoints import files
+from halfstep.step.checkpoints import files, writers
 from halfstep.step.checkpoints.generators import check_generators
+from halfstep.step.saved import check_scheduler
 
 POLICIES = {
     "mixed": hs.Policy.of("mixed", dtype="fp16"),
@@ -135,7 +140,8 @@ def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
     assert names(tmp_path / "000004-step-4") == ["manifest.json", "state.pt"]
     hs.save(made(), tmp_path, keep=3)  # a run that began anew: its checkpoint is the last, not the one of most steps
     assert names(tmp_path) == ["000003-step-3", "000004-step-4", "000005-step-0"]
-    assert hs.load(step, tmp_path).step == 0
+    with pytest.warns(UserWarning, match="000005-step-0 was saved by another run, process .*, than this step's"):
+        assert hs.load(step, tmp_path).step == 0
     hs.save(step, tmp_path, keep=None)
     assert len(names(tmp_path)) == 4
 
@@ -278,7 +284,7 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
     step = made(accumulate=2)
     with pytest.raises(CheckpointError, match="writes into a folder.*'run.pt' is the name of a file"):
         hs.save(step, "run.pt")
-    with pytest.raises(CheckpointError, match="keep=0; expected a whole number from 1"):
+    with pytest.raises(CheckpointError, match="keep must be a whole number from 1 or None and is 0"):
         hs.save(step, tmp_path, keep=0)
     with pytest.raises(CheckpointError, match="has no checkpoint.*missing_ok=True"):
         hs.load(step, tmp_path / "none")
@@ -331,7 +337,7 @@ def test_without_a_signal_the_run_is_the_same_and_a_late_one_is_reported(
         random.setstate(random_state)
         assert len(train(step)) == len(expected)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert "after the last update" in caplog.text and names(tmp_path) == [] and step.preemption is None
+    assert "after the last update" in caplog.text and names(tmp_path) == [] and step.record.preemption is None
 
 
 def test_an_update_that_ends_before_ranks_agree_that_it_is_the_last_ends_the_run(
@@ -353,7 +359,7 @@ def test_an_update_that_ends_before_ranks_agree_that_it_is_the_last_ends_the_run
 
 
 def test_what_is_no_signal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="signals: 'SIGTERM' is no signal; expected such as signal.SIGTERM"):
+    with pytest.raises(CheckpointError, match="signals must be numbers of signals, such as signal.SIGTERM"):
         hs.on_preemption(made(), tmp_path, signals=["SIGTERM"])  # type: ignore[list-item]
 
 
@@ -568,3 +574,205 @@ def test_a_state_that_torch_saved_loads_as_it_is(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         loaded = hs.load(other := made(seed=1), tmp_path / "step.pt")
     assert same(step, other) and loaded.notes == ()
+
+
+# ---------------------------------------------------------------------- files of others
+
+
+def rewritten(checkpoint: Path, change: Any) -> None:
+    """Put what `change` makes of the manifest in its place."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    change(manifest)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+EMPTY = {"bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m["files"].update({"pipe": EMPTY}), "pipe is a pipe or a device"),
+        (lambda m: m["files"].update({"link": EMPTY}), "link is a link"),
+        (lambda m: m["files"].update({"/dev/zero": EMPTY}), "the key '/dev/zero'.*the name of a file in this folder"),
+        (lambda m: m["files"].update({"../outside": EMPTY}), "the name of a file in this folder"),
+        (lambda m: m["files"].update({"..": EMPTY}), "the name of a file in this folder"),
+        (lambda m: m["files"].pop("state.pt"), "files: 'state.pt' is missing"),
+        (lambda m: m["files"]["state.pt"].update(bytes=-1), "bytes: -1, expected a whole number from 0"),
+        (lambda m: m.update(format=2), "of another format than 1"),
+        (lambda m: m.update(format=10**400), "format: a number of 1329 bits"),
+        (lambda m: m.update(ranks=2), "state.pt is of another checkpoint than manifest.json"),
+        (lambda m: m.update(files=[]), "files: a list of 0, expected a dict"),
+    ],
+)
+def test_a_manifest_is_checked_before_a_file_is_read(tmp_path: Path, change: Any, reason: str) -> None:
+    checkpoint = hs.save(made(), tmp_path / "run").path
+    os.mkfifo(checkpoint / "pipe")
+    (tmp_path / "outside").touch()
+    (checkpoint / "link").symlink_to(tmp_path / "outside")
+    rewritten(checkpoint, change)
+    with pytest.raises(CheckpointError, match=rf"{reason}.*; nothing was loaded$"):
+        hs.load(made(), checkpoint)
+
+
+def test_a_compressed_file_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
+    torch.save({"model": torch.zeros(1 << 16)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb:
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name))
+    with pytest.raises(CheckpointError, match="its parts are compressed"):
+        hs.load(made(), tmp_path / "bomb.pt")
+
+
+# ---------------------------------------------------------------------- several runs in one folder
+
+GONE = f"{socket.gethostname()}:4194305:1"  # no process has this number
+ELSEWHERE = "other-host:17:1"
+
+
+@pytest.fixture
+def alive() -> Iterator[str]:
+    """A process of this host that has not started this one."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield f"{socket.gethostname()}:{process.pid}:{writers._facts(process.pid)[1]}"
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_a_folder_in_which_another_process_saves_is_refused_by_its_name(tmp_path: Path, alive: str) -> None:
+    (tmp_path / ".lock").symlink_to(f"{alive}:12345678")
+    with pytest.raises(CheckpointError, match=rf"another save into .* by process {alive.split(':')[1]} on"):
+        hs.save(made(), tmp_path)
+    assert names(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize(
+    "process", [GONE, ELSEWHERE, "x", writers.this_process()], ids=["gone", "elsewhere", "x", "own"]
+)
+def test_a_lock_that_was_left_blocks_nothing(tmp_path: Path, process: str) -> None:
+    (tmp_path / ".lock").symlink_to(f"{process}:12345678")
+    assert hs.save(made(), tmp_path).path.is_dir() and names(tmp_path) == ["000001-step-0"]
+
+
+def test_a_run_that_is_alive_keeps_its_folder(tmp_path: Path, alive: str) -> None:
+    checkpoint = hs.save(made(), tmp_path).path
+    rewritten(checkpoint, lambda manifest: manifest.update(process=alive, run="other"))
+    step = made()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="000001-step-0 was saved by another run, process .* which is alive"):
+            hs.save(step, tmp_path)
+    rewritten(checkpoint, lambda manifest: manifest.update(process=GONE))
+    hs.save(step, tmp_path)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_run_on_another_host_is_seen_by_its_checkpoints(tmp_path: Path) -> None:
+    step = made()
+    for _ in range(3):
+        hs.save(step, tmp_path, keep=1)
+    other = hs.save(made(), tmp_path, keep=1).path
+    rewritten(other, lambda manifest: manifest.update(process=ELSEWHERE))
+    assert names(tmp_path) == ["000003-step-0", "000004-step-0"]  # each run prunes its own
+    with pytest.raises(CheckpointError, match="another run, process 17 on other-host, since this one has"):
+        hs.save(step, tmp_path)
+    with pytest.warns(UserWarning, match="another run, process 17 on other-host, than that of 000003-step-0, the one"):
+        loaded = hs.load(new := made(), tmp_path)
+    assert len(loaded.notes) == 1
+    hs.save(new, tmp_path, keep=1)  # it goes on with the run that it has loaded
+    assert names(tmp_path) == ["000003-step-0", "000005-step-0"]
+
+
+def test_a_save_whose_lock_was_taken_over_completes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = made()
+    write = files.write_state
+
+    def slow(path: Path, state: object) -> Any:
+        entry = write(path, state)
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").symlink_to(f"{ELSEWHERE}:12345678")
+        return entry
+
+    monkeypatch.setattr(files, "write_state", slow)
+    with pytest.raises(CheckpointError, match="another save into .* by process 17 on other-host"):
+        hs.save(step, tmp_path)
+    assert names(tmp_path) == [".lock"]
+
+
+# ---------------------------------------------------------------------- what is saved can be loaded
+
+
+class Growing(torch.optim.SGD):
+    """An optimizer with options that torch's do not have."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group.update(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"growth": math.inf},
+        {"low": -math.inf, "unknown": math.nan},
+        {"large": 10**400},
+        {"pair": (1.0, None), "history": [1.0, 2.0]},
+        {"tensor": torch.ones(2), "scalar": torch.tensor(math.inf)},
+    ],
+)
+def test_options_of_any_optimizer_come_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    def build(**options: Any) -> hs.TrainStep:
+        model = nn.Linear(4, 4)
+        optimizer = Growing(model.parameters(), **options)
+        group: dict[Any, Any] = optimizer.param_groups[0]
+        group[3] = "a key that is no text"
+        return hs.TrainStep(model, optimizer, square, policy="mixed")
+
+    hs.save(build(**options), tmp_path)
+    for fresh in (build(**options), build(**{str(name): None for name in options}), build()):
+        hs.load(fresh, tmp_path)
+        group = fresh.optimizer.param_groups[0]
+        assert all(repr(group[name]) == repr(value) for name, value in options.items())
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    step = made()
+    step.optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(CheckpointError, match=r"could not be loaded again: optimizer.param_groups\[0\].lr: nan"):
+        hs.save(step, tmp_path)
+    step.optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(CheckpointError, match="refuses to read"):
+        hs.save(step, tmp_path, extra=numpy.float64(1.5))
+    assert names(tmp_path) == []
+
+
+def test_a_plateau_before_its_first_metric_comes_back_after_one() -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(nn.Linear(4, 4).parameters(), 0.1))
+    state = scheduler.state_dict()
+    scheduler.step(1.0)
+    check_scheduler(scheduler, state)
+
+
+# ---------------------------------------------------------------------- arguments of on_preemption
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"keep": 0}, {"keep": 2.5}, {"extra": {"batch": 1}}, {"extra": lambda batch: batch}, {"signals": ()},
+     {"signals": [signal.SIGKILL]}, {"path": "run.pt"}, {"path": 3}, {"path": f"{__file__}/below"}],
+)  # fmt: skip
+def test_arguments_that_could_not_save_are_refused_before_the_block(tmp_path: Path, named: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        hs.on_preemption(made(), **{"path": tmp_path, **named})
+
+
+def test_a_run_that_goes_on_without_the_compiled_kernels_is_told_so(tmp_path: Path) -> None:
+    step = made()
+    train(step, 1)
+    checkpoint = hs.save(step, tmp_path).path
+    kernels = json.loads((checkpoint / files.MANIFEST).read_text())["kernels"]
+    assert hs.load(made(), tmp_path).notes == ()
+    rewritten(checkpoint, lambda manifest: manifest.update(kernels={"none": "compiled", "compiled": "none"}[kernels]))
+    with pytest.warns(UserWarning, match="from here on the bits are not those of a run that was not stopped"):
+        (note,) = hs.load(made(), tmp_path).notes
+    assert "compiled kernels" in note and "halfstep doctor" in note

@@ -326,7 +326,7 @@ def test_resume_is_bit_exact(name: str, dtype: str, optimizer: str, tmp_path: An
 
 def test_parameters_replaced_after_prepare_are_refused() -> None:
     model = hs.prepare(net(), policy=hs.Policy.of("O2", dtype="bf16"))
-    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    model.last.weight = nn.Parameter(Tensor.detach(model.last.weight).clone())
     with pytest.raises(StepError, match=r"parameter last\.weight is low and has no fp32 master.*hs.shard"):
         hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
 
@@ -344,7 +344,7 @@ def test_loading_is_validated_first() -> None:
     step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="O2")
     before = weights(step)
     state = step.state_dict()
-    with pytest.raises(StepError, match="keys"):
+    with pytest.raises(StepError, match="'optimizer' is missing; nothing was loaded"):
         step.load_state_dict({"model": {}})
     other = net()
     mixed = hs.TrainStep(other, torch.optim.SGD(other.parameters(), 0.1), loss_fn, policy="mixed")
@@ -590,14 +590,3 @@ def test_steps_inside_an_outer_region_see_the_weights_of_the_last_update(outer: 
             return [step(*batch(0)).host().loss for _ in range(3)]
 
     assert losses(outer()) == losses(nullcontext())
-
-
-def test_scaler_and_watchers_are_fixed_when_a_step_is_built() -> None:
-    model = net()
-    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="mixed")
-    scaler, watchers = step.scaler, step.watchers
-    with pytest.raises(StepError, match=r"fixed when the step is built.*scaler=.*load_state_dict"):
-        step.scaler = hs.GradScaler("cpu")
-    with pytest.raises(StepError, match="append or remove"):
-        step.watchers = []
-    assert step.scaler is scaler and step.watchers is watchers

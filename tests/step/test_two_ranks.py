@@ -489,6 +489,62 @@ def _refusals(rank: int) -> dict[str, str]:
     return words
 
 
+@case("hooks")
+def _hooks(rank: int) -> dict[str, Any]:
+    """Hooks of torch under O2, whose gradients are sent in two buckets, and under mixed, in one."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+
+    def state() -> Any:
+        return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+
+    compressed = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    waiting: list[Any] = [powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook, compressed]
+    waiting += [quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook]
+
+    def wrapped(preset: str) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        net = _norm_net()
+        optimizer = _sgd(net)
+        hs.prepare(net, optimizer, policy=hs.Policy.of(preset, dtype="bf16"))
+        return DistributedDataParallel(net), optimizer
+
+    def step_of(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> hs.TrainStep:
+        return hs.TrainStep(ddp, optimizer, lambda model, x: model(x).float().square().mean())
+
+    words: dict[str, Any] = {}
+    x = torch.ones(2, 8) + rank
+    for i, hook in enumerate(waiting):
+        ddp, optimizer = wrapped("O2")
+        ddp.register_comm_hook(state() if i < 3 else None, hook)
+        words[f"built {i}"] = error_of(partial(step_of, ddp, optimizer))
+        words[f"loop {i}"] = error_of(partial(ddp, x))
+    ddp, optimizer = wrapped("O2")
+    step = step_of(ddp, optimizer)
+    ddp.register_comm_hook(state(), powerSGD_hook.powerSGD_hook)
+    words["late"] = error_of(partial(step, x))
+    working: dict[str, Any] = {"O2": default_hooks.fp16_compress_hook, "mixed": powerSGD_hook.powerSGD_hook}
+    for preset, hook in working.items():
+        ddp, optimizer = wrapped(preset)
+        ddp.register_comm_hook(None if preset == "O2" else state(), hook)
+        step = step_of(ddp, optimizer)
+        losses = [step(x).host().loss for _ in range(5)]
+        words[preset] = losses[-1] < losses[0], [value.tolist() for value in ddp.state_dict().values()]
+    return words
+
+
+def test_a_hook_whose_callbacks_could_wait_for_each_other_is_refused(both: Callable[[str], tuple[Any, Any]]) -> None:
+    first, second = both("hooks")
+    assert not isinstance(first, str), first
+    refused = [name for name in first if name not in {"O2", "mixed"}]
+    assert len(refused) == 11
+    for name in refused:
+        assert first[name] == second[name]
+        assert "in the callback of another, and gradients of bfloat16 and float32 (" in first[name], (name, first[name])
+        assert "over gloo they wait for each other for good; leave the hook out" in first[name]
+    for preset in ("O2", "mixed"):
+        assert first[preset][0] and second[preset][0]
+        assert first[preset][1] == second[preset][1]
+
+
 def test_what_is_not_carried_out_is_refused_in_words(both: Callable[[str], tuple[Any, Any]]) -> None:
     first, second = both("refused")
     assert not isinstance(first, str), first

@@ -64,7 +64,10 @@ def stepper(policy: hs.Policy, make: Make, **options: Any) -> hs.TrainStep:
 
 def values(step: hs.TrainStep) -> dict[str, Tensor]:
     """Return precise weights, low weights and optimizer states."""
-    found = {**step.model.state_dict(), **{f"low {n}": p.detach().clone() for n, p in step.model.named_parameters()}}
+    found = {
+        **step.model.state_dict(),
+        **{f"low {n}": Tensor.detach(p).clone() for n, p in step.model.named_parameters()},
+    }
     for i, state in step.optimizer.state_dict()["state"].items():
         found |= {f"{i} {name}": torch.as_tensor(value) for name, value in state.items() if value is not None}
     return found

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import halfstep as hs
-from halfstep.errors import BindError
+from halfstep.errors import BindError, WeightsError
 from halfstep.step.wrappers import unwrap, unwrap_optimizer
+from halfstep.weights.states import LowStates
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -121,9 +122,36 @@ def test_a_wrapper_that_is_not_known_is_refused_in_words() -> None:
             return self.inner.param_groups
 
     model = nn.Linear(4, 4)
-    with pytest.raises(BindError, match="Lookahead has none of the hooks.*before it is wrapped"):
+    with pytest.raises(BindError, match="Lookahead has no _optimizer_step_pre_hooks.*before it is wrapped"):
         hs.prepare(model, Lookahead(SGD(model.parameters(), 0.1)), policy=policy("O2"))
     assert type(model) is nn.Linear and model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["O0", "mixed", "O2", "lean"])
+@pytest.mark.parametrize("made", range(8))
+def test_an_optimizer_that_torch_has_made_in_part_is_refused_in_words(name: str, made: int) -> None:
+    """It has `made` of the hook dictionaries that torch makes; all of them, but no defaults; all, but a plain dict."""
+
+    class Partial(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+            for hook, kept in [(key, value) for key, value in vars(inner).items() if key.endswith("_hooks")][:made]:
+                setattr(self, hook, dict(kept) if made == 7 else kept)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    model = nn.Linear(4, 4)
+    optimizer = Partial(SGD(model.parameters(), 0.1))
+    for call in (
+        lambda: hs.prepare(model, optimizer, policy=policy(name)),
+        lambda: hs.TrainStep(model, optimizer, lambda m, x: m(x).mean(), policy=policy(name)),
+    ):
+        with pytest.raises(BindError, match="Partial has no .* before it is wrapped.* call super"):
+            call()
+        assert type(model) is nn.Linear and model.weight.dtype is torch.float32
+    with pytest.raises(WeightsError, match="Partial has no .* give hs.prepare the optimizer inside it"):
+        LowStates(optimizer)
 
 
 @pytest.mark.parametrize("name", ["mixed", "O2", "pure"])

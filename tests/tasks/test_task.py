@@ -18,14 +18,14 @@ from tests.tasks.small import small_task
     ("field", "value", "complaint"),
     [
         ("model", 3, "task 'small': model must be callable and is 3"),
-        ("metric", 3, "metric must be callable and is 3"),
+        ("metric", 3, "metric must be callable or None and is 3"),
         ("metric", None, "metric and margin go together"),
         ("margin", None, "metric and margin go together"),
         ("steps", 0, "steps must be a whole number from 1 and is 0"),
         ("excerpt_steps", 2.5, "excerpt_steps must be a whole number from 1 and is 2.5"),
-        ("margin", 0.0, "margin must be a positive number and is 0.0"),
-        ("margin", float("nan"), "margin must be a positive number and is nan"),
-        ("clip_norm", -1.0, "clip_norm must be positive or None and is -1.0"),
+        ("margin", 0.0, "margin must be a positive finite number or None and is 0.0"),
+        ("margin", float("nan"), "margin must be a positive finite number or None and is nan"),
+        ("clip_norm", -1.0, "clip_norm must be a positive finite number or None and is -1.0"),
     ],
 )
 def test_a_task_that_makes_no_sense_says_what_and_where(field: str, value: Any, complaint: str) -> None:

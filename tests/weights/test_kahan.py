@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.weights import KahanWeights
 
@@ -13,10 +13,8 @@ BF16, HALF = torch.bfloat16, torch.float16
 
 def summed(low: torch.dtype, *, compensated: bool, steps: int, size: float) -> tuple[float, float]:
     """Add `size` to 1 so many times; return the low weight and its precise value."""
-    parameter = nn.Parameter(torch.ones(1))
-    store = KahanWeights([("p", parameter)], low)
-    if not compensated:
-        parameter = nn.Parameter(parameter.detach().clone())
+    parameter = nn.Parameter(torch.ones(1, dtype=low))
+    store = KahanWeights([("p", parameter)] if compensated else [], low)
     optimizer = torch.optim.SGD([parameter], 1.0)
     for _ in range(steps):
         parameter.grad = torch.full((1,), -size, dtype=low)
@@ -51,7 +49,7 @@ def test_the_two_parts_are_the_nearest_low_numbers() -> None:
     store = KahanWeights([("p", parameter)], BF16)
     precise = store.read(parameter)
     assert torch.equal(parameter, precise.to(BF16))
-    assert torch.equal(next(store.kept()).float(), precise - parameter.detach().float())
+    assert torch.equal(next(store.kept()).float(), precise - Tensor.detach(parameter).float())
 
 
 def test_what_leaves_the_range_is_inf_and_not_nan() -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from halfstep.cast.copies import Copies
     from halfstep.cast.rules.dispatch import RuleMode
 
-__all__ = ["STATE"]
+__all__ = ["STATE", "in_region"]
 
 
 class _State(threading.local):
@@ -40,3 +40,8 @@ class _State(threading.local):
 
 
 STATE = _State()
+
+
+def in_region() -> bool:
+    """Return whether a region is open in this thread."""
+    return bool(STATE.frames)

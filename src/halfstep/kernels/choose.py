@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from halfstep.errors import FormatError
+from halfstep.arguments import check, one_of
+from halfstep.errors import FormatError, UnbuiltError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels import ops, triton
 from halfstep.kernels.eager import norms as eager_norms
@@ -92,8 +93,10 @@ def load_kernels(device: str, index: int | None = None) -> str:
     cache has them. On CUDA the
     first call for a device (default: the current one) launches an empty kernel (`triton.unsupported`).
     """
-    if device == "cpu" and os.environ.get("HALFSTEP_NATIVE") == "0":
-        return "the environment variable HALFSTEP_NATIVE is 0"
+    if device == "cpu" and (wanted := os.environ.get("HALFSTEP_NATIVE")):
+        if wanted == "0":
+            return "the environment variable HALFSTEP_NATIVE is 0"
+        check("the environment", UnbuiltError, HALFSTEP_NATIVE=(wanted, one_of("0", "1", "build")))
     return _loaded(device, index)
 
 

@@ -1,195 +1,518 @@
-"""Parameters that notice writes through ``.data``, which no version counter of torch counts.
+"""Low parameters that behave like their fp32 values where a user reads or writes them by hand.
 
-A weight store needs to notice them: a write into a low weight does not change its fp32 value, and a module that is
-moved to another format or device gives its parameters other data. The class of such a parameter becomes a subclass
-whose ``data`` aliases share one version counter, and which calls its owner (a store) when the data is replaced.
+A low parameter has an owner (a weight store), which keeps its fp32 value. The class of such a parameter becomes
+`WatchedParameter`: its in-place methods (`WRITES`) change the fp32 value, which is then rounded into the low weight.
+``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Operators and functions in `READS` read fp32
+values: outside of regions, where no policy says in which format they compute. A copy of a low parameter (`clone`,
+`copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages that are computed with such a copy read fp32
+values. Forward and backward passes of prepared models, and functions that torch.compile traces, see low tensors.
 
-`AveragedModel` of torch reads the parameters of a model by ``detach()``: there it is given the precise values.
+What writes into the memory of a low parameter by another way (`out=`, ``torch._foreach_...`` on parameters, a view, a
+kernel) changes low values; its owner compares version counters to notice it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from sys import _getframe
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_dynamo_compiling
-from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-__all__ = ["Owner", "WatchedParameter", "is_copy", "unwatch", "unwatch_copies", "watch"]
+from halfstep.formats import LOW_DTYPES
+
+__all__ = [
+    "Owner",
+    "WatchedParameter",
+    "WeightTensor",
+    "low_written",
+    "owner_of",
+    "unwatch",
+    "unwatch_copies",
+    "watch",
+    "written",
+]
 
 NOTES = "_halfstep_notes"
-MAKING = nn.Parameter.__new__.__code__
-AVERAGING = AveragedModel.update_parameters.__code__
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 
+SHAPES = frozenset(
+    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
+    "sparse_resize_ sparse_resize_and_clear_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
+)
+"""In-place methods that change no values."""
+WRITES = frozenset(
+    name
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.endswith("__") and not name.startswith("_") and name not in SHAPES)
+    or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+    or name == "__setitem__"
+)
+"""In-place methods of tensors that change values."""
+FILLS = frozenset("bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_".split())
+"""Those that begin anew: nothing of earlier values is left."""
+CASTS = frozenset("bfloat16 cpu cuda double float half to type xpu".split())
+COPIES = CASTS | frozenset("__deepcopy__ clone contiguous detach".split())
+"""Functions that give the same values again."""
+READS = frozenset(
+    "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ "
+    "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
+    "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
+)
+"""Functions that read fp32 values by hand: arithmetic in any format. Products of matrices take one format only."""
+
 
 class Owner(Protocol):
-    """What is called about a parameter."""
+    """What keeps the fp32 values of low parameters."""
 
-    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """Return what becomes the data of `parameter` where a user sets it to `value`."""
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether the fp32 value of `parameter` is kept, or can be made."""
 
-    def data_written(self, name: str, *, copied: bool) -> None:
-        """Note that a parameter, or a copy of it, was written through ``.data``, which is read again now."""
+    def computes(self) -> bool:
+        """Return whether operators run in formats of a policy: in a forward or backward pass."""
+
+    def value(self, parameter: Any) -> Tensor:
+        """Return the fp32 value of `parameter`, to be read: it may be the memory that keeps it."""
+
+    def writing(self, parameter: Any, *, fills: bool, counted: bool) -> AbstractContextManager[Tensor]:
+        """Give the fp32 value of `parameter` to be changed in place; at the end it is rounded into the low weight.
+
+        Args:
+            parameter: a low parameter.
+            fills: whether nothing of earlier values will be left.
+            counted: whether the version of `parameter` counts the change, as of any but those through ``.data``.
+        """
+
+    def moved(self, parameter: Any) -> bool:
+        """Return whether frozen `parameter` has an fp32 value behind it, since it was changed by hand."""
+
+    def replaced(self, parameter: Any, name: str, value: Tensor, *, converted: bool) -> Tensor:
+        """Return what becomes the data of `parameter` where a user sets it to `value`.
+
+        Args:
+            parameter: of this owner.
+            name: dotted name in the model.
+            value: in any format.
+            converted: whether `value` is the parameter's own in another format, as ``module.float()`` makes it.
+        """
+
+    def rounded(self, parameter: Any, value: Tensor) -> None:
+        """Note that `parameter` is about to be given the low `value`, which others have computed."""
 
     def data_read(self) -> None:
-        """Note that the ``.data`` of a parameter was given out: writes into it may follow."""
-
-    def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
-        """Note that a parameter was copied, by the ``copy.deepcopy`` with this `memo`."""
-
-    def averaged(self, parameter: nn.Parameter) -> Tensor:
-        """Return the precise value of `parameter`, to be averaged."""
+        """Note that the ``.data`` of a parameter was given out: views of it may be written."""
 
 
 class _Notes:
-    """What is known of one parameter.
+    """What is known of one low parameter.
 
     Attributes:
-        owner: what is called.
+        owner: returns what keeps its fp32 value, None if that is gone.
         name: dotted name in the model.
-        copied: whether this is a copy of the owner's parameter.
-        alias: what every ``.data`` is an alias of, or None: its version counts writes.
+        alias: what every ``.data`` is an alias of, or None: its version counts writes into low values.
         seen: that version when it was last read.
-        replaced: whether the data was replaced since.
+        replaced: whether it counted writes when it was last replaced.
     """
 
-    __slots__ = ("alias", "copied", "name", "owner", "replaced", "seen")
+    __slots__ = ("alias", "name", "owner", "replaced", "seen")
 
-    def __init__(self, owner: weakref.ref[Owner], name: str, *, copied: bool) -> None:
-        self.owner, self.name, self.copied = owner, name, copied
+    def __init__(self, owner: Callable[[], Owner | None], name: str) -> None:
+        self.owner, self.name = owner, name
         self.alias: Tensor | None = None
         self.seen, self.replaced = 0, False
 
 
-class WatchedParameter(nn.Parameter):
-    """A parameter that takes note of writes through its ``data``."""
+class WatchedParameter(Tensor):
+    """A low parameter, or the copy of such a parameter in fp32; it is a Parameter for torch, see `_is_param`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> Tensor:
-        """Return an alias of the values that autograd does not see; writes into it are noticed."""
+        """Return an alias of the values that autograd does not see: a `WeightTensor`."""
         if is_dynamo_compiling():  # as it is traced for other parameters; writes into it count in `_version`
-            return self.detach()
+            return Tensor.detach(self)
         notes = self.__dict__.get(NOTES)
-        if notes is None or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():  # whose modes know plain tensors
             return _get(self)
+        if notes is None:
+            return _derived(_get(self), source=self, counted=False)
         if notes.alias is None:
             notes.alias, notes.seen = _get(self), 0
             if (owner := notes.owner()) is not None:
                 owner.data_read()
-        elif notes.alias._version != notes.seen and (owner := notes.owner()) is not None:
-            owner.data_written(notes.name, copied=notes.copied)
-        alias: Tensor = notes.alias.detach()
-        return alias  # a new tensor each time, as torch gives; all share one version counter
+        return _derived(notes.alias.detach(), source=self, counted=False)  # all share one version counter
 
     @data.setter
     def data(self, value: Tensor) -> None:
         notes = self.__dict__.get(NOTES)
+        plain = value.as_subclass(Tensor) if type(value) is WeightTensor else value
         if notes is not None:
-            owner = notes.owner()
             # in ``p.data += x`` the alias is written, and then given back as the data
-            written = notes.alias is not None and notes.alias._version != notes.seen
-            if written and owner is not None:
-                owner.data_written(notes.name, copied=notes.copied)
-            if not notes.copied and owner is not None:
-                notes.replaced = notes.replaced or written
-                value = owner.replaced(self, notes.name, value)
-            elif notes.copied and owner is not None and not written and self._is_other(value):
-                if notes.replaced:
-                    owner.data_written(notes.name, copied=True)
-                notes.replaced = True
+            notes.replaced = notes.replaced or (notes.alias is not None and notes.alias._version != notes.seen)
+            if (owner := notes.owner()) is not None:
+                converted = plain is not value and value.__dict__.get("converted") is self
+                plain = owner.replaced(self, notes.name, plain, converted=converted)
             notes.alias, notes.seen = None, 0
-        _set(self, value)
+        _set(self, plain)
 
-    def _is_other(self, value: Tensor) -> bool:
-        """Return whether `value` is new data, and not the present data in another format or on another device."""
-        same = value.dtype is self.dtype and value.device == self.device and value.shape == self.shape
-        return same and value.data_ptr() != self.data_ptr()
-
-    def written(self) -> bool:
-        """Return whether values were written through ``data`` since this was last called."""
-        notes = self.__dict__.get(NOTES)
-        if notes is None or (notes.alias is None and not notes.replaced):
-            return False
-        version = 0 if notes.alias is None else notes.alias._version
-        found: bool = notes.replaced or version != notes.seen
-        notes.replaced, notes.seen = False, version
-        return found
-
-    def note(self) -> None:
-        """Take note that the values were replaced."""
-        self.__dict__[NOTES].replaced = True
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Take the values of `source`, as ``.data = source`` does."""
+        if args or kwargs or not isinstance(source, Tensor) or source.shape != self.shape:
+            return Tensor.set_(self, *(() if source is None else (source, *args)), **kwargs)
+        self.data = source
+        return self
 
     def detach(self) -> Tensor:
-        """Return an alias that autograd does not see: a plain tensor, but for two callers.
-
-        `nn.Parameter`, when it makes another, requires the class of its argument, sets `_is_param`, and so gets a plain
-        parameter. `AveragedModel` gets the precise value.
-        """
-        alias: Tensor = Tensor.detach(self)
-        if not is_dynamo_compiling():
-            caller = _getframe(1).f_code
-            if caller is MAKING:
-                alias = alias.as_subclass(WatchedParameter)
-            elif caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
-                if (owner := notes.owner()) is not None:
-                    alias = owner.averaged(self)
-        return alias
+        """Return an alias that autograd does not see: a `WeightTensor`, which an embedding's max_norm writes."""
+        if is_dynamo_compiling() or is_in_torch_dispatch_mode():
+            return Tensor.detach(self)
+        return _derived(Tensor.detach(self), source=self, counted=True, direct=True)
 
     @property
     def _is_param(self) -> bool:
-        return True
+        return "watched" in self.__dict__
 
     @_is_param.setter
-    def _is_param(self, value: bool) -> None:
+    def _is_param(self, value: bool) -> None:  # `nn.Parameter(p)` sets it on a new alias of p
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             found: nn.Parameter = memo[id(self)]
             return found
-        made = nn.Parameter(_get(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-        notes = self.__dict__.get(NOTES)
-        if notes is not None and (owner := notes.owner()) is not None:
-            watch(made, owner, notes.name, copied=True)
-            owner.copied(made, memo)
+        made = nn.Parameter(_read(self), self.requires_grad)
+        made.__class__ = WatchedParameter  # type: ignore[assignment]
+        vars(made)["watched"] = True
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(_get(self), self.requires_grad)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != NOTES})
+        plain = nn.Parameter(_read(self), self.requires_grad)
+        hidden = (NOTES, "watched")
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in hidden})
         return plain.__reduce_ex__(protocol)
 
 
-def watch(parameter: nn.Parameter, owner: Owner, name: str, *, copied: bool = False) -> None:
-    """Watch `parameter` for `owner`, if it is of torch's own class."""
+class WeightTensor(Tensor):
+    """An alias of a low parameter (``.data``, `detach`), or a copy of its fp32 value.
+
+    Attributes, in the `__dict__`:
+        source: the parameter of an alias; a copy has none.
+        counted: whether the version of the parameter counts writes into the alias.
+        direct: whether ``detach`` of the parameter made the alias.
+        converted: the parameter that a copy is, in another format that was asked for.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not all(issubclass(kind, (cls, WatchedParameter, nn.Parameter)) or kind is Tensor for kind in types):
+            return func(*_mapped(args, _plain), **_mapped(kwargs, _plain))  # another class of tensors has its say
+        with DisableTorchFunctionSubclass():
+            return _call(func, args, kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """Return an alias of the same values."""
+        source = self.__dict__.get("source")
+        return self.detach() if source is None else source.data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with DisableTorchFunctionSubclass():
+            _set(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Make it a leaf of its own.
+
+        `nn.Parameter(p)` needs ``p.detach().requires_grad_()`` to have the class of p.
+        """
+        with DisableTorchFunctionSubclass():
+            if "direct" in self.__dict__:
+                self.__dict__.clear()
+                self.__class__ = WatchedParameter  # type: ignore[assignment]
+            return Tensor.requires_grad_(self, requires_grad)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:  # `nn.Parameter(p.data)` and `nn.Parameter(p.data.clone())` set it
+        copied = "source" not in self.__dict__
+        self.__dict__.clear()
+        self.__class__ = WatchedParameter if copied else nn.Parameter  # type: ignore[assignment]
+        if copied:
+            self.__dict__["watched"] = True
+
+
+def owner_of(tensor: Tensor) -> Owner | None:
+    """Return what a low parameter is watched for, None for a copy."""
+    notes = tensor.__dict__.get(NOTES)
+    return None if notes is None else notes.owner()
+
+
+def _owner(tensor: Tensor) -> Owner | None:
+    """Return what keeps the fp32 value of a low parameter now, None for a copy."""
+    owner = owner_of(tensor)
+    return owner if owner is not None and tensor in owner else None
+
+
+def _source(value: Any) -> Tensor | None:
+    """Return the low parameter that `value` is, or is an alias of, if its fp32 value is kept."""
+    if type(value) is WeightTensor:
+        value = value.__dict__.get("source")
+    return value if type(value) is WatchedParameter and _owner(value) is not None else None
+
+
+def _read(parameter: Any) -> Tensor:
+    """Return the fp32 value of a low parameter, or the values of a copy, as a new tensor."""
+    owner = _owner(parameter)
+    values: Tensor = _get(parameter) if owner is None else owner.value(parameter).detach()
+    return values.clone(memory_format=torch.preserve_format)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if type(value) is WeightTensor else value
+
+
+def _fp32(value: Any) -> Any:
+    """Return the fp32 value of a low parameter or alias, from which gradients flow to it; other low tensors widened."""
+    source = _source(value)
+    if source is None:
+        return value.float() if _is_low(value) else value
+    owner: Any = _owner(source)
+    wide: Tensor = owner.value(source).detach()
+    if value is source and source.requires_grad and torch.is_grad_enabled():
+        linked = Tensor.float(source)
+        with torch.no_grad():
+            linked.copy_(wide)
+        return linked
+    return wide
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return arguments with `change` applied to every tensor in them."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) in {list, tuple}:
+        return type(tree)(_mapped(item, change) for item in tree)
+    if type(tree) is dict:
+        return {name: _mapped(item, change) for name, item in tree.items()}
+    return tree
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in arguments."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(item)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch that reads or writes weight tensors."""
+    name = func.__name__.removeprefix("_foreach_")
+    if name in {"__get__", "__set__"} or name in SHAPES:
+        return func(*args, **kwargs)
+    if name in {"__deepcopy__", "__reduce_ex__"}:
+        return _taken_along(args, kwargs, pickled=name == "__reduce_ex__")
+    written = kwargs.get("out")
+    if written is None and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
+        written = args[0] if args else next(iter(kwargs.values()))
+    if written is not None:
+        return _write(func, args, kwargs, written, fills=name in FILLS)
+    first = args[0] if args else None
+    if name == "detach" and type(first) is WeightTensor:
+        return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
+    tensors = list(_tensors((args, kwargs)))
+    sources = [source for value in tensors if (source := _source(value)) is not None]
+    if all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor):  # else one is a copy
+        if name not in READS | COPIES or not sources or not all(_reads_fp32(source, tensors) for source in sources):
+            return func(*args, **kwargs)
+    if name not in COPIES:
+        return func(*_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+    if name in CASTS and _is_low(found := func(*args, **kwargs)) and _names_format(args, kwargs):
+        return found
+    found = func(_fresh(first), *args[1:], **kwargs)
+    if not isinstance(found, Tensor):
+        return found  # the name of its type
+    return _derived(found, converted=_source(first) if name in CASTS and _names_format(args, kwargs) else None)
+
+
+def _derived(values: Tensor, **attributes: Any) -> Tensor:
+    """Return `values` as a `WeightTensor` with those of `attributes` that are not None."""
+    made: Tensor = values.as_subclass(WeightTensor)
+    made.__dict__.update({name: value for name, value in attributes.items() if value is not None})
+    return made
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
+
+
+def _reads_fp32(source: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a function of these `tensors` reads the fp32 value of `source`, which is among them.
+
+    Outside of forward and backward passes it does. In them, code without gradients may compute the next value of a
+    weight that it moves by hand from numbers and such weights alone.
+    """
+    owner: Any = _owner(source)
+    if not owner.computes():
+        return True
+    if torch.is_grad_enabled() or source.requires_grad or not owner.moved(source):
+        return False
+    return all(_source(value) is not None for value in tensors)
+
+
+def _fresh(value: Any) -> Any:
+    """Return the values of an alias as a new fp32 tensor, and a copy as it is."""
+    return value if _source(value) is None else _fp32(value).clone()
+
+
+def _names_format(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a cast with these arguments is one to a format: ``x.float()``, and not ``x.to("cuda")``."""
+    given = (*args[1:], *kwargs.values())
+    return not given or any(isinstance(value, (torch.dtype, Tensor)) for value in given)
+
+
+def _taken_along(args: tuple[Any, ...], kwargs: dict[str, Any], *, pickled: bool) -> Any:
+    """Pickle or deepcopy an alias or a copy: what comes out has fp32 values and is no alias."""
+    value = _fresh(args[0]).detach()
+    if pickled:
+        return value.as_subclass(Tensor).__reduce_ex__(*args[1:], **kwargs)
+    return args[1].setdefault(id(args[0]), _derived(value.clone()))
+
+
+def _write(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, *, fills: bool
+) -> Any:
+    """Call a function that writes `written`: where that is low weights, it writes their fp32 values."""
+    if torch.is_grad_enabled() and any(value.requires_grad for value in _tensors((args, kwargs))):
+        return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
+    with torch.no_grad(), ExitStack() as writing:
+        wide: dict[int, Tensor] = {}
+        for value in _tensors(written):
+            if (source := _source(value)) is not None:
+                if func is Tensor.copy_ and len(args) > 1 and _is_low(args[1]) and _source(args[1]) is None:
+                    _owner(source).rounded(source, args[1])  # type: ignore[union-attr]  # a source has one
+                counted = value is source or value.__dict__["counted"]
+                owner: Any = _owner(source)
+                wide[id(value)] = writing.enter_context(owner.writing(source, fills=fills, counted=counted))
+
+        into_low = not wide and all(map(_is_low, _tensors(written)))
+
+        def exchanged(value: Any) -> Any:
+            return value if into_low else wide[id(value)] if id(value) in wide else _fp32(value)
+
+        found = func(*_mapped(args, exchanged), **_mapped(kwargs, exchanged))
+    return found if found is None else written
+
+
+@contextmanager
+def written(*values: Any) -> Iterator[list[Any]]:
+    """Give the fp32 values of low parameters among `values` for a kernel that writes them; other values as they are."""
+    with ExitStack() as writing:
+        yield [
+            value
+            if (source := _source(value)) is None
+            else writing.enter_context(_owner(source).writing(source, fills=False, counted=True))  # type: ignore[union-attr]  # a source has one
+            for value in values
+        ]
+
+
+# ------------------------------------------------------------------ methods of parameters
+
+
+def _method(name: str) -> Any:
+    """Return the method `name` of tensors for low parameters and their copies."""
+    plain = getattr(Tensor, name)
+
+    @wraps(plain)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return plain(self, *args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            return _write(plain, (self, *args), kwargs, self, fills=name in FILLS)
+
+    @wraps(plain)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or (torch.is_grad_enabled() and name != "clone"):
+            return plain(self, *args, **kwargs)  # with gradients: what modules and their parametrizations compute
+        owner = _owner(self)
+        if owner is None and NOTES in self.__dict__:
+            return plain(self, *args, **kwargs)
+        if name in CASTS or (owner is not None and not _reads_fp32(self, list(_tensors((self, args, kwargs))))):
+            found = plain(self, *args, **kwargs)
+            if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
+                return found
+            if owner.computes():  # its module may be cast in a forward pass
+                return _derived(found, converted=self)
+        with DisableTorchFunctionSubclass():
+            found = plain(_fp32(self), *_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+            if name not in COPIES:
+                return found
+            return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)
+
+    return write if name in WRITES else read
+
+
+for _name in (WRITES | READS | CASTS - frozenset("cpu cuda xpu".split())) & frozenset(dir(Tensor)):
+    setattr(WatchedParameter, _name, _method(_name))
+
+
+def watch(parameter: Tensor, owner: Owner, name: str, *, held: bool = False) -> None:
+    """Let `parameter`, if it is of torch's own class, read and write the fp32 value that `owner` keeps.
+
+    Args:
+        parameter: a low parameter.
+        owner: what keeps it.
+        name: dotted name in the model.
+        held: whether `parameter` keeps `owner` alive.
+    """
     if type(parameter) in {nn.Parameter, WatchedParameter}:
         parameter.__class__ = WatchedParameter
-        parameter.__dict__[NOTES] = _Notes(weakref.ref(owner), name, copied=copied)
+        refer: Callable[[], Owner | None] = (lambda: owner) if held else weakref.ref(owner)
+        parameter.__dict__.update({NOTES: _Notes(refer, name), "watched": True})
 
 
-def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
+def low_written(parameter: Tensor) -> bool:
+    """Return whether low values were written through ``data`` of `parameter` since this was last called."""
+    notes = parameter.__dict__.get(NOTES) if type(parameter) is WatchedParameter else None
+    if notes is None or (notes.alias is None and not notes.replaced):
+        return False
+    version = 0 if notes.alias is None else notes.alias._version
+    found: bool = notes.replaced or version != notes.seen
+    notes.replaced, notes.seen = False, version
+    return found
+
+
+def unwatch(parameter: Tensor, owner: Owner) -> None:
     """Make `parameter` a plain one again if it is watched for `owner`, or for one that is gone."""
-    if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
-        vars(parameter).pop(NOTES, None)
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    if type(parameter) is WatchedParameter and (notes := parameter.__dict__.get(NOTES)) is not None:
+        if notes.owner() in {owner, None}:
+            _release(parameter)
 
 
-def is_copy(parameter: nn.Parameter, owner: Owner) -> bool:
-    """Return whether `parameter` is watched as a copy of one of `owner`."""
-    notes = vars(parameter).get(NOTES)
-    return notes is not None and notes.copied and notes.owner() is owner
-
-
-def unwatch_copies(parameters: Iterable[nn.Parameter]) -> None:
-    """Make copies of watched parameters plain ones: they are trained from now on, and are no averages."""
+def unwatch_copies(parameters: Iterable[Tensor]) -> None:
+    """Make copies of low parameters plain ones: they are trained from now on."""
     for parameter in parameters:
-        if type(parameter) is WatchedParameter and (notes := vars(parameter).get(NOTES)) is not None and notes.copied:
-            del vars(parameter)[NOTES]
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        if type(parameter) is WatchedParameter and NOTES not in parameter.__dict__:
+            _release(parameter)
+
+
+def _release(parameter: Tensor) -> None:
+    for name in (NOTES, "watched"):
+        parameter.__dict__.pop(name, None)
+    parameter.__class__ = nn.Parameter

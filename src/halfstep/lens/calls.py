@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from halfstep.accelerators import TYPES, default_generators
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
-from halfstep.errors import PolicyError
+from halfstep.errors import PolicyError, ours
 from halfstep.formats import float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
@@ -50,7 +49,6 @@ __all__ = [
     "line_of",
     "name_of_node",
     "numbers_of",
-    "ours",
     "place",
     "pointwise",
     "public",
@@ -65,11 +63,6 @@ __all__ = [
 ]
 
 TAG = "halfstep.site"
-TORCH = str(Path(torch.__file__).parent) + os.sep
-HERE = str(Path(__file__).parent.parent) + os.sep
-OWN = tuple(
-    HERE + part for part in ("advise", "cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights")
-)
 ENGINE = "_engine_run_backward"
 
 RUNS_BACKWARD = frozenset({"backward", "grad"})
@@ -125,12 +118,6 @@ def region_here() -> Policy | None:
     """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
     return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
-
-
-@cache
-def ours(filename: str) -> bool:
-    """Return whether a file belongs to torch or to halfstep."""
-    return filename.startswith((TORCH, "<frozen")) or filename.startswith(OWN) or filename == HERE + "trees.py"
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
@@ -298,7 +285,7 @@ def writes(func: Callable[..., Any]) -> bool:
 
 def copied(tensor: Tensor) -> Tensor:
     """Return a copy outside autograd."""
-    return tensor.detach().clone()
+    return Tensor.detach(tensor).clone()
 
 
 def _widened(tensor: Tensor) -> Tensor:

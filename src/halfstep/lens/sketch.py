@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.arguments import NOT_NEGATIVE, WHOLE, Kind, a, check
 from halfstep.errors import FormatError
 from halfstep.formats import Format, format_of
 from halfstep.kernels.choose import count_exponents_
@@ -77,6 +78,9 @@ Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype
 
 
+INFINITY = Kind("inf", lambda value: isinstance(value, float) and value == math.inf)
+
+
 @dataclass(kw_only=True, slots=True)
 class ExponentSketch:
     """Counts of the binary exponents of numbers; ``a + b`` counts both.
@@ -110,6 +114,12 @@ class ExponentSketch:
     negatives: int = 0
     largest: float = 0.0
     smallest: float = math.inf
+
+    def __post_init__(self) -> None:
+        counts = {name: (getattr(self, name), WHOLE) for name in ("zeros", "infs", "nans", "negatives")}
+        bars = {name: (getattr(self, name), a(dict)) for name in ("exponents", "powers")}
+        ends = {"largest": (self.largest, NOT_NEGATIVE), "smallest": (self.smallest, NOT_NEGATIVE | INFINITY)}
+        check("ExponentSketch", FormatError, **bars, **counts, **ends)
 
     # ------------------------------------------------------------------ making
 

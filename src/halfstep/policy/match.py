@@ -1,7 +1,8 @@
-"""Match: which modules a pattern matches."""
+"""Match: which modules a pattern matches, and which parts of itself a model declares to be fp32."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -10,11 +11,14 @@ from torch import nn
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.policy import Rules
 
-__all__ = ["CLASS_PREFIX", "NORMS", "glob_covers", "matches", "rules_of_modules"]
+__all__ = ["CLASS_PREFIX", "NORMS", "declared_fp32", "glob_covers", "matches", "rules_of_modules"]
 
 CLASS_PREFIX = "class:"
 NORMS = "class:*Norm*"
 """The pattern of normalisation layers, to which the field `norms` applies."""
+
+KEPT, KEPT_ALWAYS = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"
+"""Attributes of transformers' models: names of parts that stay fp32 beside fp16, and beside bf16 too."""
 
 
 def class_names(module: nn.Module) -> list[str]:
@@ -63,6 +67,38 @@ def rules_of_modules(rules: Rules, model: nn.Module) -> Mapping[nn.Module, tuple
         if not matched:
             raise PolicyError(_matches_nothing(pattern, model, places))
     return decided
+
+
+def declared_fp32(model: nn.Module, *, narrow: bool) -> tuple[dict[nn.Module, str], dict[nn.Parameter, str]]:
+    """Return the modules and the parameters that transformers' models in `model` declare to be fp32, with the reason.
+
+    A name stands for modules, with all below them, and for parameters: "wo", "gate.weight", "sinks". A module whose
+    parameters are all declared by name is one of the modules.
+
+    Args:
+        model: such a model, or anything that contains some.
+        narrow: whether the low format has a narrower range than bf16; only then `KEPT` counts.
+    """
+    modules: dict[nn.Module, str] = {}
+    parameters: dict[nn.Parameter, str] = {}
+    for part in model.modules():
+        for field in (KEPT, KEPT_ALWAYS) if narrow else (KEPT_ALWAYS,):
+            names = getattr(part, field, None)
+            for name in sorted(names) if isinstance(names, (list, tuple, set)) else ():
+                there = re.compile(rf"(^|\.){re.escape(name).replace(re.escape('*'), '.*')}(\.|$)")
+                reason = f"{type(part).__name__}.{field} has {name!r}"
+                for path, module in part.named_modules(remove_duplicate=False):
+                    if there.search(path):
+                        modules.setdefault(module, reason)
+                for path, parameter in part.named_parameters(remove_duplicate=False):
+                    if there.search(path):
+                        parameters.setdefault(parameter, reason)
+    for module in model.modules() if parameters else ():
+        own = next(module.parameters(recurse=False), None)
+        if own in parameters and all(parameter in parameters for parameter in module.parameters()):
+            for inner in module.modules():
+                modules.setdefault(inner, parameters[own])
+    return modules, parameters
 
 
 def _matches_nothing(pattern: str, model: nn.Module, places: Sequence[tuple[str, nn.Module]]) -> str:

@@ -20,7 +20,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cache, lru_cache
 from typing import Any
 
@@ -277,7 +277,6 @@ def canonical(name: str) -> str:
     raise PolicyError(f"unknown operator {name!r}; name it as you call it, e.g. 'softmax' or 'linalg.inv'{hint}")
 
 
-@cache
 def operator_names(pattern: str) -> tuple[str, ...]:
     """Return the operators that a name or an fnmatch pattern ("conv*", "linalg.*") stands for, sorted.
 
@@ -288,10 +287,17 @@ def operator_names(pattern: str) -> tuple[str, ...]:
         >>> hs.policy.operator_names("conv_transpose*")
         ('conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d')
     """
+    if not isinstance(pattern, str):
+        raise PolicyError(f"an operator, or a pattern of operators, is a text and not {pattern!r}")
+    return _operator_names(pattern)
+
+
+@cache
+def _operator_names(pattern: str) -> tuple[str, ...]:
     if not any(c in pattern for c in "*?["):
         return (canonical(pattern),)
     short = _shorten(pattern)
-    found = tuple(sorted(name for name in known() if fnmatchcase(name, short)))
+    found = tuple(sorted(filter(re.compile(translate(short)).match, known())))
     if not found:
         stem = re.split(r"[*?\[]", short)[0]
         raise PolicyError(f"operator pattern {pattern!r} matches no operator{did_you_mean(stem, known())}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,11 +17,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from halfstep.arguments import Kind, check
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
-from halfstep.formats import DTYPES, FORMATS, format_of
+from halfstep.formats import DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+from halfstep.schema import regular
 
 if TYPE_CHECKING:
     from halfstep.policy.engines import EngineConfig
@@ -46,7 +48,19 @@ BASE = "preset"
 OTHER_NAMES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """Formats as torch calls them."""
 
+SMALLEST = FP32.smallest_subnormal  # scale
+MOST_BYTES = 1 << 20  # of a file
+MOST_VALUES = 100_000  # keys and values; a rule is three
+MOST_TEXT = 1000  # characters of a key or value
+MOST_DEPTH = 8  # of arrays and tables, and parts of a key with dots; ops = [["pattern", "rule"]] is 3 deep
+MOST_OPS = 2000  # rules for operators: torch has 700 operators
+
 EXAMPLES = {"ops": "('softmax', 'fp32')", "modules": "('class:LayerNorm', 'fp32') or ('head', 'fp32')"}
+
+
+OPERATORS = Kind(
+    "a list of operators", lambda names: isinstance(names, Iterable) and not isinstance(names, (bytes, Mapping))
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -125,7 +139,7 @@ class Policy:
         """Normalise sequences to tuples and operator names to their short ones; refuse what makes no sense."""
         for field, options in _choices().items():
             value = getattr(self, field)
-            if value not in options:
+            if not isinstance(value, str) or value not in options:
                 raise PolicyError(_not_an_option(field, value, options))
         if not isinstance(self.name, str):
             raise PolicyError(f"policy: name={self.name!r}; expected a string")
@@ -149,8 +163,9 @@ class Policy:
             base = spec
         elif isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(".toml")):
             try:
+                regular(Path(spec), PolicyError, MOST_BYTES, links=True)
                 text = Path(spec).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:  # which PolicyError and UnicodeDecodeError are
                 raise PolicyError(f"cannot read the policy file {str(spec)!r}: {error}") from error
             base = cls.from_toml(text)
         elif isinstance(spec, str):
@@ -197,6 +212,7 @@ class Policy:
         for rule, names in lists.items():
             if isinstance(names, str):
                 raise PolicyError(f"with_ops({rule}={names!r}) takes a list of operators: {rule}=[{names!r}]")
+            check("with_ops", PolicyError, **{rule: (names, OPERATORS)})
         added = tuple((name, rule) for rule, names in lists.items() for name in names)
         return self.replace(ops=(*self.ops, *added))
 
@@ -246,13 +262,17 @@ class Policy:
         """Return the policy written in `text`; a key ``preset`` names one to start from.
 
         Raises:
-            PolicyError: not TOML, an unknown key (the message names the nearest) or an impossible value.
+            PolicyError: not TOML, more of it than a policy has, an unknown key (the message names the nearest) or an
+                impossible value.
         """
-        try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise PolicyError(f"a policy's TOML does not parse: {error}") from error
-        base = cls.of(values.pop(BASE)) if BASE in values else cls()
+        if not isinstance(text, str):
+            raise PolicyError(f"Policy.from_toml takes the text of a policy, not {text!r}")
+        values = _parsed(text)
+        base = cls()
+        if BASE in values:
+            if not isinstance(name := values.pop(BASE), str):
+                raise PolicyError(f"{BASE} = {name!r} in a policy's TOML; it is a preset's name, such as \"O2\"")
+            base = _preset(name)
         _check_keys("a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
         if isinstance(values.get("scale"), dict):
             values["scale"] = _scale_rule(values["scale"])
@@ -282,7 +302,7 @@ def _choices() -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_dtype(dtype: object) -> None:
-    if dtype == "auto" or dtype in DTYPES:
+    if isinstance(dtype, str) and (dtype == "auto" or dtype in DTYPES):
         return
     try:
         if not isinstance(dtype, str):
@@ -332,6 +352,8 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
         value = tuple(value.items())
     if not isinstance(value, (list, tuple)):
         raise PolicyError(f"policy: {field}={value!r}; expected pairs of (pattern, rule)")
+    if field == "ops" and len(value) > MOST_OPS:
+        raise PolicyError(f"policy: ops has {len(value)} rules; at most {MOST_OPS} are read: write patterns (conv*)")
     pairs = []
     for pair in value:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
@@ -363,12 +385,55 @@ def _scale(value: object) -> str | float | ScaleRule:
         if value not in (options := ("auto", "none", *SCALE_RULES)):
             raise PolicyError(f"{_not_an_option('scale', value, options)} (or a positive number or a ScaleRule)")
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-        raise PolicyError(f'policy: scale={value!r}; expected "auto", "none", a positive number, a name or a ScaleRule')
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not SMALLEST <= value <= FP32.max:
+        raise PolicyError(
+            f'policy: scale={value!r}; expected "auto", "none", a positive number in fp32, a name or a ScaleRule'
+        )
     return float(value)
 
 
 # ------------------------------------------------------------------ TOML
+
+TEXTS = re.compile(
+    r"""
+    \"{3}(?:[^\\]|\\.)*?(?:\"{3}|\Z) | '{3}.*?(?:'{3}|\Z) | "(?:[^"\\\n]|\\.)*"? | '[^'\n]*'? | \#[^\n]*""",
+    re.DOTALL | re.VERBOSE,
+)
+"""Strings and comments, between which dots make keys deeper."""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return the values in a policy's TOML, of bounded number, size and depth: the parser has no bounds of its own."""
+    if not isinstance(text, str):
+        raise PolicyError(f"a policy's TOML is text, not {type(text).__name__}; give a file to Policy.of(path)")
+    if len(text) > MOST_BYTES:
+        raise PolicyError(f"a policy's TOML has {len(text)} characters; at most {MOST_BYTES} are read")
+    text = text.removeprefix("\ufeff")  # the byte order mark that some editors write
+    deep = f"a policy's TOML is deeper than {MOST_DEPTH} tables, arrays or parts of a key; a policy needs 3"
+    if any(line.count(".") > 2 * MOST_DEPTH for line in TEXTS.sub("", text).splitlines()):
+        raise PolicyError(deep)  # the parser needs the square of a key's parts
+    try:
+        text.encode()  # halves of characters (surrogates) are in no file
+        values = tomllib.loads(text)
+    except ValueError as error:  # also of an integer with thousands of digits
+        raise PolicyError(f"a policy's TOML does not parse: {error}") from error
+    except RecursionError:
+        raise PolicyError(deep) from None
+    count = 0
+    level: list[Any] = [values]
+    for _ in range(MOST_DEPTH):
+        items = [item for one in level for item in (one if isinstance(one, list) else [*one, *one.values()])]
+        if (count := count + len(items)) > MOST_VALUES:
+            raise PolicyError(f"a policy's TOML has more than {MOST_VALUES} keys and values; write patterns (conv*)")
+        for item in items:
+            if isinstance(item, str) and len(item) > MOST_TEXT:
+                raise PolicyError(f"a policy's TOML has a text of {len(item)} characters; at most {MOST_TEXT} are read")
+            if isinstance(item, int) and abs(item) >= 1 << 63:
+                raise PolicyError("a policy's TOML has an integer beyond 64 bits, which TOML does not have")
+        level = [item for item in items if isinstance(item, (list, dict))]
+    if level:
+        raise PolicyError(deep)
+    return values
 
 
 def _scale_rule(values: Mapping[str, Any]) -> ScaleRule:

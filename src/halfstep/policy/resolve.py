@@ -4,7 +4,7 @@ These functions alone decide which low format a device takes, whether fp16 is em
 fp32 values are behind low parameters, and whether halfstep can carry the policy out. Other modules read the result.
 
 Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order. Order of module rules:
-a pattern matches modules and all below them; the last pattern that matches wins.
+what a transformers model declares to be fp32, then patterns, which match modules and all below them; the last wins.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.accelerators import supports_bf16, types
+from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
 from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
-from halfstep.policy.match import NORMS, matches, rules_of_modules
+from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
 from halfstep.policy.operators import (
     LINEAR_LOSS,
     custom_operators,
@@ -408,11 +409,19 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         >>> dict(plan.operators)["softmax"].rule
         'keep'
     """
+    check(
+        "hs.resolve",
+        PolicyError,
+        policy=(policy, a(Policy, words="an hs.Policy, such as hs.Policy.of('mixed')")),
+        model=(model, MODEL),
+        device_type=(device_type, DEVICE_TYPE | NONE),
+        one_pass=(one_pass, FLAG | NONE),
+    )
     device = device_types_of([model])[0] if device_type is None else device_type
     _, note = resolve_dtype(policy, device)
     concrete = resolved(policy, device, one_pass=bool(one_pass))
-    rules = rules_of_modules(policy.modules, model)
-    parameters, untouched = _parameters(concrete, model, rules)
+    rules, declared = _module_rules(concrete, model)
+    parameters, untouched = _parameters(concrete, model, rules, declared)
     notes = [note, *untouched]
     if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
         notes.append("floating buffers are never converted")
@@ -436,20 +445,38 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
     )
 
 
+def _module_rules(
+    concrete: Policy, model: nn.Module
+) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str]]:
+    """Return module -> (reason, rule), and parameter -> reason for those that `model` itself declares to be fp32.
+
+    ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
+    """
+    modules: Mapping[nn.Module, str] = {}
+    parameters: Mapping[nn.Parameter, str] = {}
+    if concrete.dtype != "fp32" and (concrete.params == "low" or concrete.table != "torch"):
+        modules, parameters = declared_fp32(model, narrow=format_of(concrete.dtype).is_narrow)
+    patterns = rules_of_modules(concrete.modules, model).items()
+    given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns}
+    return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters
+
+
 def _module(
     path: str, module: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], concrete: Policy
 ) -> ModuleDecision:
     kind = type(module).__name__
     if module not in rules:
         return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
-    pattern, rule = rules[module]
-    reason = f"modules: {pattern!r} = {rule!r}"
+    reason, rule = rules[module]
     made = {"low": concrete.dtype, "fp32": "fp32", "keep": "input"}[rule]
     return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
 
 
 def _parameters(
-    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]]
+    concrete: Policy,
+    model: nn.Module,
+    rules: Mapping[nn.Module, tuple[str, str]],
+    declared: Mapping[nn.Parameter, str],
 ) -> tuple[tuple[ParameterDecision, ...], list[str]]:
     """Decide the format of every parameter; return notes on those that are never touched besides."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
@@ -470,7 +497,8 @@ def _parameters(
                 f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
             )
             continue
-        verdicts = [_parameter(concrete, parameter, module, rules.get(module)) for _, module in places]
+        own = declared.get(parameter, "")
+        verdicts = [_parameter(concrete, parameter, module, rules.get(module), own) for _, module in places]
         low, made, reason = min(verdicts, key=lambda verdict: verdict[0])  # a shared parameter: any fp32 owner wins
         if low is False and any(verdict[0] for verdict in verdicts):
             reason = f"shared by {len(places)} modules; {reason}"
@@ -482,14 +510,12 @@ def _parameters(
 
 
 def _parameter(
-    concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None
+    concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None, declared: str
 ) -> tuple[bool, str, str]:
-    """Return (lowered, format, reason) of a parameter as one of its owners needs it."""
+    """Return (lowered, format, reason) of a parameter as one of its owners needs it; `declared`: why it is fp32."""
     now = DTYPE_NAMES[parameter.dtype]
-    if rule is not None and rule[1] == "fp32":
-        return False, "fp32", f"modules: {rule[0]!r} = 'fp32'"
-    if rule is not None and rule[1] == "keep":
-        return False, now, f"modules: {rule[0]!r} = 'keep'"
+    if rule is not None and rule[1] != "low":
+        return False, "fp32" if rule[1] == "fp32" else now, rule[0]
     if concrete.params == "fp32":
         if now == "fp32" or not parameter.requires_grad:
             return (
@@ -498,6 +524,8 @@ def _parameter(
                 "params='fp32': nothing to convert" if now == "fp32" else "frozen: stays as it was loaded",
             )
         return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
+    if rule is None and declared:
+        return False, "fp32", declared
     if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
         return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
     statistics = getattr(owner, "running_mean", None)

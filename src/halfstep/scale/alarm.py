@@ -1,18 +1,27 @@
-"""The alarm of a scaler: a flag on the device, and the message when gradients are bad at the lowest scale."""
+"""The alarms of a scaler: bad gradients at the lowest scale (a flag on the device), and gradients it has not scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from sys import _getframe
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.accelerators import capturing, copies_behind_events
+from halfstep.errors import warn
+from halfstep.formats import format_of
 from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["DelayedFlag", "alarm_text", "is_error"]
+if TYPE_CHECKING:
+    from halfstep.scale.state import StoredScale
+
+__all__ = ["DelayedFlag", "ExpectedScaler", "alarm_text", "in_scaler", "is_error", "is_scaler"]
 
 
 def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
@@ -82,3 +91,76 @@ class DelayedFlag:
             self._landed.copy_(flag, non_blocking=True)
             self._event.record()
         return earlier
+
+
+# ------------------------------------------------------------------ gradients that were not scaled
+
+
+def is_scaler(value: Any) -> bool:
+    """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
+    if not any("GradScaler" in kind.__name__ for kind in type(value).__mro__):
+        return False
+    methods = all(callable(getattr(value, name, None)) for name in ("is_enabled", "get_scale"))
+    return methods and bool(value.is_enabled())  # settings of scalers have such names too
+
+
+def in_scaler(frame: FrameType | None) -> bool:
+    """Return whether a method of a scaler that is on has called `frame`."""
+    while frame is not None:
+        if is_scaler(frame.f_locals.get("self")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class ExpectedScaler:
+    """Warns at the first step of an optimizer if no scaler has scaled a loss until then.
+
+    A step without gradients, or at a learning rate of zero, is not the first one: it makes states or precedes a
+    scheduler. Every scaler that takes part (`drop`) ends the watch, and so does the first step.
+
+    Args:
+        scaler: which of them is expected.
+        optimizer: whose first step is watched.
+        dtype: the format of the gradients, with fewer exponent bits than fp32.
+    """
+
+    _known: weakref.WeakKeyDictionary[Optimizer, ExpectedScaler] = weakref.WeakKeyDictionary()
+
+    def __init__(self, scaler: StoredScale, optimizer: Optimizer, dtype: str) -> None:
+        self.drop([optimizer])
+        self.scaler, self.dtype = scaler, dtype
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._known[optimizer] = self
+
+    @classmethod
+    def drop(cls, optimizers: Iterable[Optimizer]) -> None:
+        """Expect no scaler any more for `optimizers`."""
+        for optimizer in optimizers:
+            if (known := cls._known.pop(optimizer, None)) is not None:
+                known._handle.remove()
+
+    @classmethod
+    def release(cls, parameters: set[int]) -> None:
+        """Expect no scaler any more for optimizers with any of `parameters` (ids)."""
+        cls.drop([o for o in cls._known if any(id(p) in parameters for g in o.param_groups for p in g["params"])])
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not any(map(_moves, optimizer.param_groups)):
+            return
+        self.drop([optimizer])
+        scale = self.scaler.get_scale()
+        if scale == 1.0 or self.scaler.is_started or in_scaler(_getframe(1)):
+            return
+        lost = format_of(self.dtype).smallest_subnormal
+        warn(
+            f"{type(optimizer).__name__} steps gradients of a loss that was not scaled: in {self.dtype} gradients "
+            f"below {lost:.0e} are zero. hs.prepare returned a GradScaler for them (scale "
+            f"{scale:g}); write scaler.scale(loss).backward(), scaler.step(optimizer) and "
+            "scaler.update(). Where a library makes these calls, prepare in bf16; if it scales the loss itself, "
+            "prepare with a policy of scale='none'"
+        )
+
+
+def _moves(group: dict[str, Any]) -> bool:
+    return bool(group.get("lr", 1.0)) and any(parameter.grad is not None for parameter in group["params"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.arguments import COUNT, check
 from halfstep.errors import ScaleError, did_you_mean
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule, plain
 from halfstep.trees import opened
@@ -47,6 +48,7 @@ def choose_rule(
         changes["floor"] = floor
     if ceiling is not None:
         changes["ceiling"] = ceiling
+    check("GradScaler", ScaleError, hysteresis=(hysteresis, COUNT))
     if hysteresis != 1:
         changes["hysteresis"] = hysteresis
     return dataclasses.replace(chosen, **changes)
@@ -66,7 +68,7 @@ def device_type(device: str | torch.device | None) -> str | None:
         return None
     try:
         return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ScaleError(
             f"GradScaler: device={device!r} is not a device; expected a type such as 'cuda' or 'cpu'"
         ) from error

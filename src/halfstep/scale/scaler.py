@@ -5,7 +5,6 @@ Semantics of the methods: https://docs.pytorch.org/docs/stable/amp.html (torch 2
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep.errors import ScaleError
+from halfstep.errors import ScaleError, warn
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import FP32, format_of
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import finite
-from halfstep.scale.alarm import DelayedFlag, alarm_text, is_error
+from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
 from halfstep.scale.arguments import choose_rule, device_type, is_on, map_losses
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
@@ -105,10 +104,9 @@ class GradScaler(StoredScale):
         chosen = choose_rule(numbers, rule, floor=floor, ceiling=ceiling, hysteresis=hysteresis)
         self._device = device_type(device)
         if enabled and self._device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-            warnings.warn(
+            warn(
                 "GradScaler('cuda') is enabled, but CUDA is not available: it switches itself off, as torch's does. "
                 "GradScaler() works where the loss is",
-                stacklevel=2,
             )
             enabled = False
         super().__init__(chosen, enabled=enabled)
@@ -238,7 +236,9 @@ class GradScaler(StoredScale):
         )
 
     def _work_of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
-        return self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
+        work = self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
+        ExpectedScaler.drop([optimizer])
+        return work
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
@@ -500,7 +500,7 @@ class GradScaler(StoredScale):
             raise ScaleError(text)
         if not self._warned:
             self._warned = True
-            warnings.warn(text, stacklevel=3)
+            warn(text)
 
     # --- copying ---------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import ScaleError
+from halfstep.errors import ScaleError, warn
 from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule, plain, whole
 from halfstep.scale.arguments import check_factor
 from halfstep.scale.rule import (
@@ -32,7 +31,7 @@ __all__ = ["StoredScale"]
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "halfstep"  # torch's load_state_dict ignores unknown keys
-_OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")
+OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")
 
 
 class StoredScale:
@@ -49,6 +48,11 @@ class StoredScale:
     def rule(self) -> ScaleRule:
         """The numbers in force."""
         return self._rule
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a loss has been scaled, or the scale read on a device."""
+        return self._state is not None
 
     def is_enabled(self) -> bool:
         """Return whether this scaler scales. Fixed at construction: a caller may read it once."""
@@ -170,7 +174,7 @@ def _state_dict(rule: ScaleRule, host: Mapping[str, Any]) -> dict[str, Any]:
     values = (host["scale"], rule.growth, rule.backoff, rule.interval, host["good"])
     return {
         **dict(zip(_TORCH_KEYS, values, strict=True)),
-        _OWN_KEY: {name: host[name] for name in _OWN_COUNTERS},
+        _OWN_KEY: {name: host[name] for name in OWN_COUNTERS},
     }
 
 
@@ -219,7 +223,7 @@ def _host_from(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str, Any]:
     own = state.get(_OWN_KEY, {})
     if not isinstance(own, Mapping):
         raise ScaleError(f"load_state_dict: {_OWN_KEY!r} is {own!r}; expected a dict of counters")
-    host.update({name: _count(name, own[name], low=0) for name in _OWN_COUNTERS if name in own})
+    host.update({name: _count(name, own[name], low=0) for name in OWN_COUNTERS if name in own})
     host["slack"] = min(host["slack"], rule.hysteresis - 1)
     host["good"] = min(tracker, rule.interval - 1)  # torch never grows again from a tracker past the interval
     host["scale"] = _bounded(rule, state["scale"])
@@ -238,10 +242,9 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
             "scaler with a floor, or start without loading"
         )
     if representable(rule, bounded) != representable(rule, scale):  # a bound may be a number that fp32 does not hold
-        warnings.warn(
+        warn(
             f"load_state_dict: scale={scale!r} is outside [{rule.floor!r}, {rule.ceiling!r}]; going on with "
             f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
-            stacklevel=4,
         )
     return representable(rule, bounded)
 

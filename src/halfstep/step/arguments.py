@@ -5,20 +5,37 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep.errors import StepError
+from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
+from halfstep.errors import CheckpointError, StepError
 from halfstep.kernels.native.calls import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit", "retries", "switch"]
+__all__ = [
+    "LOSS",
+    "RATES",
+    "check_arguments",
+    "check_loss",
+    "check_loss_function",
+    "check_optimizer",
+    "check_rates",
+    "check_saving",
+    "check_scheduler",
+    "evidence_folder",
+    "limit",
+    "retries",
+]
+
+LOSS = Kind("callable as loss_fn(model, *batch)", CALLABLE.has)
+EVIDENCE = Kind("a folder for evidence files", PATH.has)
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -41,32 +58,51 @@ def check_arguments(
     scaler: object,
     scheduler: object,
     optimizer: object,
-    *,
     cuda_graph: object,
-) -> int:
-    """Refuse arguments of `TrainStep` that make no sense, alone or together; return `accumulate` as an int.
+    update_in_backward: object,
+) -> None:
+    """Refuse arguments of `TrainStep` that make no sense, alone or together.
 
     Raises:
         StepError: which one, and what to give instead.
     """
-    if not isinstance(model, nn.Module):
-        raise StepError(f"model must be a torch.nn.Module and is {_shown(model)}")
-    if not callable(loss_fn):
-        raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
+    check("TrainStep", StepError, model=(model, MODEL))
+    check_loss_function(loss_fn)
+    check(
+        "TrainStep",
+        StepError,
+        accumulate=(accumulate, COUNT),
+        cuda_graph=(cuda_graph, FLAG),
+        scaler=(scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
+        update_in_backward=(update_in_backward, FLAG),
+    )
+    check_scheduler(scheduler, check_optimizer(optimizer))
+
+
+def check_loss_function(loss_fn: object) -> None:
+    """Refuse what is no loss function of a training step.
+
+    Raises:
+        StepError: it cannot be called, or is a loss of torch, which takes no model.
+    """
+    check("TrainStep", StepError, loss_fn=(loss_fn, LOSS))
     if getattr(loss_fn, "__module__", None) in CRITERIA:
         name = getattr(loss_fn, "__name__", None)
         raise StepError(
             f"loss_fn is called as loss_fn(model, *batch) and is {name or type(loss_fn).__name__}, which takes no "
             f"model; give lambda model, x, y: {f'F.{name}' if name else 'criterion'}(model(x), y)"
         )
-    if isinstance(accumulate, bool) or not isinstance(accumulate, Integral) or accumulate < 1:
-        raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
-    switch("cuda_graph", cuda_graph)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Refuse what no training step can step; return it.
+
+    Raises:
+        StepError: it is no optimizer, updates by itself, needs a closure, or has numbers that no weight survives.
+    """
     if not isinstance(optimizer, Optimizer):
         several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 1
-        raise StepError(f"optimizer must be a torch optimizer and is {_shown(optimizer)}{SEVERAL if several else ''}")
+        raise StepError(f"optimizer must be a torch optimizer and is {shown(optimizer)}{SEVERAL if several else ''}")
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise StepError(
             f"{type(optimizer).__name__}(overlap_with_ddp=True) updates parameters in the backward pass, before "
@@ -79,9 +115,18 @@ def check_arguments(
             "with params='fp32' such as 'mixed', and call optimizer.step(closure) yourself"
         )
     check_rates(optimizer)
-    if scheduler is not None:
-        _check_scheduler(scheduler, optimizer)
-    return int(accumulate)
+    return optimizer
+
+
+def check_saving(where: str, step: object, path: object, keep: object = None) -> None:
+    """Refuse what no checkpoint can be made of, or loaded into.
+
+    Raises:
+        CheckpointError: `step` is no `TrainStep`, `path` no path, or `keep` neither a whole number from 1 nor None.
+    """
+    is_step = hasattr(type(step), "run_backward") and hasattr(type(step), "load_state_dict")
+    first = Kind("an hs.TrainStep", lambda _: is_step)
+    check(where, CheckpointError, step=(step, first), path=(path, PATH), keep=(keep, COUNT | NONE))
 
 
 def check_loss(loss: Any) -> None:
@@ -127,17 +172,23 @@ def limit(name: str, value: Any) -> float | None:
     given = value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool:
         given = value.item()
-    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < float("inf"):
-        raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
+    check("TrainStep", StepError, **{name: (given, POSITIVE | NONE)})
     return float(given)
 
 
-def _check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    """Refuse what is no scheduler of `optimizer` that a training step can advance; None is none.
+
+    Raises:
+        StepError: what it is, and what to give instead.
+    """
+    if scheduler is None:
+        return
     methods = [getattr(scheduler, name, None) for name in ("step", "state_dict", "load_state_dict")]
     if isinstance(scheduler, (type, Optimizer)) or not all(callable(method) for method in methods):
         raise StepError(
             f"scheduler must be a learning-rate scheduler, an object with step(), state_dict() and load_state_dict(), "
-            f"and is {_shown(scheduler)}; build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
+            f"and is {shown(scheduler)}; build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
             "T_max=...)"
         )
     needed = [p.name for p in inspect.signature(scheduler.step).parameters.values() if _is_needed(p)]  # type: ignore[attr-defined]
@@ -154,13 +205,6 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
 def _is_needed(parameter: inspect.Parameter) -> bool:
     several = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return parameter.default is inspect.Parameter.empty and not several
-
-
-def _shown(value: object) -> str:
-    """Return a value that may be large as an error shows it."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
 
 
 def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
@@ -201,22 +245,8 @@ def evidence_folder(blackbox: object) -> Path | None:
     Raises:
         StepError: it is neither.
     """
-    if isinstance(blackbox, bool):
-        return None
-    if not isinstance(blackbox, (str, Path)) or not str(blackbox):
-        raise StepError(f"blackbox={blackbox!r}; expected True, False, or a folder for evidence files")
-    return Path(blackbox)
-
-
-def switch(name: str, value: object) -> bool:
-    """Return a setting that is on or off.
-
-    Raises:
-        StepError: it is neither.
-    """
-    if not isinstance(value, bool):
-        raise StepError(f"{name} must be True or False and is {value!r}")
-    return value
+    check("TrainStep", StepError, blackbox=(blackbox, FLAG | EVIDENCE))
+    return None if isinstance(blackbox, bool) else Path(blackbox)  # type: ignore[arg-type]
 
 
 def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:
@@ -230,12 +260,8 @@ def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:
     Raises:
         StepError: it is neither a bool nor a whole number from 0; or the step is captured.
     """
-    if isinstance(retry, bool):
-        most = enough if retry else 0
-    elif isinstance(retry, Integral) and int(retry) >= 0:
-        most = int(retry)
-    else:
-        raise StepError(f"retry must be True, False or the most attempts, a whole number from 0, and is {retry!r}")
+    check("TrainStep", StepError, retry=(retry, FLAG | Kind("the most attempts, a whole number from 0,", WHOLE.has)))
+    most = (enough if retry else 0) if isinstance(retry, bool) else int(retry)  # type: ignore[call-overload]
     if most and cuda_graph:
         raise StepError(
             f"retry={retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes the "

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Undecided", "undecide"]
 
 LOG = logging.getLogger("halfstep")
-CARRIED = "_metrics saving preemption".split()
 
 
 class NotChosen(StepError, AttributeError):
@@ -79,8 +78,9 @@ class Undecided(TrainStep):
         except BaseException:
             _put(self, before, kind)
             raise
-        vars(self).update({name: before[name] for name in CARRIED})
-        self.choice = choice
+        self._metrics, record = before["_metrics"], before["_record"]
+        self.record.saving, self.record.preemption = record.saving, record.preemption
+        self._choice = choice
         if compiled is not None:
             self._compiled = compiled
         LOG.warning("%s", choice.line)
@@ -197,8 +197,8 @@ def undecide(step: TrainStep, scaler: object, blackbox: object) -> None:
     settings = {name: getattr(step, name) for name in SETTINGS}
     with Ground(model, optimizer).returning(copied=False):  # raises here what the first call would raise
         TrainStep(model, optimizer, step.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
-    step._metrics, step.saving, step.preemption = None, None, None
-    step.record = Record(model, replayable=False)
+    step._metrics = None
+    step._record = Record(model, replayable=False)
     kind: Any = type(step)  # hashable, which a class with Tensors in it is not to mypy
     step.__class__ = _undecided(kind)
     vars(step)["_blackbox"] = blackbox

@@ -12,6 +12,12 @@ keep one GELU for a whole process. It follows the region it is called in and ope
 holds in the regions of the policy that has the rule. A loss opens a region where none is open, because its rules are
 meant for calls outside the model.
 
+Note [methods]: a public method of a user's class that is called with a tensor runs as forward does: in the region,
+with a root's outputs cast. Its inputs are not: they may be anything (returns, old log-probabilities). Called without a
+tensor it may as well merge weights or train, so no region is open, but what modules called from it give is cast, as if
+they were called from outside. Names that base classes of libraries have are theirs to call, and generators and
+coroutines are suspended: these stay as they are.
+
 Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and removes it by taking its
 first base. That class stays the outermost: the class below it is bound, and torch's is made again over the bound one.
 
@@ -25,7 +31,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, update_wrapper
 from types import FunctionType, SimpleNamespace
@@ -49,7 +55,8 @@ from halfstep.cast.rules.handlers import norm_forward
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
-from halfstep.formats import POLICY_DTYPES
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
@@ -57,13 +64,22 @@ from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copyin
 from halfstep.step.ranks import refuse_own_loop
 from halfstep.step.wrappers import refuse_flat
 from halfstep.trees import map_tensors, tensors
-from halfstep.weights import WeightStore
+from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
 __all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
 NOWHERE = object()
 """A region that is never open."""
+
+CALLED = object()
+"""What `STATE.bound` is in a method of a root that was called from outside without a tensor; see note [methods]."""
+
+FRAMEWORKS = ("torch.", "halfstep.", "lightning.", "pytorch_lightning.", "peft.")
+"""Modules of base classes; see note [methods]."""
+
+HUBS = ("transformers.", "diffusers.", "huggingface_hub.")
+"""Modules of base classes, and of models, which have a forward."""
 
 DYNAMO = "_torchdynamo"
 """The beginning of torch.compile's attributes on a function, which would make it run that one in place of ours."""
@@ -79,7 +95,7 @@ class Binding:
         path: dotted name of the module under the prepared root; "" is the root.
         root: whether it is, or was prepared as a model of its own before the whole was.
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
-        entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
+        entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
@@ -195,26 +211,47 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in POLICY_DTYPES else tensor)
 
 
-def _first_float(tree: Any) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in POLICY_DTYPES), None)
+def _casts(
+    binding: Binding, args: Any, kwargs: Any, outer: Any, *, method: bool = False
+) -> tuple[Any, Any, torch.dtype | None]:
+    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come).
 
-
-def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
-    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
-    output = None
+    Args:
+        binding: of the module that is called.
+        args: what it is called with.
+        kwargs: the same, by name.
+        outer: what `STATE.bound` is around the call.
+        method: whether a method other than forward is called; see note [methods].
+    """
+    policy, outside = binding.policy, outer is None or outer is SUSPENDED or outer is CALLED
     if binding.rule == "fp32" and binding.entrance:
-        output = _first_float((args, kwargs))
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
-    elif binding.root:
-        policy = binding.policy
-        if policy.inputs == "low":
-            for _, dtype, on in binding.recipe.devices:
-                if on and dtype is not None:
-                    args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
-                    break
-        if policy.outputs == "fp32" and outermost:
-            output = torch.float32
-    return args, kwargs, output
+    elif binding.root and policy.dtype == "fp32":  # parameters that came low are fp32 now, and no operator casts
+        args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
+    elif binding.root and policy.inputs == "low" and not method:
+        for _, dtype, on in binding.recipe.devices:
+            if on and dtype is not None:
+                args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
+                break
+    cast = policy.outputs == "fp32" and outside and (binding.root or outer is CALLED)
+    return args, kwargs, torch.float32 if cast else None
+
+
+def _widened(module: nn.Module, result: Any) -> Any:
+    """Return what a method of `module` gave with its low tensors in fp32, except those that are its weights."""
+    if not any(tensor.dtype in LOW_DTYPES for tensor in tensors(result)):
+        return result
+    if torch.compiler.is_compiling():
+        return _cast_floats(result, torch.float32)
+    own = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return map_tensors(result, lambda t: t.float() if t.dtype in LOW_DTYPES and (_storage(t) or -1) not in own else t)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what identifies the memory of `tensor`; 0 where torch.func has wrapped it."""
+    with suppress(NotImplementedError, RuntimeError):
+        return int(tensor.untyped_storage()._cdata)
+    return 0
 
 
 def _check_shards(binding: Binding, module: nn.Module) -> None:
@@ -236,8 +273,10 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
         LowStates.keep_low(module.parameters())
 
 
-def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run `forward` in the region of `binding`."""
+def _enter(
+    binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
+) -> Any:
+    """Run `forward`, or a `method`, in the region of `binding`."""
     state = STATE
     if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
@@ -250,6 +289,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             binding.fresh = False
     if store is not None:
         store.before_forward(module)
+    elif binding.root and binding.policy.params == "low":
+        UnkeptWeights.before_forward(module)
     if binding.root:
         if state.statistics is not None:
             if id(module) not in state.statistics.models:
@@ -258,17 +299,17 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             refuse_own_loop(module, binding.policy)
             binding.averages = not binding.sharded  # of a sharded model, what is checked here stays
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
-    args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
+    args, kwargs, output = _casts(binding, args, kwargs, state.bound, method=method)
     if inside:
         if saved_tensor_hooks(True) is not None:
             mark_checkpoints()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
         if is_fx_symbolic_tracing():
-            _refuse_fx(binding.recipe, store, (args, kwargs))
+            _refuse_fx(binding.recipe, module, (args, kwargs))
         region, failing = opened(binding.recipe), True
         try:
-            region.frame = open_recipe(binding.recipe, region, depth=3)
+            region.frame = open_recipe(binding.recipe, region)
             state.bound = binding.recipe
             result = forward(module, *args, **kwargs)
             failing = False
@@ -281,10 +322,27 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
                 close_recipe(region, failing=failing)
             finally:
                 abandon(region.frame)
-    return result if output is None else _cast_floats(result, output)
+    if output is None:
+        return result
+    return _widened(module, result) if method else _cast_floats(result, output)
+
+
+def _call(run: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run a method of a root that was called from outside without a tensor; see note [methods]."""
+    state = STATE
+    try:
+        state.bound = CALLED
+        return run(module, *args, **kwargs)
+    except EXPLAINED as error:
+        if (better := explained(error)) is None:
+            raise
+        raise better from error
+    finally:
+        state.bound = None
 
 
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
+run_eagerly(_call, below=False)
 run_eagerly(WeightStore.before_forward)
 
 
@@ -300,7 +358,9 @@ def _add_traced(address: int) -> None:
 _add_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_compiled(
+    binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
+) -> Any:
     """Do what `_enter` does, in constructs that Dynamo traces."""
     state = STATE
     outer = state.bound
@@ -310,7 +370,7 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
         _add_traced(id(module))
     elif binding.averages and binding.root:
         refuse_own_loop(module, binding.policy)
-    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)
+    args, kwargs, output = _casts(binding, args, kwargs, outer, method=method)
     if outer is binding.recipe or (outer is SUSPENDED and binding.policy.params == "fp32"):
         result = forward(module, *args, **kwargs)
     else:
@@ -319,7 +379,9 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
             result = call_traced(binding.recipe, forward, (module, *args), kwargs)
         finally:
             state.bound = outer
-    return result if output is None else _cast_floats(result, output)
+    if output is None:
+        return result
+    return _widened(module, result) if method else _cast_floats(result, output)
 
 
 # ------------------------------------------------------------------ bound classes
@@ -379,6 +441,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             _push_on_torch_function_stack(mode)
 
     body: dict[str, Any] = {
+        **{name: _bound_method(original, name) for name in _own_methods(original)},
         **methods_of(original, _rebuild, _rebuild_by, _bind_late),
         **_graph_methods(original),
         "_halfstep_original": original,
@@ -388,9 +451,44 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     if original.forward is not nn.Module.forward:
         forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = _presented_as(forward, original)
+        body["forward"] = _presented_as(forward, original.forward)
         body["__prepare_scriptable__"] = _refuse_script
     return type(original.__name__, (original,), body)
+
+
+def _own_methods(original: type[nn.Module]) -> Iterator[str]:
+    """Iterate over the names of the methods of `original` that are bound beside forward; see note [methods]."""
+    lent, own = set[str](), dict[str, Any]()
+    for kind in reversed(original.__mro__[:-1]):
+        origin = f"{kind.__module__}."
+        hub = origin.startswith(HUBS) and getattr(kind, "forward", nn.Module.forward) is nn.Module.forward
+        (lent if hub or origin.startswith(FRAMEWORKS) else own).update(vars(kind))
+    for name in own.keys() - lent:
+        value = inspect.getattr_static(original, name)
+        if not name.startswith("_") and isinstance(value, FunctionType):
+            kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+            if not any(suspends(value) or suspends(inspect.unwrap(value)) for suspends in kinds):
+                yield name
+
+
+def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return the method `name` of the bound class of `original`; see note [methods]."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(original, name)  # a method that its class is given later counts
+        binding, outer = self.__dict__.get(KEY), STATE.bound
+        if binding is None or outer is binding.passes:
+            return run(self, *args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        if tensors((args, kwargs)):
+            return (_enter_compiled if compiling else _enter)(binding, run, self, args, kwargs, method=True)
+        if outer is not None or not binding.root or compiling:
+            return run(self, *args, **kwargs)
+        result = _call(run, self, args, kwargs)
+        return _widened(self, result) if binding.policy.outputs == "fp32" else result
+
+    method.__code__ = method.__code__.replace()  # see `forward` in `_bound_class`
+    return _presented_as(method, getattr(original, name))
 
 
 def bind_class(module: nn.Module, *, on: bool) -> None:
@@ -417,17 +515,16 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
 # ------------------------------------------------------------------ what tools see of a bound forward
 
 
-def _presented_as(forward: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
-    """Give `forward` the name, docstring, annotations, signature and attributes of the forward of `original`."""
-    own = original.forward
-    update_wrapper(forward, own, updated=())
+def _presented_as(bound: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    """Give `bound` the name, docstring, annotations, signature and attributes of `own`, the user's function."""
+    update_wrapper(bound, own, updated=())
     noted = getattr(own, "__dict__", {})
     if not any(name.startswith(DYNAMO) for name in noted):
         for name, value in noted.items():
-            forward.__dict__.setdefault(name, value)
+            bound.__dict__.setdefault(name, value)
     with suppress(ValueError, TypeError):  # a builtin function may have none
-        forward.__dict__["__signature__"] = inspect.signature(own)  # inspect.getfullargspec does not look further
-    return forward
+        bound.__dict__["__signature__"] = inspect.signature(own)  # inspect.getfullargspec does not look further
+    return bound
 
 
 def _plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]]) -> Any:
@@ -464,20 +561,21 @@ def _graph_methods(original: type[nn.Module]) -> dict[str, Any]:
     return {"recompile": recompile}
 
 
-def _refuse_fx(recipe: Recipe, store: WeightStore | None, tree: Any) -> None:
+def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
     """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces.
 
     Args:
         recipe: what is about to be opened.
-        store: the precise weights behind low parameters, or None. `make_fx` takes parameters of torch's own class only.
+        module: what is traced. `make_fx` takes parameters of torch's own class only.
         tree: the inputs; `make_fx` traces with tensors, and sees the casts.
 
     Raises:
         BindError: the graph would lack the region.
     """
     if not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
-        if store is not None:
-            store.unwatch()
+        for parameter in module.parameters():
+            if (owner := owner_of(parameter)) is not None:
+                unwatch(parameter, owner)
         return
     if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
@@ -139,7 +139,7 @@ def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
                 remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
                 raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
         elif parameter.is_floating_point() and (parameter.requires_grad or name in low):  # a frozen mask may hold -inf
-            values = local(parameter.detach())
+            values = local(Tensor.detach(parameter))
             finite = torch.isfinite(values.to(dtype) if name in low else values).all()
             flags.setdefault(parameter.device, []).append((name, values, finite))
     for known in flags.values():

@@ -10,31 +10,30 @@ from torch.optim import Optimizer
 
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
+from halfstep.schema import check
 from halfstep.step.moments import LOAD, Moments
 from halfstep.step.prepare import prepared_policy, unwrap
-from halfstep.step.saved import check_model, check_optimizer, check_scheduler, check_step
+from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.step.statistics import Statistics
 from halfstep.step.undo import SchedulerCopy
 from halfstep.step.update import Updater
 
 if TYPE_CHECKING:
+    from halfstep.step.settings import Settings
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["check_state", "copied", "load_step", "save_step"]
+__all__ = ["KEPT", "check_state", "copied", "load_step", "refuse_window", "save_step"]
 
-KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
-WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
-CHOICE = "choice"  # only there under policy="auto": what it chose besides the policy; None: nothing yet
-OPTIONAL = frozenset({WEIGHTS, CHOICE})
+WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
 
 
-def refuse_window(step: TrainStep, what: str) -> None:
-    """Refuse to save or copy `step` while gradients of an accumulation window wait for their update."""
+def refuse_window(step: Settings, what: str, then: str = "save") -> None:
+    """Refuse to save, copy or change `step` while gradients of an accumulation window wait for their update."""
     if step.record.micro_batches:
         raise StepError(
             f"{what} after {step.record.micro_batches} of {step.accumulate} micro-batches would lose their gradients; "
-            "save between updates, or call step.flush() first"
+            f"{then} between updates, or call step.flush() first"
         )
 
 
@@ -84,7 +83,7 @@ def copied(step: TrainStep, updater: Updater) -> tuple[Any, ...]:
     refuse_window(step, "a copy")
     named = {name: getattr(step, name) for name in KEPT} | {"policy": prepared_policy(step.model)}
     made = type(step), step.model, step.optimizer, step.loss_fn, named, step.record.done, rounding(updater)
-    return rebuild, made, {"choice": step.choice}
+    return rebuild, made, {"_choice": step.choice}
 
 
 def rebuild(
@@ -150,18 +149,14 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         raise
 
 
-def check_state(step: TrainStep, state: object) -> int:
-    """Check all of `state` without changing anything; return its number of micro-batches.
+def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
+    """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches.
 
     Raises:
         StepError, PolicyError: a piece is missing, unknown or malformed, by its path.
     """
-    if not isinstance(state, Mapping) or set(state) - OPTIONAL != KEYS:
-        got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise StepError(f"a TrainStep state has the keys {sorted(KEYS)} and this has {got}")
-    if not isinstance(state["policy"], str):
-        kind = type(state["policy"]).__name__
-        raise StepError(f"policy: a {kind}, expected the text that state_dict() saves (TOML); nothing was loaded")
+    check(state, STATE, "state", StepError)
+    assert isinstance(state, Mapping)
     policy = prepared_policy(step.model)
     saved = Policy.from_toml(state["policy"])
     if policy is not None and saved != policy:  # a step that has not chosen takes the state's
@@ -169,14 +164,11 @@ def check_state(step: TrainStep, state: object) -> int:
             "the state was saved under another policy; build the TrainStep with the policy it was saved with, or load "
             f"its parts ('model', 'optimizer') by hand. They differ:\n{saved.diff(policy)}"
         )
-    number = check_step(state["step"])
-    for name in ("scaler", WEIGHTS, CHOICE):
-        if not isinstance(state.get(name) or {}, Mapping):
-            raise StepError(f"{name}: a {type(state[name]).__name__}, expected a dict; nothing was loaded")
     check_scheduler(step.scheduler, state["scheduler"])
-    check_optimizer(step.optimizer, state["optimizer"])
-    check_model(unwrap(step.model), state["model"])
-    return number
+    check_optimizer(step.optimizer, state["optimizer"], groups_alone=not tensors)
+    if tensors:
+        check_model(unwrap(step.model), state["model"])
+    return int(state["step"])
 
 
 # ---------------------------------------------------------------------- undo

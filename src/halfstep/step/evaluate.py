@@ -33,7 +33,7 @@ def evaluate(
     try:
         if any(training for _, training in modes):
             model.eval()
-        with torch.no_grad(), opened(recipe, depth=3):
+        with torch.no_grad(), opened(recipe):
             STATE.bound = recipe  # the model is inside, as in a step: its outputs are not cast
             return loss_fn(model, *batch, **named)
     except EXPLAINED as error:

@@ -12,7 +12,6 @@ weight becomes a weight. Operators that halfstep's rules move have their casts i
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from halfstep.errors import UnbuiltError
+from halfstep.arguments import MODEL, NONE, Kind, check
+from halfstep.errors import BindError, UnbuiltError, warn
 from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
@@ -38,6 +38,10 @@ CASTS = frozenset({"aten::to", "aten::_to_copy"})
 CHECKS = frozenset({"aten::_assert_tensor_metadata"})  # of formats: what they check is computed here
 Regions = Mapping[str, tuple[torch.dtype, bool]]
 """Device type -> low format and whether autocast is on."""
+
+
+ARGS = Kind("a tuple of inputs", lambda args: isinstance(args, (tuple, list)))
+KWARGS = Kind("a dict of inputs", lambda kwargs: isinstance(kwargs, Mapping))
 
 
 def exported(
@@ -74,7 +78,8 @@ def exported(
         >>> program.module()(x).shape
         torch.Size([4, 2])
     """
-    named = dict(kwargs or {})
+    check("hs.exported", BindError, model=(model, MODEL), args=(args, ARGS), kwargs=(kwargs, KWARGS | NONE))
+    args, named = tuple(args), dict(kwargs or {})
     copy = twin(model, policy, bound=True)
     with torch.no_grad():
         program = torch.export.export(copy, args, named, dynamic_shapes=dynamic_shapes, strict=False)
@@ -91,11 +96,10 @@ def _compare(expected: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
             wide = float64_of(a)
             far = float((wide - float64_of(b)).norm() / wide.norm())
-            warnings.warn(
+            warn(
                 f"hs.exported: an output of the program differs from the model's by {far:.2g} (relative) on the "
                 "example; torch has chosen other kernels, or the model computes something random in evaluation",
                 RuntimeWarning,
-                stacklevel=3,
             )
             return
 
@@ -220,7 +224,7 @@ def _fold(module: GraphModule) -> GraphModule:
     while groups := _weight_casts(module):
         for (source, _), casts in groups.items():
             path = str(source.target)
-            value = casts[0].target(_attribute(module, path).detach(), *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
+            value = casts[0].target(Tensor.detach(_attribute(module, path)), *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
             if len(source.users) > len(casts):
                 path = f"{path}_{str(value.dtype).removeprefix('torch.')}"
             owner, _, name = path.rpartition(".")

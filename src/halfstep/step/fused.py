@@ -32,7 +32,7 @@ from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
 from halfstep.optim import Lion
 from halfstep.step.phases import profiler_runs
-from halfstep.weights import WeightStore
+from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
 __all__ = ["KNOWN", "PLAIN", "FusedUpdate", "GradientCheck", "check_gradients", "same"]
@@ -142,6 +142,7 @@ class FusedUpdate:
         self._optimizer, self._store, self._parameters, self._part = optimizer, store, parameters, part
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
         self._low = [p for p in parameters if store is not None and p in store]
+        self._unkept = [p for _, p, _ in UnkeptWeights.of(enumerate(parameters))]
         self._calls: list[_Call] = []
         self._made: Made = []
         self._kernels: Kernels | None = None
@@ -280,6 +281,8 @@ class FusedUpdate:
             self._draws.advance(factor.device, ~bad)
         if store is not None:
             store.stepped(self._low)
+        if self._unkept:
+            UnkeptWeights.stepped(self._unkept)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers read it before they advance
         torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
 

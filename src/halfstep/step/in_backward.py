@@ -17,7 +17,6 @@ backward pass belongs to the critical part: signals are deferred to its end.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import StepError
+from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
 from halfstep.step.moments import Moments
 from halfstep.step.record import Record
 from halfstep.step.update import Culprits, Updater, unsuited
 
-__all__ = ["in_backward"]
+__all__ = ["InBackward", "in_backward"]
 
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
@@ -75,7 +75,7 @@ class InBackward:
             new = [p for p in group["params"] if p.requires_grad and p not in self._places]
             for parameter in sorted(new, key=lambda p: store is None or p not in store):
                 self._places[parameter] = len(self._places)
-                parameter.register_post_accumulate_grad_hook(_taker(weakref.ref(self)))
+                hook_weakly(parameter.register_post_accumulate_grad_hook, self.take)
 
     def has_written(self) -> bool:
         """Return whether the update under way has changed a parameter."""
@@ -172,17 +172,6 @@ class InBackward:
         self._found += zip(parameters, check.norms.unbind(), strict=True)
         for parameter in parameters:
             parameter.grad = None
-
-
-def _taker(owner: weakref.ref[InBackward]) -> Callable[[Tensor], None]:
-    """Return the hook, which parameters keep: weakly, so that step and model go with the last reference to them."""
-
-    def take(parameter: Tensor) -> None:
-        found = owner()
-        if found is not None:
-            found.take(parameter)
-
-    return take
 
 
 def _recomputes(loss: Tensor) -> bool:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from halfstep.arguments import MODEL, check
 from halfstep.errors import BindError, PolicyError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import is_sharded, put
@@ -58,6 +59,7 @@ def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> Mode
         >>> served(x.bfloat16()).dtype
         torch.bfloat16
     """
+    check("hs.lowered", BindError, model=(model, MODEL))
     wanted = _policy_of(model) if policy is None else Policy.of(policy)
     plan = resolve(wanted, unwrap(model))
     _refuse(plan.policy)
@@ -100,7 +102,7 @@ def twin(model: ModelT, policy: Policy | str | Path | None, *, bound: bool) -> M
         store = store_of(inner)
         for mine, own in zip(made.parameters(), inner.parameters(), strict=True):
             if store is not None and own in store:  # its very bits: `stochastic` does not round to nearest
-                put(mine, own.detach().clone())
+                put(mine, Tensor.detach(own).clone())
     elif bound:
         prepare(made, policy=policy)
     made.eval().requires_grad_(False)
@@ -142,7 +144,7 @@ def _cast_weights(model: nn.Module, plan: Plan) -> None:
     low = DTYPES[plan.policy.dtype]
     for decision in plan.parameters:
         parameter = model.get_parameter(decision.name)
-        value = parameter.detach()
+        value = Tensor.detach(parameter)
         if decision.low or id(parameter) not in may:
             value = value.to(low)
         if id(parameter) in must:

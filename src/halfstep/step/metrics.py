@@ -9,7 +9,6 @@ from norms that the update has computed anyway.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from halfstep.accelerators import copies_behind_events
-from halfstep.errors import StepError
+from halfstep.arguments import COUNT, check
+from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
 from halfstep.step.update import Culprits
 from halfstep.trees import tensors
@@ -94,8 +94,7 @@ class Metrics:
     def __init__(
         self, every: int, clock: Callable[[], float] = time.perf_counter, *, to: MetricsLogger | None = None
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise StepError(f"metrics(every={every!r}): expected a whole number of updates from 1")
+        check("metrics", StepError, every=(every, COUNT))
         if to is not None and not callable(getattr(to, "add", None)):
             found = f"metrics(to={to!r}): expected a logger with a method add(record)"
             raise StepError(f"{found}, such as hs.integrations.loggers.TensorBoard(folder)")
@@ -159,10 +158,9 @@ class Metrics:
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             if not self.dropped:
-                warnings.warn(
+                warn(
                     f"{MOST_WAITING} records of step.metrics(every={self.every}) were not polled, and the oldest are "
                     "dropped; call metrics.poll() in the loop, or give it a logger: step.metrics(to=...)",
-                    stacklevel=4,
                 )
             self.dropped += 1
 

@@ -29,9 +29,10 @@ import signal
 import threading
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from operator import is_
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +41,43 @@ from halfstep.errors import StepError
 from halfstep.events import StepWatcher
 from halfstep.step.undo import SchedulerCopy
 
-__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "MICRO_BATCH", "Deferral", "Moments", "Watchers"]
+__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "MICRO_BATCH", "Deferral", "Moments", "Watchers", "one_thread"]
 
 REST = ""  # between calls
 MICRO_BATCH = "a micro-batch"
 UPDATE = "the update"
 ADVANCE = "the scheduler's step"
 LOAD = "load_state_dict"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_thread(function: F) -> F:
+    """Return `function`, whose first argument is a training step, for one thread at a time: it holds the step's lock.
+
+    Raises:
+        StepError: another thread is inside such a function of the same step; nothing was changed.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = getattr(args[0] if args else kwargs.get("step"), "_calls", None)
+        if calls is None:  # no step: the function says so itself
+            return function(*args, **kwargs)
+        if not calls.acquire(False):
+            name = "step(...)" if function.__name__ == "__call__" else function.__name__
+            raise StepError(
+                f"{name}: another thread is inside this "
+                "TrainStep, whose weights, optimizer state and checkpoints are those of one moment; call it from one "
+                "thread, or hold a lock of your own around the calls; hs.save(step, path, wait=False) in the training "
+                "thread writes in another one"
+            )
+        try:
+            return function(*args, **kwargs)
+        finally:
+            calls.release()
+
+    return cast(F, call)
 
 
 class Moments:

@@ -19,6 +19,7 @@ import copy
 import copyreg
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.sharded import local, put
-from halfstep.weights import WeightStore
+from halfstep.kernels.watched import WeightTensor
+from halfstep.weights import UnkeptWeights, WeightStore
 
 __all__ = [
     "allow_in_files",
@@ -71,7 +73,7 @@ def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter in store and not store.is_frozen(parameter)
+        if parameter is not None and parameter in store
     ]
 
 
@@ -94,9 +96,19 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         late(self)
         original._save_to_state_dict(self, destination, prefix, keep_vars)
-        for name, parameter, store in low_parameters(self):
-            store.exposed += 1
-            destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
+        for name in () if keep_vars else self._parameters:
+            if isinstance(value := destination.get(prefix + name), WeightTensor):
+                destination[prefix + name] = value.as_subclass(Tensor)
+        for name, parameter, store in low_parameters(self, frozen=True):
+            if store.is_frozen(parameter):
+                store.check_frozen(parameter)
+                value = parameter if keep_vars else Tensor.detach(parameter)
+            else:
+                value = store.value(parameter) if keep_vars else store.read(parameter)
+            destination[prefix + name] = value
+        for name, parameter, owner in UnkeptWeights.of(self._parameters.items()):
+            owner.check(parameter)
+            destination[prefix + name] = parameter if keep_vars else Tensor.detach(parameter)
 
     def load(
         self: nn.Module,
@@ -120,9 +132,13 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: 
                 value = state_dict.get(f"{path}.{name}" if path else name)
                 if isinstance(value, Tensor):
                     store.refuse(parameter, value)
-        original._load_from_state_dict(
-            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        with ExitStack() as loading:
+            owners: set[WeightStore | UnkeptWeights] = {store for *_, store in low}
+            for owner in owners.union(owner for *_, owner in UnkeptWeights.of(self._parameters.items())):
+                loading.enter_context(owner.loaded())
+            original._load_from_state_dict(
+                self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
         for name, parameter, store in low:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.cast.state import in_region
 from halfstep.errors import BindError, WeightsError
-from halfstep.formats import DTYPES, LOW_DTYPES
+from halfstep.formats import DTYPES, LOW_DTYPES, format_of
 from halfstep.kernels.sharded import is_sharded, local, put
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
+from halfstep.scale.alarm import ExpectedScaler
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
@@ -30,7 +32,7 @@ from halfstep.step.bindable import check_model, check_optimizers, is_done, is_st
 from halfstep.step.fsdp import has_run, reshard
 from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import unwrap, unwrap_optimizer
-from halfstep.weights import STRATEGIES, WeightStore
+from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
@@ -84,7 +86,14 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         >>> scaler.step(optimizer)
         >>> scaler.update()
     """
-    return prepare_with(models, optimizers, policy)
+    prepared = prepare_with(models, optimizers, policy)
+    if optimizers is not None and (scaler := prepared[2]).is_enabled():
+        binding = binding_of(unwrap(_listed(models, nn.Module, "models")[0]))
+        assert binding is not None
+        if format_of(dtype := binding.policy.dtype).is_narrow:
+            for optimizer in _listed(optimizers, Optimizer, "optimizers"):
+                ExpectedScaler(scaler, unwrap_optimizer(optimizer), dtype)
+    return prepared
 
 
 def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: bool = False) -> Any:
@@ -106,7 +115,10 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     for optimizer, before in product(optimizer_list, known):
         if not before.attached(optimizer):
             before.refuse_rounded(optimizer)
+    halved = [buffer for model, plan in fresh for buffer in _low_buffers(model, plan)]
     store = _lower(fresh, concrete, trained)  # raises before it changes anything
+    for buffer in halved:
+        buffer.data = buffer.data.float()
     for model, plan in fresh:
         unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
@@ -114,6 +126,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
         _attach(model, optimizer_list, low_states=concrete.state == "low")
     if optimizers is None:
         return models
+    ExpectedScaler.drop(optimizer_list)
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
     for model in model_list:
         scaler.name_parameters(unwrap(model).named_parameters())
@@ -127,6 +140,13 @@ def _listed(value: Any, kind: type, what: str) -> list[Any]:
             name = type(item).__name__
             raise BindError(f"hs.prepare: {what} must be a torch {kind.__name__} or a list of them, not {name}")
     return items
+
+
+def _low_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
+    """Return the low buffers of modules whose own parameters came low and become fp32, which the buffers follow."""
+    wide = [p.name for p in plan.parameters if p.format == "fp32" and model.get_parameter(p.name).dtype in LOW_DTYPES]
+    owners = [model.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in wide)]
+    return [buffer for owner in owners for buffer in owner.buffers(recurse=False) if buffer.dtype in LOW_DTYPES]
 
 
 def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[int]) -> WeightStore | None:
@@ -146,17 +166,19 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[
     store = None
     if low and concrete.master == "none":
         for _, parameter in low:
-            put(parameter, local(parameter.detach()).to(DTYPES[concrete.dtype]))
+            put(parameter, local(Tensor.detach(parameter)).to(DTYPES[concrete.dtype]))
+        UnkeptWeights(low, in_region)
     elif low:
         frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
         store = STRATEGIES[concrete.master]([], DTYPES[concrete.dtype])
+        store.in_region = in_region
         store.check(low)
         for name, parameter in low:
             (store.lower if id(parameter) in frozen else store.adopt)(name, parameter)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
-            put(parameter, local(parameter.detach()).float())
+            put(parameter, local(Tensor.detach(parameter)).float())
     return store
 
 
@@ -280,15 +302,18 @@ def unprepare(model: ModelT) -> ModelT:
             if module is inner or not mine.holders:  # else a guest of another prepared model
                 bind_class(module, on=False)
                 del module.__dict__[KEY]
-    LowStates.release({id(p) for p in inner.parameters()})
+    own = {id(p) for p in inner.parameters()}
+    LowStates.release(own)
+    ExpectedScaler.release(own)
     if store is not None:
         low = [p for p in inner.parameters() if p in store and binding.policy.grads == "fp32"]
         store.release(inner.parameters())
         _accumulate_in(None, low)
     else:
+        UnkeptWeights.release(inner.parameters())
         for parameter in inner.parameters():
             if parameter.dtype in LOW_DTYPES and binding.policy.params == "low":
-                put(parameter, local(parameter.detach()).float())
+                put(parameter, local(Tensor.detach(parameter)).float())
     unwatch_copies(inner.parameters())
     return model
 
@@ -299,8 +324,8 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
-    Writes through ``.data`` and averages (AveragedModel.update_parameters) belong here; outside, they see or change low
-    weights only. The model's optimizers do not step inside.
+    Methods of a low weight and of its ``.data`` change its fp32 value outside of the block too; what writes by another
+    way (``torch._foreach_...``, `out=`, a view, a collective) belongs here. The model's optimizers do not step inside.
 
     Raises:
         BindError: the model is not prepared.
@@ -320,7 +345,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         return
     reshard(inner)
     places = low_places(inner, store)
-    editing = store.editing
+    editing, frozen = store.editing, [parameter for *_, parameter in places if store.is_frozen(parameter)]
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
         store.editing = editing or bool(places)
@@ -328,7 +353,6 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             master = store.master(parameter)  # referenced in `shown`: some strategies make it only while it is
             shown.append((name, parameter, master, master._version, master.data))
             module._parameters[name] = master
-        store.exposed += 1
         yield model
     finally:
         try:
@@ -336,7 +360,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         finally:
             put_back(places)
             store.editing = editing
-        resized, touched = "", []
+        resized, touched, same = "", [], set()
         for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
@@ -344,8 +368,11 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
                 master.data = values
             if master.device.type == "cpu" or master._version != version:  # on other devices, looking at values waits
                 touched.append(parameter)
+            if master._version == version:
+                same.add(id(parameter))
         lost = store.undo_beyond(touched)
         store.write_back(parameter for _, parameter, *_ in shown)
+        store.freeze(parameter for parameter in frozen if id(parameter) in same)
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "

@@ -26,11 +26,13 @@ from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
+from halfstep.step.checkpoints.meeting import announce
 from halfstep.step.fsdp import is_distributed, refuse_other_average
 from halfstep.step.precise import KEY
 from halfstep.step.record import Record
 from halfstep.step.wrappers import unwrap
 from halfstep.weights import WeightStore
+from halfstep.weights.ranks import refuse_waiting_hook
 
 __all__ = ["Ranks", "join", "ranks_of", "refuse_flush", "refuse_own_loop"]
 
@@ -53,7 +55,8 @@ class Ranks:
         joining: whether the ranks may run out of batches one after the other; every window is averaged here, by all.
 
     Raises:
-        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too.
+        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too; or
+            as `refuse_waiting_hook`.
         StepError: DistributedDataParallel casts or updates parameters itself.
     """
 
@@ -77,7 +80,9 @@ class Ranks:
             )
 
     def _refuse_rivals(self) -> None:
-        """Refuse what DistributedDataParallel would do in the place of the step."""
+        """Refuse what DistributedDataParallel would do in the place of the step, or would never end."""
+        self._hooks = len(self.ddp._comm_hooks)
+        refuse_waiting_hook(self.ddp)
         if self.ddp.mixed_precision is not None:
             raise StepError(
                 "DistributedDataParallel(mixed_precision=...) casts parameters and inputs beside the policy; leave "
@@ -96,9 +101,12 @@ class Ranks:
         DDP records a static graph in its first backward pass, and only if it averages there.
 
         Raises:
-            StepError: DDP's own `join` was entered.
+            StepError: DDP's own `join` was entered, or a communication hook was registered that updates parameters.
+            UnbuiltError: such a hook may wait for good.
         """
         ddp = self.ddp
+        if len(ddp._comm_hooks) != self._hooks:
+            self._refuse_rivals()
         if ddp._join_config.enable:
             raise StepError(
                 "DistributedDataParallel.join() leaves the optimizer state, loss scale and fp32 weights of a rank that "
@@ -389,7 +397,7 @@ def join(ranks: Ranks | None, model: nn.Module, flush: Callable[[], object]) -> 
 
 
 def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
-    """Return the ranks of the DistributedDataParallel around the user's model; None without one. Changes nothing.
+    """Return the ranks of the DistributedDataParallel around the user's model; None without one; `announce` this one.
 
     Args:
         model: as it was given to `TrainStep`.
@@ -398,6 +406,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
     Raises:
         UnbuiltError: the policy wants an average that is not made for this model.
     """
+    announce()
     concrete = resolved(policy, device_types_of([model])[0])
     while not isinstance(model, DistributedDataParallel):
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)

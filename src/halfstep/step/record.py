@@ -14,19 +14,24 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.accelerators import capturing, default_generators
+from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
 from halfstep.step.landing import Landing
 from halfstep.step.signals import Signals
 from halfstep.trees import tensors
+
+if TYPE_CHECKING:
+    from halfstep.step.checkpoints.preemption import Preemption
+    from halfstep.step.save import Saving
 
 __all__ = [
     "History",
@@ -147,15 +152,31 @@ class Record:
         landing: what of the last update is on its way to the host.
         signals: losses, norms and magnitudes of the last updates.
         history: the micro-batches; None: not kept.
+        saving: the last `hs.save`, whose writing may be under way.
+        preemption: the open `hs.on_preemption`.
     """
 
-    __slots__ = ("bad", "done", "history", "host_reads", "landing", "micro_batches", "scale", "scheduled", "signals")
+    __slots__ = (
+        "bad",
+        "done",
+        "history",
+        "host_reads",
+        "landing",
+        "micro_batches",
+        "preemption",
+        "saving",
+        "scale",
+        "scheduled",
+        "signals",
+    )
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
         self.done = self.micro_batches = self.host_reads = 0
         self.scale = torch.ones(())
         self.bad: Tensor | None = None
         self.scheduled = False
+        self.saving: Saving | None = None
+        self.preemption: Preemption | None = None
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
@@ -270,9 +291,8 @@ class History:
 
     @limit.setter
     def limit(self, limit: object) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise StepError(f"history.limit is a number of bytes, a whole one from 0, and was set to {limit!r}")
-        self._limit = limit
+        check("history", StepError, limit=(limit, Kind("a number of bytes, a whole number from 0", WHOLE.has)))
+        self._limit = int(limit)  # type: ignore[call-overload]
 
     def begin(self) -> None:
         """Begin a window."""

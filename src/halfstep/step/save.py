@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -26,14 +26,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
+from halfstep.arguments import FLAG, check
+from halfstep.errors import CheckpointError, StepError, warn
+from halfstep.kernels.choose import load_kernels
+from halfstep.schema import Each
+from halfstep.schema import check as check_content
+from halfstep.step.arguments import check_saving
 from halfstep.step.checkpoint import check_state
-from halfstep.step.checkpoints import files
+from halfstep.step.checkpoints import files, writers
 from halfstep.step.checkpoints.foreign import converted, is_foreign
 from halfstep.step.checkpoints.generators import check_generators, generators, set_generators
 from halfstep.step.checkpoints.meeting import WRITE_TIME, Alone, Meeting, meeting
 from halfstep.step.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
+from halfstep.step.checkpoints.writers import Lock
+from halfstep.step.moments import one_thread
 from halfstep.step.prepare import unwrap
+from halfstep.step.saved import PLAIN, SHARDED
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -85,12 +93,16 @@ class Saving:
         >>> folder = saving.wait()  # complete on the disk from here on
     """
 
-    def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, path: Path, group: dist.ProcessGroup | None, run: str, seen: int) -> None:
         self.path, self.group = path, group
+        self.run, self.seen = (
+            run,
+            seen,
+        )  # which run this is; the last number in the folder when it saved or loaded there
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def run(self, work: Callable[[], None], *, wait: bool) -> None:
+    def begin(self, work: Callable[[], None], *, wait: bool) -> None:
         """Do the work, here or in a thread that the interpreter waits for before it exits."""
         if wait:
             work()
@@ -127,6 +139,7 @@ class Saving:
 # ---------------------------------------------------------------------- saving
 
 
+@one_thread
 def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: Any = None, wait: bool = True) -> Saving:
     """Write a checkpoint of `step` into the folder `path`, and delete all but the last `keep` there.
 
@@ -142,7 +155,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         wait: False copies the state to the host, returns, and writes in a thread; the next `save` waits for it.
 
     Raises:
-        StepError: in the middle of an accumulation window.
+        StepError: in the middle of an accumulation window, or another thread is inside the step.
         CheckpointError: the checkpoint cannot be written (the error of the system is its cause), or `extra` could not
             be loaded again; or ranks do not all call it.
 
@@ -152,10 +165,10 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         >>> hs.load(step, "checkpoints").extra
         {'epoch': 1}
     """
-    root = _folder(path)
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"hs.save: keep={keep!r}; expected a whole number from 1, or None to keep all")
-    previous, step.saving = step.saving, None
+    check_saving("hs.save", step, path, keep)
+    check("hs.save", CheckpointError, wait=(wait, FLAG))
+    root = check_destination(path, keep)
+    previous = step.record.saving
     group = None if previous is None else previous.group
     room = meeting("hs.save", next(MEETINGS))
     try:
@@ -168,29 +181,51 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
             raise
         mine = {"error": f"{type(error).__name__}: {error}"}
     told = room.gather(mine if wait else _copied(mine))
-    plan: dict[str, Any] = room.publish(_planned(root, told) if room.rank == 0 else None)
-    if plan["error"]:
-        raise CheckpointError(plan["error"])
-    folder, final = root / plan["folder"], root / plan["final"]
-    if plan["sharded"] and group is None:
-        group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
-    saving = step.saving = Saving(final, group)
-    write = _Write(root, folder, final, keep, room, told)
-    if plan["sharded"]:
-        work = write.sharded(step, parts, group, plan, wait=wait)
-    else:
-        work = write.one(parts, wait=wait)
-    saving.run(work, wait=wait)
+    lock = Lock(root)
+    try:
+        plan: dict[str, Any] = room.publish(_planned(lock, previous, told) if room.rank == 0 else None)
+        if plan["error"]:
+            raise CheckpointError(plan["error"])
+        folder, final = root / plan["folder"], root / plan["final"]
+        if plan["sharded"] and group is None:
+            group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
+        saving = step.record.saving = Saving(final, group, plan["run"], plan["seen"])
+        write = _Write(lock, folder, final, keep, room, told, saving.run, _kernels(step))
+        if plan["sharded"]:
+            work = write.sharded(step, parts, group, plan, wait=wait)
+        else:
+            work = write.one(parts, wait=wait)
+
+        def locked() -> None:
+            with lock:
+                work()
+
+        saving.begin(locked, wait=wait)
+    except BaseException:
+        lock.release()
+        raise
     return saving
 
 
-def _folder(path: str | Path) -> Path:
+def check_destination(path: str | Path, keep: int | None) -> Path:
+    """Return the folder that `save` will write into.
+
+    Raises:
+        CheckpointError: it is the name of a file, or `keep` is no number of checkpoints.
+    """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"hs.save: keep={keep!r}; expected a whole number from 1, or None to keep all")
+    if not isinstance(path, (str, Path)):
+        raise CheckpointError(f"path={path!r}: a {type(path).__name__}; expected the name of a folder")
     root = Path(path).absolute()
     if root.is_file() or root.suffix in FILES:
         raise CheckpointError(
             f"hs.save writes into a folder, where it keeps the last checkpoints of a run, and {str(path)!r} is the "
             "name of a file; give it a folder, such as 'checkpoints'"
         )
+    there = next(place for place in (root, *root.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{root} cannot be written to: {there} is no folder in which this process may write")
     return root
 
 
@@ -207,6 +242,10 @@ class _Parts:
     @classmethod
     def of(cls, step: TrainStep, extra: Any) -> _Parts:
         state = step.state_dict()
+        try:
+            check_state(step, state, tensors=False)
+        except StepError as error:
+            raise CheckpointError(f"the state could not be loaded again: {error}") from error
         names = names_of(unwrap(step.model), step.optimizer)
         tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
         layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
@@ -223,32 +262,43 @@ class _Parts:
         return {"step": self.state["step"], "layout": self.layout, "sharded": self.sharded, "own": self.own}
 
 
-def _planned(root: Path, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all ranks do, or the error that all of them raise."""
+def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the lock; return what all ranks do, or the error that all of them raise."""
     for rank, one in enumerate(told):
         if one["error"]:
             return {"error": f"rank {rank}: {one['error']}; no rank has saved"}
     if len(steps := {one["step"] for one in told}) > 1:
         return {"error": f"ranks have done {sorted(steps)} micro-batches; call hs.save on all after the same update"}
     whole = len({one["layout"] for one in told}) == 1
+    root = lock.root
+    here = previous is not None and previous.path.parent == root
     try:
-        folder, final = files.make_folder(root, told[0]["step"])
-    except OSError as error:
+        root.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        files.refuse_others(root, previous.seen if previous is not None and here else -1)
+        folder, final = files.make_folder(root, told[0]["step"], lock.token)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except (OSError, ValueError) as error:
         return {"error": f"{root} cannot be written to: {error}"}
     sharded = any(one["sharded"] for one in told) or not whole
-    return {"error": "", "folder": folder.name, "final": final.name, "sharded": sharded, "stages": not whole}
+    run = previous.run if previous is not None and previous.run else writers.new_run()
+    names = {"folder": folder.name, "final": final.name, "run": run, "seen": files.number_of(final) - 1}
+    return {"error": "", **names, "sharded": sharded, "stages": not whole}
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
     """The writing of one checkpoint: on rank 0 all of it, on others their shards."""
 
-    root: Path
+    lock: Lock
     folder: Path
     final: Path
     keep: int | None
     room: Alone | Meeting
     told: list[dict[str, Any]]  # on rank 0
+    run: str
+    kernels: str
 
     def one(self, parts: _Parts, *, wait: bool) -> Callable[[], None]:
         """Return the work of a checkpoint in one file."""
@@ -267,28 +317,29 @@ class _Write:
 
         tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
         state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
-        future = None
+        writer, future = shards.Writer(self.folder), None
         if not wait:
             state, rest = _copied(state), _copied(rest)
-            future = shards.write_later(tensors, self.folder, group)
+            future = writer.write_later(tensors, group)
 
         def work() -> None:
             mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if plan["stages"] else None}
             try:
                 if future is None:
-                    shards.write(tensors, self.folder, group)
+                    writer.write(tensors, group)
                 else:
                     future.result()
                 mine["files"] = {p.name: files.digest(p) for p in shards.own_files(self.folder, self.room.rank)}
             except BaseException as error:  # torch's own for errors of ranks is none of Exception
-                mine["error"] = f"rank {self.room.rank}: {_first_line(error)}"
+                mine["error"] = f"rank {self.room.rank}: {_in_a_line(error)}"
             found = self.room.gather(mine, limit=WRITE_TIME)
 
             def commit() -> None:
                 if wrong := [one["error"] for one in found if one["error"]]:
                     raise CheckpointError("; ".join(wrong))
                 entries = {name: entry for one in found for name, entry in one["files"].items()}
-                self._commit(state, entries, rests=[one["rest"] for one in found] if plan["stages"] else [rest])
+                rests = [one["rest"] for one in found] if plan["stages"] else [rest]
+                self._commit(state, entries, rests=rests, shards=writer.table)
 
             self._finish(commit if self.room.rank == 0 else lambda: None)
 
@@ -298,9 +349,11 @@ class _Write:
         """Write the file of rank 0, give the checkpoint its name, and delete old ones."""
         content = {"state": state, "ranks": [one["own"] for one in self.told], **more}
         entry = files.write_state(self.folder / files.STATE, content)
-        files.commit(self.folder, self.final, state["step"], self.room.size, {files.STATE: entry, **entries})
+        self.lock.check()
+        every = {files.STATE: entry, **entries}
+        files.commit(self.folder, self.final, state["step"], self.room.size, every, self.run, self.kernels)
         if self.keep is not None:
-            files.prune(self.root, self.keep)
+            files.prune(self.lock.root, self.keep, self.run)
 
     def _finish(self, commit: Callable[[], None]) -> None:
         """Commit on rank 0, and raise what it raised on all ranks."""
@@ -309,13 +362,15 @@ class _Write:
         try:
             commit()
         except BaseException as error:
-            cause, problem = error, _first_line(error)
+            cause, problem = error, _in_a_line(error)
+            if not self.folder.is_dir():
+                problem = f"another process has removed {self.folder} and saves into this folder too ({problem})"
             shutil.rmtree(self.folder, ignore_errors=True)
-        problem = self.room.publish(problem, limit=WRITE_TIME)
+        problem = self.room.publish(problem, limit=WRITE_TIME, last=True)
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # Ctrl-C
         if problem:
-            before = files.checkpoints(self.root)
+            before = files.checkpoints(self.lock.root)
             left = f"the last checkpoint is {before[0]}" if before else "there is no earlier checkpoint"
             raise CheckpointError(f"{self.final} was not written: {problem}; {left}") from cause
 
@@ -326,13 +381,13 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _first_line(error: BaseException) -> str:
+def _in_a_line(error: BaseException) -> str:
     """Return the error in one line; of torch's report of several ranks, what the first of them raised."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (inner, *_) = next(iter(failures.items()))
-        return f"rank {rank}: {_first_line(inner)}"
-    text = (str(error).splitlines() or [""])[0]
+        return f"rank {rank}: {_in_a_line(inner)}"
+    text = files.first_line(error)
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
@@ -345,6 +400,7 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: Literal[False] = ...)
 def load(step: TrainStep, path: str | Path, *, missing_ok: bool) -> Loaded | None: ...
 
 
+@one_thread
 def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Loaded | None:
     """Load the last checkpoint in the folder `path`, or the checkpoint `path`, into `step`; its run goes on from there.
 
@@ -370,10 +426,12 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
         >>> loaded = hs.load(step, "checkpoints", missing_ok=True)  # None at the first start of a run
         >>> begin = loaded.extra["epoch"] + 1 if loaded else 0
     """
+    check_saving("hs.load", step, path)
+    check("hs.load", CheckpointError, missing_ok=(missing_ok, FLAG))
     room = meeting("hs.load", next(MEETINGS))
     place = Path(path).absolute()
-    if step.saving is not None:
-        step.saving.wait()
+    if step.record.saving is not None:
+        step.record.saving.wait()
     found = _agreed(room, lambda: _find(place))
     if found == "nothing":
         if missing_ok:
@@ -384,7 +442,7 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
         )
     if found == "foreign":
         return _load_foreign(step, place, room)
-    folder, notes = _choose(room, place, [Path(one) for one in found])
+    folder, notes = _choose(room, place, [Path(one) for one in found], step.record.saving)
     return _load_folder(step, folder, room, notes)
 
 
@@ -423,7 +481,7 @@ def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
         value = work()
     except Exception as error:
         mine = error
-    told = room.gather("" if mine is None else _first_line(mine))
+    told = room.gather("" if mine is None else _in_a_line(mine))
     problems = room.publish([f"rank {rank}: {text}" for rank, text in enumerate(told) if text])
     if mine is not None:
         raise mine
@@ -432,8 +490,8 @@ def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
     return value
 
 
-def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint whose files are as they were written, and notes on newer ones.
+def _choose(room: Alone | Meeting, place: Path, found: list[Path], last: Saving | None) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint whose files are as they were written, and notes on newer ones and on other runs.
 
     Raises:
         CheckpointError: there is none, or the one that was asked for is damaged.
@@ -444,14 +502,13 @@ def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path
         try:
             files.check_files(folder, room.rank, room.size)
         except CheckpointError as error:
-            problem = str(error)
+            problem = str(error).removesuffix("; nothing was loaded")
         problem = room.publish(next(filter(None, room.gather(problem)), ""))
         if not problem:
-            if notes:
-                text = f"{'; '.join(notes)}; loading {folder}, which was saved before"
-                notes = [text]
-                if room.rank == 0:
-                    warnings.warn(text, stacklevel=3)
+            notes = [f"{'; '.join(notes)}; loading {folder}, which was saved before"] if notes else []
+            notes += _another_run(found[found.index(folder) :], last)
+            if notes and room.rank == 0:
+                warn("; ".join(notes))
             return folder, notes
         notes.append(problem)
         if len(found) == 1:
@@ -461,11 +518,25 @@ def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path
     raise CheckpointError(f"no checkpoint in {place} is whole: {'; '.join(notes)}; nothing was loaded")
 
 
+def _another_run(found: list[Path], last: Saving | None) -> list[str]:
+    """Return a note if the first of the checkpoints is of another run than this step, or than the one before it."""
+    run = files.run_of(found[0])
+    there = {place.parent for place in found}
+    own = (last.run, "this step's") if last is not None and last.path.parent in there else None
+    if own is None and found[1:]:
+        own = files.run_of(found[1]) or "", f"that of {found[1].name}, the one before"
+    if not run or own is None or not own[0] or own[0] == run:
+        return []
+    process = writers.in_words(files.manifest_of(found[0]).get("process", ""))
+    return [f"{found[0]} was saved by another run, {process}, than {own[1]}: two runs have saved into one folder"]
+
+
 def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: list[str]) -> Loaded:
     """Load a checkpoint whose files are as they were written."""
+    manifest = files.manifest_of(folder)
 
     def read() -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
-        state, ranks = _read(step, folder, room)
+        state, ranks = _read(step, folder, room, manifest)
         same = len(ranks) == room.size
         own = ranks[room.rank] if same else ranks[0]
         if own[WEIGHTS]:
@@ -477,8 +548,18 @@ def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: li
 
     state, ranks, same = _together(room, read)
     step.load_state_dict(state)
+    group = None if step.record.saving is None else step.record.saving.group
+    step.record.saving = Saving(folder, group, manifest.get("run", ""), files.last_number(folder.parent))
     if room.rank < len(ranks):
         set_generators(ranks[room.rank]["random"])
+    if (here := _kernels(step)) != (before := manifest.get("kernels") or here):
+        text = (
+            f"{folder} was saved with {_KERNELS[before]} and goes on with {_KERNELS[here]}: from here on the bits are "
+            "not those of a run that was not stopped; `halfstep doctor` says which kernels this machine has, and why"
+        )
+        notes = [*notes, text]
+        if room.rank == 0:
+            warn(text)
     if not same:
         notes = [
             *notes,
@@ -490,28 +571,51 @@ def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: li
     return Loaded(path=folder, step=state["step"], extra=extra, extras=extras, notes=tuple(notes))
 
 
-def _read(step: TrainStep, folder: Path, room: Alone | Meeting) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+_KERNELS = {"compiled": "halfstep's compiled kernels", "none": "torch's operators in place of compiled kernels"}
+
+
+def _kernels(step: TrainStep) -> str:
+    """Return whether compiled kernels make the updates of `step`: "compiled" or "none"; "" before the first update."""
+    if not step.record.done:  # loading them may take seconds
+        return ""
+    device = next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    return "none" if load_kernels(device.type) else "compiled"
+
+
+def _read(
+    step: TrainStep, folder: Path, room: Alone | Meeting, manifest: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the state of the step, in the sharding that it has here, and what each rank has saved."""
     model, optimizer = unwrap(step.model), step.optimizer
     have = model.state_dict()
     whole = not any(map(is_sharded, have.values()))
-    content = torch.load(folder / files.STATE, weights_only=True, map_location="cpu", mmap=not whole)
+    content = files.read_state(folder / files.STATE, mmap=not whole)
+    check_content(content, Each(str, Any), str(folder / files.STATE), CheckpointError)
+    check_content(content, SHARDED if "rests" in content else PLAIN, str(folder / files.STATE), CheckpointError)
     state, ranks = content["state"], content["ranks"]
+    same = {"step": state.get("step"), "ranks": len(ranks)}
+    if same != {key: manifest[key] for key in same}:
+        raise CheckpointError(
+            f"{folder / files.STATE} is of another checkpoint than {files.MANIFEST}; nothing was loaded"
+        )
     if "rests" not in content and whole and not _reorders(step, content):
         return state, ranks
     names = names_of(model, optimizer)
+    _check_groups(content.get("rests", [content]), names)
     if "rests" in content:
         from halfstep.step.checkpoints import shards
 
         rests = content["rests"]
-        if len(rests[0]["groups"]) != len(names):
+        check_content(content, {"shards": shards.TABLE, ...: Any}, str(folder / files.STATE), CheckpointError)
+        if not rests:
+            raise CheckpointError(f"{folder / files.STATE}: 'rests' is empty; nothing was loaded")
+        if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
             raise CheckpointError(
-                f"the saved optimizer has {len(rests[0]['groups'])} groups of parameters, and here it has "
+                f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
                 f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
             )
-        _check_groups(rests, names)
         rank = room.rank if len(ranks) == room.size else None
-        state["model"], state["optimizer"] = shards.read(folder, have, optimizer, names, rests, rank)
+        state["model"], state["optimizer"] = shards.read(folder, content["shards"], have, optimizer, names, rests, rank)
         return state, ranks
     state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
     state["model"] = {
@@ -572,5 +676,5 @@ def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded
     if random is not None:
         set_generators(random)
     if notes and room.rank == 0:
-        warnings.warn(f"{place} was converted: {'; '.join(notes)}", stacklevel=3)
+        warn(f"{place} was converted: {'; '.join(notes)}")
     return Loaded(path=place, step=state["step"], extra=extra, notes=notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,10 +17,74 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.errors import StepError, did_you_mean
+from halfstep.errors import StepError
 from halfstep.kernels.sharded import local
+from halfstep.scale.state import OWN_COUNTERS
+from halfstep.schema import LARGEST, Each, Kind, check, number, shown, text, whole
+from halfstep.weights.draws import ROUNDING as DRAWN
 
-__all__ = ["check_model", "check_optimizer", "check_scheduler", "check_step"]
+__all__ = ["NUMBER", "PLAIN", "SHARDED", "STATE", "check_model", "check_optimizer", "check_scheduler"]
+
+FP32 = torch.finfo(torch.float32).max
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of an option; none if it is a switch, or a tensor of several elements or without values."""
+    if isinstance(value, (tuple, list)):
+        parts = [_numbers(one) for one in value]
+        return [part[0] for part in parts] if all(len(part) == 1 for part in parts) else []
+    if isinstance(value, Tensor):
+        return [float(value)] if value.numel() == 1 and not value.is_complex() and not value.is_meta else []
+    try:
+        return [] if isinstance(value, bool) or not isinstance(value, Real) else [float(value)]
+    except OverflowError:
+        return [math.inf]
+
+
+NUMBER = Kind("a number", lambda value: len(_numbers(value)) == 1 and not isinstance(value, (list, tuple)))
+FINITE_NUMBER = Kind("a finite number", lambda value: NUMBER.test(value) and abs(_numbers(value)[0]) <= FP32)
+INDEX = Kind("a finite number from -1", lambda value: FINITE_NUMBER.test(value) and -1 <= _numbers(value)[0] <= LARGEST)
+COUNT = Kind("a finite number from 0", lambda value: FINITE_NUMBER.test(value) and 0 <= _numbers(value)[0] <= LARGEST)
+
+INT64 = whole(-LARGEST - 1)
+ROUNDING = {"seed": INT64, "counts": Each(text(r"[a-z]+(:\d{1,4})?", "a device"), [INT64, whole()])}
+SCALER = {
+    "scale": NUMBER,
+    **dict.fromkeys(("growth_factor", "backoff_factor"), FINITE_NUMBER),
+    **dict.fromkeys(("growth_interval", "_growth_tracker"), FINITE_NUMBER),
+    "halfstep?": dict.fromkeys(OWN_COUNTERS, whole()),
+}
+STATE: dict[Any, Any] = {
+    "model": Each(str, Any),
+    "optimizer": {
+        "state": Each(Any, Any),
+        "param_groups": [{"params": [whole(), ...], ...: Any}, ...],
+        f"{DRAWN}?": [ROUNDING, ...],
+        ...: Any,
+    },
+    "scaler": (SCALER, {}),
+    "scheduler": (None, Each(Any, Any)),
+    "policy": text(words="the text that state_dict() saves (TOML)"),
+    "step": whole(of="micro-batches"),
+    "weights?": (ROUNDING, {}),  # only there where a weight strategy has a state besides the fp32 weights
+    "choice?": (None, {"compiled": bool, "line": str}),  # under policy="auto": what it chose besides the policy
+}
+"""A state of a training step, whose parts the functions below compare with those of the step."""
+
+NUMPY = {"keys": Tensor, "place": whole(0, 624), "has_gauss": whole(0, 1), "cached": number()}
+PYTHON = {"version": whole(), "words": Tensor, "gauss": (None, number())}
+RANDOM = {"torch": Tensor, "python": PYTHON, "numpy?": NUMPY, ...: [Tensor, ...]}
+NAMES = [[str, ...], ...]
+REST = {"model": Each(str, Any), "groups": [Each(Any, Any), ...], "names": NAMES, "other": Each(Any, Any)}
+RANKS = [{"random": RANDOM, "extra": Any, "weights": (ROUNDING, {})}, ...]
+PLAIN: dict[Any, Any] = {"state": STATE, "ranks": RANKS, "names": NAMES}
+SHARDED: dict[Any, Any] = {
+    "state": {key: kind for key, kind in STATE.items() if key not in {"model", "optimizer"}},
+    "ranks": RANKS,
+    "rests": [REST, ...],
+    "shards": Any,
+}
+"""The file that `hs.save` writes: with all of the state, or with what `shards.read` makes its large parts of."""
 
 MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 STATES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -47,24 +111,10 @@ NEEDED = {
 }
 """Optimizer -> (option of a group, the state that it needs)."""
 
+FINITE = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum"})  # in every optimizer
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # one number each; all others have their parameter's shape
 LEGACY = frozenset({"verbose"})  # of schedulers, in states of older torch
-
-
-def _refuse(path: str, got: object, expected: str) -> StepError:
-    shown = repr(got) if isinstance(got, (str, int, float, type(None))) else f"a {type(got).__name__}"
-    return StepError(f"{path}: {shown}, expected {expected}; nothing was loaded")
-
-
-def check_step(value: object) -> int:
-    """Return the saved number of micro-batches.
-
-    Raises:
-        StepError: it is no whole number from 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise _refuse("step", value, "a whole number of micro-batches from 0")
-    return int(value)
+UNBOUNDED = frozenset({"best", "mode_worse"})  # of schedulers: infinite until there was a metric
 
 
 # ---------------------------------------------------------------------- the model
@@ -78,14 +128,11 @@ def check_model(model: nn.Module, state: object) -> None:
     Raises:
         StepError: by the path of what is wrong.
     """
-    if not isinstance(state, Mapping):
-        raise _refuse("model", state, "a dict of tensors by name")
     have = model.state_dict()
-    missing, unknown = [n for n in have if n not in state], [n for n in state if n not in have]
-    if missing or unknown:
-        what = [f"{missing[0]!r} is missing"] if missing else []
-        what += [f"{unknown[0]!r} is unknown{did_you_mean(str(unknown[0]), missing)}"] if unknown else []
-        raise StepError(f"model: {' and '.join(what)}: the saved model does not fit this one; nothing was loaded")
+    check(
+        state, dict.fromkeys(have, Any), "model", StepError, "the saved model does not fit this one; nothing was loaded"
+    )
+    assert isinstance(state, Mapping)
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     given: dict[str, Tensor] = {}
     for name, mine in have.items():
@@ -94,19 +141,26 @@ def check_model(model: nn.Module, state: object) -> None:
             continue
         _check_tensor(f"model[{name!r}]", value, mine)
         if name in parameters:
-            given[f"model[{name!r}]"] = value
+            given[f"model[{name!r}]"] = value.to(mine.dtype)
     _check_finite(given)
 
 
 def _check_tensor(path: str, value: object, like: Tensor) -> None:
     """Check shape and kind of a saved tensor."""
-    if not isinstance(value, Tensor):
-        raise _refuse(path, value, f"a tensor of shape {tuple(like.shape)}")
+    check(value, Tensor, path, StepError, f"its shape is {tuple(like.shape)} here; nothing was loaded")
+    assert isinstance(value, Tensor)
     if value.shape != like.shape:
         raise StepError(f"{path}: shape {tuple(value.shape)}, expected {tuple(like.shape)}; nothing was loaded")
-    kinds = [(t.is_floating_point(), t.is_complex(), t.dtype is torch.bool) for t in (value, like)]
-    if kinds[0] != kinds[1]:
+    if _number_kind(value) != _number_kind(like):
         raise StepError(f"{path}: {value.dtype}, expected {like.dtype}; nothing was loaded")
+    if value.layout is not like.layout or value.is_meta > like.is_meta:
+        found = "no values" if value.is_meta else value.layout
+        raise StepError(f"{path}: {found}, expected {like.layout}; nothing was loaded")
+
+
+def _number_kind(tensor: Tensor) -> object:
+    real = tensor.is_floating_point()
+    return "real" if real else "complex" if tensor.is_complex() else tensor.dtype
 
 
 def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> None:
@@ -131,21 +185,20 @@ def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> N
 # ---------------------------------------------------------------------- the optimizer
 
 
-def check_optimizer(optimizer: Optimizer, state: object) -> None:
+def check_optimizer(optimizer: Optimizer, state: object, *, groups_alone: bool = False) -> None:
     """Check the saved state of `optimizer`: its groups, their numbers, and what is kept for each parameter.
+
+    Args:
+        optimizer: that will load it.
+        state: what its `state_dict` returned.
+        groups_alone: look at no tensor.
 
     Raises:
         StepError: by the path of what is wrong.
     """
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not isinstance(state, Mapping) or not isinstance(groups, list) or "state" not in state:
-        raise StepError(
-            "optimizer: the saved optimizer is not what state_dict() of a torch optimizer returns, a dict of 'state' "
-            "and 'param_groups'; nothing was loaded"
-        )
-    for i, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise _refuse(f"optimizer.param_groups[{i}]", group, "a dict with a list 'params'")
+    check(state, STATE["optimizer"], "optimizer", StepError, "it is not what state_dict() of a torch optimizer returns")
+    assert isinstance(state, Mapping)
+    groups = state["param_groups"]
     have, want = ([len(group["params"]) for group in some] for some in (optimizer.param_groups, groups))
     if have != want:
         raise StepError(
@@ -153,21 +206,24 @@ def check_optimizer(optimizer: Optimizer, state: object) -> None:
             "build the optimizer with the groups it was saved with"
         )
     for i, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        _check_group(f"optimizer.param_groups[{i}]", mine, saved)
-    if not isinstance(state["state"], Mapping):
-        raise _refuse("optimizer.state", state["state"], "a dict by the number of a parameter")
+        _check_group(f"optimizer.param_groups[{i}]", mine, saved, known=_is_known(optimizer))
     numbers = [number for group in groups for number in group["params"]]
+    if len(set(numbers)) < len(numbers):
+        raise StepError("optimizer.param_groups: a parameter is there twice; nothing was loaded")
+    if groups_alone:
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     options = [group for group in groups for _ in group["params"]]
     mine_by = dict(zip(numbers, zip(parameters, options, strict=True), strict=True))
     moments: dict[str, Tensor] = {}
-    for number, entry in state["state"].items():
-        path = f"optimizer.state[{number!r}]"
-        if number not in mine_by:
+    for key, entry in state["state"].items():
+        path = f"optimizer.state[{shown(key)}]"
+        if key not in mine_by:
+            if not isinstance(key, int) and not _is_known(optimizer):  # what an optimizer keeps for all of them
+                continue
             raise StepError(f"{path}: there is no such parameter in the saved groups; nothing was loaded")
-        if not isinstance(entry, Mapping):
-            raise _refuse(path, entry, "a dict of states by name")
-        parameter, group = mine_by[number]
+        check(entry, Each(Any, Any), path, StepError)
+        parameter, group = mine_by[key]
         _check_names(path, optimizer, group, entry)
         for name, value in entry.items():
             _check_state(f"{path}.{name}", name, value, parameter, optimizer)
@@ -176,32 +232,37 @@ def check_optimizer(optimizer: Optimizer, state: object) -> None:
     _check_finite(moments, infinities=True)
 
 
-def _check_group(path: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check the numbers of a group; options that older versions of torch did not have may be missing."""
+def _check_group(path: str, mine: Mapping[str, Any], saved: Mapping[str, Any], *, known: bool) -> None:
+    """Check the options of a group; switches that older versions of torch did not have may be missing."""
+    table: dict[Any, Any] = {...: Any}
     for name, value in mine.items():
-        if name == "params" or not _numbers(value):
+        if not isinstance(name, str) or name == "params":
             continue
-        if name not in saved:
-            if name == "initial_lr":  # schedulers put it there
-                continue
-            raise StepError(
-                f"{path}: {name!r} is missing, expected as in this optimizer ({value!r}); nothing was loaded"
-            )
-        got = _numbers(saved[name])
-        if len(got) != len(_numbers(value)):
-            raise _refuse(f"{path}[{name!r}]", saved[name], "a number" if len(_numbers(value)) == 1 else "two numbers")
-        if not all(math.isfinite(one) for one in got):
-            raise _refuse(f"{path}[{name!r}]", saved[name], "finite numbers")
+        optional = name == "initial_lr" or not _numbers(value)  # a scheduler's, a switch
+        table[f"{name}{'?' * optional}"] = _like(value, strict=known, finite=known or name in FINITE)
+    check(saved, table, path, StepError)
 
 
-def _numbers(value: object) -> list[float]:
-    """Return the numbers of an option; none if it is a switch, or a tensor that is not on the host."""
-    if isinstance(value, (tuple, list)):
-        parts = [_numbers(one) for one in value]
-        return [part[0] for part in parts] if all(len(part) == 1 for part in parts) else []
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return [float(value)]
-    return [] if isinstance(value, bool) or not isinstance(value, Real) else [float(value)]
+def _like(value: object, *, strict: bool, finite: bool) -> Any:
+    """Return the schema of what a saved option may be where this optimizer or scheduler has `value`.
+
+    Args:
+        value: of an option of this one.
+        strict: whether it is torch's own: options of others may begin with None or an empty list.
+        finite: whether infinities and nan are mistakes.
+    """
+    if len(_numbers(value)) == 1 and not isinstance(value, (list, tuple)):
+        counts = finite and isinstance(value, int) and value >= -1
+        return INDEX if counts else FINITE_NUMBER if finite else NUMBER if strict else (NUMBER, None)
+    if isinstance(value, (list, tuple)) and (strict or finite):
+        return [_like(one, strict=strict, finite=finite) for one in value]
+    if not strict:
+        return Any
+    if isinstance(value, bool):
+        return (bool, None)
+    if value is None:
+        return (None, bool, NUMBER, Each(Any, Any))
+    return next((kind for kind in (str, Mapping, Tensor) if isinstance(value, kind)), Any)
 
 
 def _check_names(path: str, optimizer: Optimizer, group: Mapping[str, Any], entry: Mapping[Any, Any]) -> None:
@@ -234,10 +295,7 @@ def _check_state(path: str, name: object, value: object, parameter: Tensor, opti
     if not known and not isinstance(mine, Tensor):
         return
     if name in SCALARS or (isinstance(mine, Tensor) and mine.numel() == 1 and parameter.numel() != 1):
-        if len(_numbers(value)) != 1:
-            raise _refuse(path, value, "one number")
-        if not math.isfinite(_numbers(value)[0]) or (name == "step" and _numbers(value)[0] < 0):
-            raise _refuse(path, _numbers(value)[0], "a finite number" + (" from 0" if name == "step" else ""))
+        check(value, COUNT if name == "step" else FINITE_NUMBER, path, StepError)
     elif value is not None:
         like = mine if isinstance(mine, Tensor) and not known else parameter
         _check_tensor(path, value, like)
@@ -257,38 +315,21 @@ def check_scheduler(scheduler: Any, state: object) -> None:
     if (state is None) is not (scheduler is None):
         raise StepError("the state was saved with a scheduler and this TrainStep has none, or the other way round")
     if scheduler is not None:
-        _check_fields("scheduler", scheduler.state_dict(), state)
+        own = type(scheduler).__module__.startswith("torch.optim")
+        table = _table(scheduler.state_dict(), strict=own)
+        check(state, table, "scheduler", StepError, "load the state of a scheduler of this kind; nothing was loaded")
 
 
-def _check_fields(path: str, mine: Mapping[str, Any], saved: object) -> None:
-    if not isinstance(saved, Mapping):
-        raise _refuse(path, saved, "what state_dict() of a scheduler returns")
-    public = [{n for n in some if not str(n).startswith("_") and n not in LEGACY} for some in (mine, saved)]
-    if public[0] != public[1]:
-        name = sorted(map(str, public[0] ^ public[1]))[0]
-        where = "is missing" if name in public[0] else "is no field of this scheduler"
-        raise StepError(f"{path}: {name!r} {where}; load the state of a scheduler of this kind; nothing was loaded")
+def _table(mine: Mapping[Any, Any], *, strict: bool) -> dict[Any, Any]:
+    """Return the schema of a scheduler's state; one that is not torch's may come to have more fields."""
+    table: dict[Any, Any] = {} if strict else {...: Any}
     for name, value in mine.items():
-        if name in saved:
-            _check_field(f"{path}[{name!r}]", value, saved[name])
-
-
-def _check_field(path: str, mine: object, saved: object) -> None:
-    if not isinstance(mine, bool) and isinstance(mine, Real):
-        numbers = [] if isinstance(saved, bool) else _numbers(saved)
-        if len(numbers) != 1 or isinstance(saved, (list, tuple)):
-            raise _refuse(path, saved, "a number")
-        if math.isfinite(mine) and not math.isfinite(numbers[0]):
-            raise _refuse(path, saved, "a finite number")
-    elif isinstance(mine, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or len(saved) != len(mine):
-            raise _refuse(path, saved, f"a list of {len(mine)}")
-        for i, (one, other) in enumerate(zip(mine, saved, strict=True)):
-            _check_field(f"{path}[{i}]", one, other)
-    elif isinstance(mine, Mapping):
-        if not isinstance(saved, Mapping):
-            raise _refuse(path, saved, "a dict")
-        if "last_epoch" in mine:
-            _check_fields(path, mine, saved)
-    elif isinstance(mine, (str, bool)) and not isinstance(saved, type(mine)):
-        raise _refuse(path, saved, f"a {type(mine).__name__}")
+        if isinstance(value, Mapping) and "last_epoch" in value:
+            kind: Any = _table(value, strict=strict)
+        elif strict and isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+            kind = [_table(one, strict=strict) if isinstance(one, Mapping) else Any for one in value]
+        else:
+            kind = _like(value, strict=strict, finite=strict and name not in UNBOUNDED)
+        optional = (str(name).startswith("_") and not isinstance(kind, list)) or name in LEGACY
+        table[f"{name}?" if optional else name] = kind
+    return table

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from halfstep.arguments import CALLABLE, MODEL, NONE, check
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.policy.match import matches
@@ -93,6 +94,7 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    check("hs.shard", BindError, model=(model, MODEL), init=(init, CALLABLE | NONE))
     wanted = Policy.of(policy)
     for path, module in model.named_modules():
         if is_fsdp(module) or binding_of(module) is not None:

@@ -88,7 +88,7 @@ class Weights:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad and not is_lazy(parameter):
-                    part = local(parameter.detach())
+                    part = local(Tensor.detach(parameter))
                     if _has_norm(part):
                         kinds.setdefault((part.device, part.dtype), []).append(part)
             norms = []

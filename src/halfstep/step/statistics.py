@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -48,14 +49,15 @@ class Statistics:
         join: called once, with this object, when there are norms to look after.
 
     Attributes:
-        models: by id, the models it looks after: `add` the others that run in the step.
+        models: by id, the models it looks after: `add` the others that run in the step. References are weak: a model
+            that the program drops (a target network that is replaced) is dropped here.
         open: the buffers that a verdict, or `abort`, may still restore.
         blind: whether verdicts must not be read on the host: a captured step repeats what was done once.
     """
 
     def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:
-        self.models: dict[int, nn.Module] = {}  # kept alive, so that no address comes twice
-        self._norms: dict[_NormBase, None] = {}
+        self.models: dict[int, weakref.ref[nn.Module]] = {}  # by id, until it ends: no address comes twice
+        self._norms = weakref.WeakKeyDictionary[_NormBase, None]()
         self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
         self._found: list[Tensor] = []  # their buffers
         self._join = join
@@ -69,16 +71,17 @@ class Statistics:
             return
         found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
+        models, key = self.models, id(model)
         self.open = [*self.open, *map(_Kind, _by_kind(_buffers(new)))]
         self._norms.update(found)
         if self._norms and self._join is not None:
             self._join(self)
             self._join = None
-        self.models[id(model)] = model  # last: if this is cut off, the next call does it again
+        models[key] = weakref.ref(model, lambda _: models.pop(key, None))  # last: if this is cut off, it is done again
 
     def begin_window(self) -> None:
         """Copy the statistics of the norms that are in training mode."""
-        if not self._norms:
+        if not self._norms and not self._found:
             return
         found = _buffers(self._norms)
         if len(found) != len(self._found) or any(new is not old for new, old in zip(found, self._found, strict=True)):

@@ -9,13 +9,13 @@ That is also how a backward pass outside of a step finds every parameter.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.events import hook_weakly
 from halfstep.kernels.eager.accumulate import add_low_
 
 __all__ = ["Sums"]
@@ -45,7 +45,7 @@ class Sums:
                 self._large[id(parameter)] = parameter
                 self._wide[id(parameter)] = True  # `hs.prepare` has seen to it
                 if windows:
-                    parameter.register_post_accumulate_grad_hook(_adder(weakref.ref(self)))
+                    hook_weakly(parameter.register_post_accumulate_grad_hook, self.add)
 
     def __bool__(self) -> bool:
         """Return whether there are parameters to look after."""
@@ -121,17 +121,6 @@ class Sums:
         """Drop the sums of a window that was cut off."""
         if not written:
             self.begin_window()
-
-
-def _adder(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:
-    """Return the hook, which parameters keep: weakly, so that step and model go with the last reference to them."""
-
-    def add(parameter: Tensor) -> None:
-        owner = sums()
-        if owner is not None:
-            owner.add(parameter)
-
-    return add
 
 
 def _reached_by_several_ways(loss: Tensor) -> set[int] | None:

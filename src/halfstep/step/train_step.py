@@ -14,6 +14,7 @@ the next forward and backward pass are queued, if it has not arrived before: the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -31,14 +32,19 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step import optimizer_step, update
-from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries, switch
+from halfstep.step import update
+from halfstep.step.arguments import (
+    check_arguments,
+    check_loss,
+    evidence_folder,
+    limit,
+    retries,
+)
 from halfstep.step.batch_errors import EXPLAINED, explained
 from halfstep.step.bind import binding_of
 from halfstep.step.byproducts import detached
@@ -49,9 +55,8 @@ from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.in_backward import in_backward
 from halfstep.step.metrics import Metrics, MetricsLogger
-from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
+from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers, one_thread
 from halfstep.step.phases import profiler_runs, show_phases
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of, refuse_flush
@@ -59,6 +64,7 @@ from halfstep.step.record import Record
 from halfstep.step.retry import ENOUGH, Retry
 from halfstep.step.scaling import Scaling
 from halfstep.step.schedule import advance
+from halfstep.step.settings import Settings
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
 from halfstep.step.unfinished import Unfinished
@@ -67,9 +73,7 @@ from halfstep.step.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
-    from halfstep.step.checkpoints.preemption import Preemption
     from halfstep.step.choose import Choice
-    from halfstep.step.save import Saving
 
 __all__ = ["TrainStep"]
 
@@ -79,11 +83,13 @@ ORDINALS = count(1)
 _grad = attrgetter("grad")
 
 
-class TrainStep:
+class TrainStep(Settings):
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     It prepares what is not prepared, uses an optimizer's fused form where only speed changes, and waits for the work
     just queued only where a result is read. Unscaling is part of the update: `p.grad` is not meant to be read.
+
+    Settings may be assigned between two windows where an argument below says so; others refuse it.
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
@@ -94,14 +100,14 @@ class TrainStep:
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
-        optimizer: a torch optimizer over the model's parameters.
+        optimizer: a torch optimizer over the model's parameters. May be assigned, as may the next one.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor, aux any tree.
         policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed"; or "auto".
-        clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping.
-        clip_value: largest absolute value of a gradient element; None: no clipping.
-        accumulate: micro-batches per update; gradients are their mean.
+        clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping. May be assigned.
+        clip_value: largest absolute value of a gradient element; None: no clipping. May be assigned.
+        accumulate: micro-batches per update; gradients are their mean. May be assigned where it was above 1.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
-        scheduler: a learning-rate scheduler to advance after each update that was applied.
+        scheduler: a learning-rate scheduler to advance after each update that was applied. May be assigned.
         compile: whether torch.compile compiles `loss_fn` and its backward pass; a dict: its arguments; None: as "auto".
         cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
         blackbox: whether a step that is not finite for another reason than a dynamic scale on its way down is replayed
@@ -138,16 +144,18 @@ class TrainStep:
         retry: bool | int = False,
         update_in_backward: bool = False,
     ) -> None:
+        self._calls = threading.RLock()  # held by the thread that is inside of a call
         optimizer = unwrap_optimizer(optimizer)
-        accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
-        self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
-        self.evidence = evidence_folder(blackbox)
-        self.retry = retries(retry, ENOUGH, cuda_graph=cuda_graph)
-        self.update_in_backward = switch("update_in_backward", update_in_backward)
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
-        self.choice: Choice | None = None
-        if policy == "auto":
+        check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph, update_in_backward)
+        accumulate = int(accumulate)
+        self._clip_norm, self._clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
+        self._evidence = evidence_folder(blackbox)
+        self._attempts = retries(retry, ENOUGH, cuda_graph=cuda_graph)
+        self._model, self._optimizer, self._loss_fn, self._scheduler = model, optimizer, loss_fn, scheduler
+        self._accumulate, self._compile, self._cuda_graph = accumulate, compile, cuda_graph
+        self._update_in_backward = update_in_backward
+        self._choice: Choice | None = None
+        if isinstance(policy, str) and policy == "auto":
             from halfstep.step import auto  # which makes training steps
 
             return auto.undecide(self, scaler, blackbox)
@@ -161,22 +169,18 @@ class TrainStep:
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         # ranks that make steps together examine a bad one together: in `_update`
         self._alone = self._no_sync is None and not is_distributed(unwrap(model))
-        self.ordinal = 0 if self._alone else next(ORDINALS)
+        self._ordinal = 0 if self._alone else next(ORDINALS)
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite
         self._keeps_pages = False
         self._one: Tensor | None = None  # the scale of windows where nothing is scaled
-        self.saving: Saving | None = None  # the last `hs.save`, whose writing may be under way
-        self.preemption: Preemption | None = None  # the open `hs.on_preemption`
         with unchanged_on_failure(model, optimizer):
             # a graph repeats work that Python does not see and could not run again
-            self.record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
+            self._record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
             self._prepare(wanted, scaler)
             parts = self._micro_batch, self._moments, self._statistics, self._updater
             self._graphs = None if graph_device is None else Graphs(self, graph_device, *parts)
-            self._updater.refuse_replaced_parameters(self._names)
-            if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
-                optimizer_step.prefer_fused(optimizer, self._updater.stepped_parameters())
+            self._take_optimizer()
             if self._scales:
                 self._scaler.name_parameters(unwrap(model).named_parameters())
 
@@ -187,7 +191,7 @@ class TrainStep:
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
-        self.policy, self._recipe = binding.policy, binding.recipe
+        self._policy, self._recipe = binding.policy, binding.recipe
         self._scaler = own_scaler if scaler is None else scaler
         self._scales = self._scaler.is_enabled()
         store = store_of(model)
@@ -196,7 +200,7 @@ class TrainStep:
         windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph
         self._unfinished = Unfinished(optimizer, self._names) if windows else None
         wide = self._updater.stepped_parameters() if store is None else ()
-        self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
+        self._copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
         # DistributedDataParallel's hooks read each gradient in its place, except in no_sync
         hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not self.cuda_graph
@@ -207,20 +211,22 @@ class TrainStep:
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         parts = (self._updater, self.record, self.copies, self._sums, self._ranks, self._watchers)
         participants: list[object] = [part for part in parts if part is not None]
+        self._scaling: Scaling | None = None
         if self._scales:
-            participants.append(Scaling(self._scaler, optimizer))
+            self._scaling = Scaling(self._scaler, optimizer)
+            participants.append(self._scaling)
         self._retry: Retry | None = None
         if self._scales and self.retry:
             self._retry = Retry(self.retry, self._scaler, optimizer, self.record, unwrap(model))
             participants.append(self._retry)
             self._watchers.discards = self._retry.discards_unseen
-        settings = vars(self) | {"scaler": self._scaler, "alone": self._alone}
-        self._in_backward = in_backward(unwrap(model), self._updater, self.record, self._watchers, settings)
+        self._in_backward = self._made_in_backward()
         self._moments = Moments(participants, (self._in_backward or self._updater).has_written)
         self._statistics = Statistics(unwrap(model), self._moments.add)
 
     # ------------------------------------------------------------------ one micro-batch
 
+    @one_thread
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one micro-batch and return a handle on what happened.
 
@@ -228,7 +234,7 @@ class TrainStep:
         were before it. The alarm of a loss scale and an error of a watcher are raised after an update that is complete.
 
         Raises:
-            StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
+            StepError: `loss_fn` returned something else than a scalar tensor with a gradient; another thread is inside.
         """
         moments = self._moments
         if moments.phase:
@@ -257,8 +263,8 @@ class TrainStep:
             self._metrics.see(result, (batch, named), updated=result.due)
         if result.due:
             self.record.note(result)
-            if self.preemption is not None:
-                self.preemption.after_update()
+            if self.record.preemption is not None:
+                self.record.preemption.after_update()
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
@@ -315,7 +321,7 @@ class TrainStep:
             StepError: the loss is no real scalar tensor with a gradient.
         """
         recipe, statistics = recipe or self._recipe, STATE.statistics
-        with opened(recipe, depth=2):
+        with opened(recipe):
             try:
                 STATE.bound, STATE.statistics = recipe, self._statistics
                 # a replay traces operators one by one, and compiled code has none
@@ -376,37 +382,7 @@ class TrainStep:
         self._metrics = Metrics(every, to=to)
         return self._metrics
 
-    @property
-    def scaler(self) -> GradScaler:
-        """The loss scaler, which other training steps may share; given when the step is built."""
-        return self._scaler
-
-    @scaler.setter
-    def scaler(self, scaler: object) -> None:
-        raise StepError(
-            "step.scaler is fixed when the step is built; pass hs.TrainStep(..., scaler=...), or load a state into it: "
-            "step.scaler.load_state_dict(...)"
-        )
-
-    @property
-    def watchers(self) -> Watchers:
-        """The objects that are shown each update, such as `hs.Monitor`: a list to append to."""
-        return self._watchers
-
-    @watchers.setter
-    def watchers(self, watchers: object) -> None:
-        raise StepError("step.watchers is a list to change in place: step.watchers[:] = [...], append or remove")
-
-    @property
-    def generic(self) -> str:
-        """Why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it."""
-        return self._updater.reason
-
-    @property
-    def host_reads(self) -> int:
-        """How often an update had to wait for the device."""
-        return self.record.host_reads
-
+    @one_thread
     def flush(self) -> StepResult | None:
         """Update with the micro-batches of an unfinished window (their mean); None if there are none.
 
@@ -454,8 +430,8 @@ class TrainStep:
         finally:
             if ranks is not None:
                 ranks.averaged = True
-        if self.preemption is not None:
-            self.preemption.after_update()
+        if self.record.preemption is not None:
+            self.record.preemption.after_update()
         loss, again = torch.full_like(norm, float("nan")), 0 if self._retry is None else self._retry.retries
         result = StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
         if self._metrics is not None:
@@ -531,6 +507,7 @@ class TrainStep:
 
     # ------------------------------------------------------------------ explanations
 
+    @one_thread
     def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 
@@ -575,6 +552,7 @@ class TrainStep:
 
     # ------------------------------------------------------------------ state
 
+    @one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs to continue bit for bit; fp32 weights. Reads the last verdict.
 
@@ -585,6 +563,7 @@ class TrainStep:
         self._settle(wait=True)
         return save_step(self, self._updater)
 
+    @one_thread
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
 
@@ -595,6 +574,7 @@ class TrainStep:
         self._settle(wait=True)
         return copied(self, self._updater)
 
+    @one_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.
 

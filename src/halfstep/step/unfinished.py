@@ -21,17 +21,17 @@ class Unfinished:
     """The gradients that one training step has left for its next micro-batch.
 
     Args:
-        optimizer: whose parameters they belong to.
+        optimizer: whose parameters they belong to; may be assigned between two windows.
         names: id of a parameter -> its name.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer, self._names = optimizer, names
+        self.optimizer, self._names = optimizer, names
         self._seen: list[tuple[Tensor, Tensor | None, int]] = []
 
     def note(self) -> None:
         """Note the gradients as they are; torch counts the writes to each."""
-        gradients = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
 
     def check(self) -> None:

@@ -75,8 +75,12 @@ class Updater:
     """
 
     def __init__(self, optimizer: Optimizer, store: WeightStore | None) -> None:
-        self.optimizer, self.store = optimizer, store
-        self.states = LowStates.of(optimizer)
+        self.store = store
+        self.use(optimizer)
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Update through `optimizer` from now on."""
+        self.optimizer, self.states = optimizer, LowStates.of(optimizer)
         self.reason = ""
         self.host_read = False
         self._marks: Marks | None = None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
+from halfstep.weights.attachment import missing
 
 __all__ = ["cuts_hooks", "is_called", "refuse_flat", "unwrap", "unwrap_optimizer"]
 
@@ -74,7 +75,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric.
 
     Raises:
-        BindError: a wrapper that is not known, and that has no hooks by which it could step fp32 weights.
+        BindError: a wrapper that is not known, and that lacks hooks by which it could step fp32 weights, or groups.
     """
     if not isinstance(optimizer, Optimizer):
         return optimizer  # the caller refuses it
@@ -83,13 +84,10 @@ def unwrap_optimizer(optimizer: Any) -> Any:
         if not isinstance(inner, Optimizer) or inner is optimizer:
             break
         optimizer = inner
-    try:
-        hooks = optimizer._optimizer_step_pre_hooks
-    except AttributeError:
-        hooks = None
-    if hooks is None:
+    if name := missing(optimizer):
         raise BindError(
-            f"{type(optimizer).__name__} has none of the hooks that torch.optim.Optimizer.__init__ makes; if it is a "
-            "wrapper, give hs.prepare the optimizer in it, before it is wrapped"
+            f"{type(optimizer).__name__} has no {name}, which torch.optim.Optimizer.__init__ makes; if it is a "
+            "wrapper, give hs.prepare the optimizer in it, before it is wrapped; if it is a class of yours, call "
+            "super().__init__(params, defaults) in its __init__"
         )
     return optimizer

@@ -11,9 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from halfstep.arguments import COUNT, FLAG, NONE, POSITIVE, TEXT, Kind, check
 from halfstep.errors import HalfstepError
 
 __all__ = ["Task", "TaskError"]
+
+
+FUNCTION = Kind("callable", callable)  # a class too: it returns a model or an optimizer
 
 
 class TaskError(HalfstepError, ValueError):
@@ -72,19 +76,19 @@ class Task:
     about: str = ""
 
     def __post_init__(self) -> None:
+        kinds = {
+            "name": Kind("a text that is not empty", lambda name: isinstance(name, str) and bool(name)),
+            **dict.fromkeys(("model", "batches", "loss_fn", "optimizer"), FUNCTION),
+            **dict.fromkeys(("metric", "scheduler"), FUNCTION | NONE),
+            **dict.fromkeys(("metric_name", "about"), TEXT),
+            **dict.fromkeys(("higher_is_better", "relative_margin"), FLAG),
+            **dict.fromkeys(("steps", "excerpt_steps"), COUNT),
+            **dict.fromkeys(("margin", "clip_norm"), POSITIVE | NONE),
+        }
+        where = f"task {self.name!r}" if isinstance(self.name, str) else "hs.Task"
+        check(where, TaskError, **{field: (getattr(self, field), kind) for field, kind in kinds.items()})
         if (self.metric is None) != (self.margin is None):
             raise TaskError(f"task {self.name!r}: metric and margin go together; give both, or none")
-        for field in ("model", "batches", "loss_fn", "optimizer", "metric"):
-            if not callable(getattr(self, field)) and not (field == "metric" and self.metric is None):
-                raise TaskError(f"task {self.name!r}: {field} must be callable and is {getattr(self, field)!r}")
-        for field in ("steps", "excerpt_steps"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise TaskError(f"task {self.name!r}: {field} must be a whole number from 1 and is {value!r}")
-        if self.margin is not None and not 0 < self.margin < float("inf"):
-            raise TaskError(f"task {self.name!r}: margin must be a positive number and is {self.margin!r}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
-            raise TaskError(f"task {self.name!r}: clip_norm must be positive or None and is {self.clip_norm!r}")
 
     def batch_on(self, device: str, seed: int, step: int) -> tuple[Any, ...]:
         """Return a batch with its tensors on `device`."""

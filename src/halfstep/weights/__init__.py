@@ -8,8 +8,17 @@ from halfstep.weights.master import MasterWeights
 from halfstep.weights.split import SplitWeights
 from halfstep.weights.stochastic import StochasticWeights
 from halfstep.weights.store import WeightStore
+from halfstep.weights.unkept import UnkeptWeights
 
-__all__ = ["STRATEGIES", "KahanWeights", "MasterWeights", "SplitWeights", "StochasticWeights", "WeightStore"]
+__all__ = [
+    "STRATEGIES",
+    "KahanWeights",
+    "MasterWeights",
+    "SplitWeights",
+    "StochasticWeights",
+    "UnkeptWeights",
+    "WeightStore",
+]
 
 STRATEGIES: Mapping[str, type[WeightStore]] = MappingProxyType(
     {"master": MasterWeights, "split": SplitWeights, "kahan": KahanWeights, "stochastic": StochasticWeights}

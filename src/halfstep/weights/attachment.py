@@ -14,6 +14,7 @@ other strategies, which are chosen for their bytes.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ from halfstep.kernels.sharded import local
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment", "is_low", "nested_reason", "refuse_wrapper", "skipped"]
+__all__ = ["Attachment", "is_low", "missing", "nested_reason", "refuse_unhooked", "refuse_wrapper", "skipped"]
+
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class Attachment:
@@ -44,6 +47,7 @@ class Attachment:
     def __init__(self, store: WeightStore, optimizer: Optimizer) -> None:
         self.store = store
         self.optimizer = weakref.ref(optimizer)
+        self._kind = type(optimizer).__name__
         self.buffers: dict[int, Tensor] = {}
         self.widened: list[Tensor] | None = None
         self.gradients: dict[int, Tensor] = {}  # the gradients that masters get, by low parameter
@@ -158,6 +162,21 @@ class Attachment:
         self.widened = widened
         return widened
 
+    def check_own_list(self, parameter: nn.Parameter, name: str) -> None:
+        """Refuse a step that changes the low `parameter` itself, if its gradient is not the one to be stepped with.
+
+        Such an optimizer has a list of its own beside its groups. Scalers and clipping change fp32 gradients only.
+
+        Raises:
+            WeightsError: the low gradient was scaled, or was not clipped; `parameter` was not changed.
+        """
+        gradient, wide = parameter.grad, self.gradients.get(id(parameter))
+        if wide is not None and gradient is not None and not torch.equal(gradient.float(), wide):
+            raise WeightsError(
+                f"{self._kind} changes the low weight {name} from a list of its own, beside its param_groups, where "
+                "gradients are not unscaled and not clipped; train under a policy with params='fp32' ('mixed')"
+            )
+
     def drop_gradients(self) -> None:
         """Forget widened gradients, and free their buffers where they are not kept: note [gradient buffers]."""
         self.widened = None
@@ -216,9 +235,11 @@ class Attachment:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not skipped(optimizer):  # first: until then the update exists in the masters alone
+            self.store.take_over(list((self.own or {}).values()))  # what it wrote into low weights
             self.store.write_back([p for p in (self.own or {}).values() if p.grad is not None], stepped=True)
         self.restore(optimizer)
         self.drop_gradients()
+        self.store.settle()
 
     def _before_state(self, optimizer: Optimizer) -> None:
         self.substitute(optimizer)
@@ -248,11 +269,29 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
             "apart; train under a policy with params='fp32' ('mixed'), or shard weights and state: hs.shard(...) in "
             "the place of DistributedDataParallel (fully_shard), with the optimizer that it shards"
         )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    refuse_unhooked(optimizer)
+
+
+def refuse_unhooked(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that was not made by torch's `__init__`, or a wrapper that has only a part of it.
+
+    Raises:
+        WeightsError: it is such an optimizer; nothing was changed.
+    """
+    if name := missing(optimizer):
         raise WeightsError(
-            f"{kind} has no hooks on its step (its __init__ does not call torch's), so it cannot be given fp32 "
-            "weights; give hs.prepare the optimizer inside it, or train under a policy with params='fp32' ('mixed')"
+            f"{type(optimizer).__name__} has no {name} (its __init__ does not call torch's), so it cannot be given "
+            "fp32 weights or states; give hs.prepare the optimizer inside it, or train under a policy with params="
+            "'fp32' and state='fp32' ('mixed')"
         )
+
+
+def missing(optimizer: Optimizer) -> str:
+    """Return the name of an attribute that torch.optim.Optimizer.__init__ makes and `optimizer` lacks; "" for none."""
+    for name in (f"_optimizer_{hook}_hooks" for hook in HOOKS):
+        if not isinstance(getattr(optimizer, name, None), OrderedDict):  # a handle has a weak reference to it
+            return name
+    return next((name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)), "")
 
 
 def nested_reason(outer: Optimizer, inner: Optimizer) -> str:

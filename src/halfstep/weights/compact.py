@@ -48,19 +48,19 @@ class CompactWeights(WeightStore):
         else:
             known.copy_(part)
 
-    def value(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a copy of the fp32 value."""
-        return nn.Parameter(self.read(parameter), requires_grad=parameter.requires_grad)
+    def _value(self, key: int) -> nn.Parameter:
+        living = self._living.get(key)
+        wide = self._wide(key) if living is None else living.detach().clone()
+        return nn.Parameter(wide, requires_grad=self._parameters[key].requires_grad)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
-        if self.is_frozen(parameter):
-            return super().read(parameter)
-        key = self._key(parameter)
-        living = self._living.get(key)
-        if living is not None:
-            return living.detach().clone()
-        return sharded_like(parameter, self._unpack(key, local(parameter.detach())))
+        return self.value(parameter).detach()
+
+    def _wide(self, key: int) -> Tensor:
+        """Return the fp32 value that is stored."""
+        parameter = self._parameters[key]
+        return sharded_like(parameter, self._unpack(key, local(Tensor.detach(parameter))))
 
     def kept(self) -> Iterator[Tensor]:
         """Iterate over the second parts."""
@@ -71,32 +71,41 @@ class CompactWeights(WeightStore):
         return iter(list(self._living.values()))
 
     def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        return self._pack(key, local(parameter.detach()).float(), stepped=False)
+        return self._pack(key, local(Tensor.detach(parameter)).float(), stepped=False)
 
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        return local(self._parameters[key]), self._seconds.get(key)
+        return local(Tensor.detach(self._parameters[key])), self._seconds.get(key)
 
     def _master(self, key: int) -> nn.Parameter:
         living = self._living.get(key)
         if living is None:
-            parameter = self._parameters[key]
-            wide = sharded_like(parameter, self._unpack(key, local(parameter.detach())))
-            living = self._living[key] = nn.Parameter(wide)
+            living = self._living[key] = nn.Parameter(self._wide(key))
         return living
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Set fp32 values that are still referenced, though they exist for a step only, to those that are stored.
+
+        An exception that is kept refers to those of the step that it ended, and some optimizers refer to them always.
+        """
+        for key, living in [] if self.editing or self.substituted else list(self._living.items()):
+            local(living).copy_(local(self._wide(key)))
 
     def _read_low(self, key: int) -> None:
         if key in self._seconds:
             self._seconds[key].zero_()
         living = self._living.get(key)
         if living is not None:
-            local(living).copy_(local(self._parameters[key]))
+            local(living).copy_(local(Tensor.detach(self._parameters[key])))
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         written = []
         for key in keys:
             living = self._living.get(key)
             if living is not None:  # else it cannot have changed
-                local(self._parameters[key]).copy_(self._pack(key, local(living.detach()), stepped=stepped))
+                local(Tensor.detach(self._parameters[key])).copy_(
+                    self._pack(key, local(living.detach()), stepped=stepped)
+                )
                 written.append(key)
         return written
 

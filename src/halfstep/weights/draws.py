@@ -3,11 +3,13 @@
 Bits are a function of seed, count, parameter and element (`kernels.reference.operators.noise`), so a run draws
 the same ones through halfstep's own operators and through torch's optimizers.
 
-Note [seeds]: the seed is drawn from torch's default generator when the object is made, so `torch.manual_seed` makes a
-run repeatable. Replicas of a model must draw the same bits or they drift apart, and their programs often seed each rank
-differently; so where torch.distributed runs more than one process at the first update, the seed is 0 on every rank.
-Different parts of sharded parameters draw from seeds of their own, which follow from that seed and the part's number:
-with equal bits their rounding errors would be correlated.
+Note [seeds]: the seed is what torch's default generator would give next when the object is made. It is read from a copy
+of the generator: `torch.manual_seed` makes a run repeatable, and shuffling and dropout after `hs.prepare` are the same
+under every policy. Models that are prepared without a draw between them have one seed; their values differ, so their
+rounding errors are not correlated. Replicas of a model must draw the same bits or they drift apart, and their programs
+often seed each rank differently; so where torch.distributed runs more than one process at the first update, the seed is
+0 on every rank. Different parts of sharded parameters draw from seeds of their own, which follow from that seed and the
+part's number: with equal bits their rounding errors would be correlated.
 
 Note [saved]: an optimizer whose step draws bits has seed and count in its `state_dict`, under `ROUNDING` beside torch's
 own keys: so a loop that saves model and optimizer resumes with the same bits. Other optimizers ignore the key.
@@ -48,7 +50,9 @@ class Draws:
 
     def __init__(self) -> None:
         self.shared = False
-        self._seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
+        copy = torch.default_generator.clone_state()
+        drawn = torch.randint(0, 2**63 - 1, (), device="cpu", generator=copy)
+        self._seed = int(drawn)
         self._counters: dict[torch.device, dict[int, Tensor]] = {}
 
     def on(self, device: torch.device, shard: int = 0) -> Tensor:

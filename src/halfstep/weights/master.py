@@ -31,9 +31,8 @@ class MasterWeights(WeightStore):
         """Iterate over the fp32 masters, in the order of `parameters`."""
         return iter(self._masters.values())
 
-    def value(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the master itself."""
-        return self.master(parameter)
+    def _value(self, key: int) -> nn.Parameter:
+        return self._masters[key]
 
     def kept(self) -> Iterator[Tensor]:
         """Iterate over the masters."""
@@ -44,22 +43,26 @@ class MasterWeights(WeightStore):
         return iter(())
 
     def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        wide = local(parameter.detach()).float().clone()
+        wide = local(Tensor.detach(parameter)).float().clone()
         self._masters[key] = nn.Parameter(sharded_like(parameter, wide), requires_grad=parameter.requires_grad)
         return wide.to(self.dtype)
 
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        return local(self._masters[key]), local(self._parameters[key])
+        return local(self._masters[key]), local(Tensor.detach(self._parameters[key]))
 
     def _master(self, key: int) -> nn.Parameter:
         return self._masters[key]
 
     def _read_low(self, key: int) -> None:
-        master, parameter = local(self._masters[key]), local(self._parameters[key])
         if key in self._fresh and replicated():  # a broadcast: only the low weights are equal on all ranks
-            master.copy_(parameter)
-        else:  # where the low weight still is the rounded master, the master stays
-            master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
+            local(self._masters[key]).copy_(local(self._parameters[key]))
+        else:
+            self._read_unseen(key)
+
+    def _read_unseen(self, key: int) -> None:
+        master, low = local(self._masters[key]), local(Tensor.detach(self._parameters[key]))
+        # where the low weight still is the rounded master, the master stays
+        master.copy_(torch.where(master.to(self.dtype) == low, master, low.float()))
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         low = [local(self._parameters[k]) for k in keys]

@@ -10,21 +10,72 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.errors import UnbuiltError
 
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["broadcast", "replicated", "training_wrapper"]
+__all__ = ["broadcast", "refuse_waiting_hook", "replicated", "training_wrapper"]
+
+WAITING = (".powerSGD_hook", ".quantization_hooks")
+"""Modules of torch whose communication hooks wait for a collective in the callback of another one."""
 
 
 def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper around `module` whose forward pass, with gradients to be reduced, is running; else None."""
+    """Return the wrapper around `module` whose forward pass, with gradients to be reduced, is running; else None.
+
+    Raises:
+        UnbuiltError: as `refuse_waiting_hook`.
+    """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or wrapper.module is not module:
         return None
-    return wrapper if wrapper.require_backward_grad_sync and torch.is_grad_enabled() else None
+    if not (wrapper.require_backward_grad_sync and torch.is_grad_enabled()):
+        return None
+    if wrapper._comm_hooks:
+        refuse_waiting_hook(wrapper)
+    return wrapper
+
+
+def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
+    """Refuse a communication hook whose callbacks can wait for each other for good.
+
+    gloo has two threads for callbacks and collectives. The hooks of `WAITING` wait in a callback for a collective that
+    needs a thread, so two buckets of gradients block both. One bucket has one format and no more than
+    DistributedDataParallel's limit for the first of them.
+
+    Raises:
+        UnbuiltError: it is one of `WAITING`, the backend is gloo, and there may be two buckets; on all ranks alike.
+    """
+    waiting = [hook for hook, _ in wrapper._comm_hooks if _waits(hook)]
+    trained = [
+        parameter
+        for name, parameter in wrapper.module.named_parameters()
+        if parameter.requires_grad and name not in wrapper.parameters_to_ignore
+    ]
+    if not waiting or wrapper.process_group._get_backend(trained[0].device).name() != "gloo":
+        return
+    formats = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+    size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    limit = min(first, wrapper.bucket_bytes_cap)
+    if len(formats) > 1 or (size > limit and len(trained) > 1):
+        raise UnbuiltError(
+            f"the communication hook {getattr(waiting[0], '__name__', waiting[0])!r} waits for a collective in the "
+            f"callback of another, and gradients of {' and '.join(formats)} ({size} bytes) are sent in several "
+            "buckets: over gloo they wait for each other for good; leave the hook out, use the backend nccl, or, up to "
+            f"{limit} bytes of gradients, a policy that keeps all parameters in one format ('mixed')"
+        )
+
+
+def _waits(hook: object) -> bool:
+    """Return whether `hook`, or one that it was made of, is of `WAITING`."""
+    inside = [getattr(hook, "func", None), *(c.cell_contents for c in getattr(hook, "__closure__", None) or ())]
+    return str(getattr(hook, "__module__", "")).endswith(WAITING) or any(map(_waits, filter(callable, inside)))
 
 
 @torch.no_grad()
@@ -36,8 +87,8 @@ def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.P
     named = wrapper.module.named_parameters()
     parameters = [p for name, p in named if p in store and name not in wrapper.parameters_to_ignore]
     whole = [p for p in parameters if not store.is_frozen(p)]
-    parts = [part.detach() for p in whole for part in store._parts(id(p)) if part is not None]
-    parts += [p.detach() for p in parameters if store.is_frozen(p)]
+    parts = [Tensor.detach(part) for p in whole for part in store._parts(id(p)) if part is not None]
+    parts += [Tensor.detach(p) for p in parameters if store.is_frozen(p)]
     # backends of torch.distributed take no int16
     from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # DistributedDataParallel's own
 
@@ -50,5 +101,4 @@ def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.P
 
 def replicated() -> bool:
     """Return whether torch.distributed runs more than one process."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

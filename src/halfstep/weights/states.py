@@ -5,7 +5,8 @@ state by less than half an ulp would never change it (the second moment of Adam 
 by a thousandth), so states are rounded stochastically: right on average.
 
 halfstep's own update reads and writes them as they are. Around the step of any other optimizer they are fp32: made
-before it, rounded after it; that is 4 bytes an element more while it lasts.
+before it, rounded after it; that is 4 bytes an element more while it lasts. A state that an optimizer makes in bf16
+itself stays as it is.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.choose import KERNEL_TYPES
 from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
-from halfstep.weights.attachment import skipped
+from halfstep.weights.attachment import refuse_unhooked, skipped
 from halfstep.weights.draws import Draws
 from halfstep.weights.store import stores
 
@@ -34,19 +36,25 @@ __all__ = ["LowStates"]
 class LowStates:
     """Keeps the states of one optimizer in bf16 between its steps.
 
-    Only states in the shape of their parameter: step counts and factored moments are few, and stay fp32.
+    Only plain tensors, or DTensors, in the shape of their parameter: step counts and factored moments are few, and stay
+    fp32; nested states stay what they are.
 
     Args:
         optimizer: any torch optimizer; attach weight stores to it before.
         draws: where random bits come from, shared with a store that has some.
+
+    Raises:
+        WeightsError: as `refuse_unhooked`.
     """
 
     _known: weakref.WeakKeyDictionary[Optimizer, LowStates] = weakref.WeakKeyDictionary()
 
     def __init__(self, optimizer: Optimizer, draws: Draws | None = None) -> None:
+        refuse_unhooked(optimizer)
         self.draws = Draws() if draws is None else draws
         self.draws.shared = True
         self.draws.save_with(optimizer)
+        self._own: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # what the optimizer itself has made in bf16
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -85,16 +93,20 @@ class LowStates:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for parameter, state in optimizer.state.items():
             for name, value in _elementwise(parameter, state):
-                state[name] = value.float()
+                if value not in self._own:
+                    state[name] = value.float()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         place, device = 0, None
         for group in optimizer.param_groups:
             # low parameters first: the order in which halfstep's own update hands out random bits
             for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
-                state, device = optimizer.state[parameter], parameter.device
+                state, device = optimizer.state.get(parameter, {}), parameter.device
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
-                    state[name] = _rounded(value, self.draws, place, min(stream, 3))
+                    if value.dtype is torch.bfloat16:
+                        self._own[value] = None
+                    else:
+                        state[name] = _rounded(value, self.draws, place, min(stream, 3))
                 place += 1
         if device is not None and not skipped(optimizer):
             self.draws.advance(device)
@@ -135,12 +147,16 @@ def _is_wide(parameter: Tensor) -> bool:
     return parameter.dtype not in LOW_DTYPES
 
 
-def _elementwise(parameter: Tensor, state: dict[str, Any] | None) -> list[tuple[str, Tensor]]:
+def _elementwise(parameter: object, state: object) -> list[tuple[str, Tensor]]:
+    if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+        return []  # shared by all parameters, or None in a ZeroRedundancyOptimizer: another rank has it
     return [
         (name, value)
-        for name, value in (state or {}).items()  # None in a ZeroRedundancyOptimizer: another rank has it
+        for name, value in state.items()
         if name != "step"
         and isinstance(value, Tensor)
         and value.shape == parameter.shape
         and value.dtype in {torch.float32, torch.bfloat16}
+        and type(local(value)) in KERNEL_TYPES  # others may say fp32 of integers and their scales
+        and value.layout is torch.strided
     ]

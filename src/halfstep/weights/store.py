@@ -3,21 +3,15 @@
 `WeightStore` is what the strategies share. `master`, `split`, `kahan` and `stochastic` store fp32 values between steps,
 `attachment` lets an optimizer step them.
 
-Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
-counts in their `_version`; every read of a master first takes the written values over. Writes through ``.data`` are
-counted by the class of the parameter (`kernels.watched`): masters take them over too, with one warning, because the
-part of an update that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not
-counted. All of these changes belong inside `hs.edit_weights`.
+Note [changes by hand]: a low parameter is a `kernels.watched.WatchedParameter`, so methods of it and of its ``.data``
+change its fp32 value (`writing`). What writes into low weights by another way is counted in their `_version`, or in
+that of ``.data``; every read of a master first takes such values over, with one warning, because the part of a change
+that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not counted: the next
+change by a method takes them over. All changes can be made inside `hs.edit_weights`.
 
 Note [frozen parameters]: nothing is kept behind a parameter that is frozen when the model is prepared and that no
-optimizer has (`lower`): its low values are its values, rounded once. If it is trained later, its fp32 value begins as
-these, when an optimizer first asks for it (`_key`).
-
-Note [averages by hand]: torch's AveragedModel is given the fp32 values. A loop over parameters reads low weights, which
-leaves no trace. But an average is in a copy of the model. Its parameters are watched: writes through ``.data`` there,
-and after each update whether one parameter of the copy has changed since the last. There is one warning at the second
-change unless fp32 values were shown meanwhile (`edit_weights`, `state_dict`). A copy with gradients is trained, and is
-no average. An average in a list of tensors looks like any other use of the weights, and is not noticed.
+optimizer has (`lower`): its low values are its values, rounded once. Its fp32 value begins as these, when an optimizer
+first asks for it or it is first changed by hand (`_key`).
 """
 
 from __future__ import annotations
@@ -25,14 +19,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,13 +37,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local, put
-from halfstep.kernels.watched import WatchedParameter, is_copy, unwatch, watch
+from halfstep.kernels.watched import low_written, unwatch, watch
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
-from halfstep.weights.ranks import broadcast, training_wrapper
+from halfstep.weights.ranks import broadcast, replicated, training_wrapper
 
 __all__ = ["WeightStore", "beyond", "stores"]
 
+NEAR = 0.1  # of its norm: a value that differs by less is the next one, and not another model's
 _version = attrgetter("_version")
 
 
@@ -88,10 +86,10 @@ class WeightStore(ABC):
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # optimizers that have masters now
         self._without_low: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
-        self._warned: set[bool] = set()  # warnings given, each once: of a copy or not
+        self._warned: set[str] = set()  # kinds of warnings given, each once
         self.editing = False  # whether the model contains fp32 values in place of low parameters
-        self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
-        self._copies: list[_Copy] = []
+        self.loading = False  # whether a state_dict is being loaded: frozen parameters stay frozen
+        self.in_region: Callable[[], bool] = lambda: False
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
@@ -126,6 +124,9 @@ class WeightStore(ABC):
     def _read_low(self, key: int) -> None:
         """Take over the values that were written into the low weight of `key`."""
 
+    def _read_unseen(self, key: int) -> None:  # noqa: B027  # compact strategies have nothing to compare
+        """Take over values that were written into the low weight of `key` and that no version counts."""
+
     @abstractmethod
     def _forget(self, key: int) -> None:
         """Drop what is kept under `key`."""
@@ -143,8 +144,11 @@ class WeightStore(ABC):
         """Return the tensors of `form`, `weights` and `beside`; of a sharded parameter this rank's part."""
 
     @abstractmethod
-    def value(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 value of `parameter` to be read: the master itself, or one made for the caller."""
+    def _value(self, key: int) -> nn.Parameter:
+        """Return the fp32 value of `key` to be read: the master itself, or one made for the caller."""
+
+    def settle(self) -> None:  # noqa: B027  # masters that are always there are what is stored
+        """Set fp32 values that are still referenced, though they exist for a step only, to those that are stored."""
 
     @abstractmethod
     def kept(self) -> Iterator[Tensor]:
@@ -185,10 +189,17 @@ class WeightStore(ABC):
         if parameter in self:
             return
         if parameter.dtype is not self.dtype:
-            put(parameter, local(parameter.detach()).to(self.dtype))
+            put(parameter, local(Tensor.detach(parameter)).to(self.dtype))
         watch(parameter, self, name)
         self._add(name, parameter)
         self._frozen.add(id(parameter))
+
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep nothing behind `parameters` any more: note [frozen parameters]."""
+        for parameter in parameters:
+            self._forget(id(parameter))
+            self._frozen.add(id(parameter))
+            self.generation += 1
 
     def is_frozen(self, parameter: nn.Parameter) -> bool:
         """Return whether `parameter` is a low one with nothing behind it: note [frozen parameters]."""
@@ -220,18 +231,25 @@ class WeightStore(ABC):
                 "prepare the model after its parameters are made"
             )
         if key in self._frozen:
+            self.check_frozen(parameter)
             self.generation += 1
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
             self._frozen.remove(key)
-        unseen = type(parameter) is WatchedParameter and parameter.written()
-        if unseen:
-            self.data_written(self._names[key], copied=False)
-        if unseen or parameter._version != self._versions[key]:
+        if low_written(parameter) or parameter._version != self._versions[key]:
+            if not (key in self._fresh and replicated()):  # else DistributedDataParallel has made ranks equal
+                self._warn_unseen(parameter)
             self._versions[key] = parameter._version
             with torch.no_grad():
                 self._read_low(key)
         return key
+
+    def check_frozen(self, parameter: nn.Parameter) -> None:
+        """Warn if low values were written into a frozen parameter."""
+        key = id(parameter)
+        if low_written(parameter) or parameter._version != self._versions[key]:
+            self._versions[key] = parameter._version
+            self._warn_unseen(parameter)
 
     def take_over(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over what was written by hand into low `parameters`: note [changes by hand]."""
@@ -254,9 +272,15 @@ class WeightStore(ABC):
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
-        if self.is_frozen(parameter):
-            return parameter.detach().float()
-        return self.value(parameter).detach().clone()
+        value = self.value(parameter).detach()
+        return value if self.is_frozen(parameter) else value.clone()
+
+    def value(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the fp32 value of `parameter` to be read: the master itself, or one made for the caller."""
+        if not self.is_frozen(parameter):
+            return self._value(self._key(parameter))
+        self.check_frozen(parameter)
+        return nn.Parameter(Tensor.detach(parameter).float(), requires_grad=parameter.requires_grad)
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
@@ -265,14 +289,19 @@ class WeightStore(ABC):
             WeightsError: another shape, or values beyond the low format; nothing was changed.
         """
         self.refuse(parameter, value)
-        master = parameter if self.is_frozen(parameter) else self.master(parameter)
-        if value.shape != master.shape:
+        if value.shape != parameter.shape:
             name = self._names[id(parameter)]
-            raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
+            raise WeightsError(f"{name} has shape {tuple(parameter.shape)} and was assigned {tuple(value.shape)}")
+        key = id(parameter)
         with torch.no_grad():
-            master.copy_(value)
-        if master is not parameter:
-            self.write_back([parameter])
+            if key in self._frozen:
+                Tensor.detach(parameter).copy_(value)
+            else:
+                master = self._master(key)  # some strategies have it only while it is referenced
+                master.copy_(value)
+                self.write_back([parameter])
+                self.settle()
+        self._versions[key] = parameter._version
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None, *, stepped: bool = False) -> None:
@@ -288,8 +317,6 @@ class WeightStore(ABC):
             self._versions[key] = self._parameters[key]._version
         if stepped:
             self._fresh.clear()
-            if self._copies:
-                self._check_copies()
 
     # ------------------------------------------------------------------ updates in one pass
 
@@ -304,7 +331,7 @@ class WeightStore(ABC):
         Call `stepped` afterwards.
         """
         if self.is_frozen(parameter) and parameter.grad is None:
-            return local(parameter), None
+            return local(Tensor.detach(parameter)), None
         return self._parts(self._key(parameter))
 
     def before_forward(self, module: nn.Module) -> None:
@@ -322,8 +349,6 @@ class WeightStore(ABC):
     def stepped(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that both parts of low `parameters` were changed."""
         self._fresh.clear()
-        if self._copies:
-            self._check_copies()
         self._versions.update(zip(map(id, parameters), map(_version, parameters), strict=True))
 
     # ------------------------------------------------------------------ manual changes: note [changes by hand]
@@ -332,75 +357,103 @@ class WeightStore(ABC):
     def _kind(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def data_written(self, name: str, *, copied: bool) -> None:
-        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since.
+    def computes(self) -> bool:
+        """Return whether this thread is in a region or in a backward pass, where low weights are read as they are."""
+        return self.in_region() or _current_graph_task_id() != -1
 
-        Into a frozen one only if weights with fp32 values behind them may have been merged into it.
+    @contextmanager
+    def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
+        """Give the fp32 value of `parameter` to be changed in place, and round it at the end into the low weight.
+
+        A frozen parameter gets an fp32 value behind it. `stochastic`, which keeps none, rounds by chance, and warns.
+        Where the values begin anew (`fills`, `loaded`), neither is done.
+
+        Args:
+            parameter: a low parameter of this store.
+            fills: whether nothing of earlier values will be left.
+            counted: whether the change counts in the version of `parameter`.
         """
-        if not copied and any(self._names[key] == name for key in self._frozen):
-            if self.editing or len(self._frozen) == len(self):
-                return
-            text = (
-                f"the frozen {self._kind} weight {name} was written through .data; if trained weights were merged into "
-                "it, as adapters are, do so inside `with hs.edit_weights(model):`, where they are fp32"
-            )
-        elif not copied:
-            text = (
-                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, its "
-                "fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
-            )
-        elif self.keeps_more and not self.exposed:
-            text = self._average(name, "is changed through .data")
-        else:
+        fills = fills or self.loading
+        if fills and self.is_frozen(parameter):
+            wide = self.value(parameter).detach()
+            yield wide
+            Tensor.detach(parameter).copy_(wide)
+            self._versions[id(parameter)] = parameter._version
             return
-        self._warn(copied, text)
+        key = self._key(parameter)
+        self._read_unseen(key)
+        for attachment, _ in self.substituted:
+            attachment.check_own_list(parameter, self._names[key])
+        master = self._master(key)
+        wide = master.detach()
+        yield wide
+        chance = not (self.keeps_more or fills)
+        if chance and "chance" not in self._warned and not torch.equal(local(wide), local(wide).to(self.dtype).float()):
+            self._warn(
+                "chance",
+                f"the weight {self._names[key]} was changed by hand, and master={self.name!r} keeps only its "
+                f"{self._kind} value: the change is rounded up or down by chance, right on average; a policy with "
+                "master='split' keeps it exactly",
+            )
+        with nullcontext() if counted else _unsafe_preserve_version_counter(parameter):
+            self._write_low([key], stepped=chance)
+        self._versions[key] = parameter._version
 
-    def _average(self, name: str, what: str) -> str:
-        return (
-            f"a copy of the model {what} ({name}), as averages of weights are, and the weights of the model are "
-            f"{self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Let parameters be filled by ``copy_`` in the block: frozen ones stay frozen."""
+        before, self.loading = self.loading, True
+        try:
+            yield
+        finally:
+            self.loading = before
+
+    def moved(self, parameter: nn.Parameter) -> bool:
+        """Return whether frozen `parameter` has an fp32 value behind it, since it was changed by hand."""
+        return not parameter.requires_grad and not self.is_frozen(parameter)
+
+    def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Warn if `parameter` is about to be given a low `value` near its own: what was computed in low is lost."""
+        low = Tensor.detach(parameter)
+        if "rounded" in self._warned or self.loading or value.shape != low.shape:
+            return
+        change = (value.detach().to(low.device) - low).float().norm()
+        if 0 < change < NEAR * low.float().norm():
+            self._warn(
+                "rounded",
+                f"the weight {self._names[id(parameter)]} was given {self._kind} values near its own: of a change that "
+                f"was computed in {self._kind} small parts are lost; compute it with operators and methods of the "
+                "weight (0.9 * p, p.lerp_), or from p.float()",
+            )
+
+    def _warn_unseen(self, parameter: nn.Parameter) -> None:
+        """Warn that low values were written."""
+        self._warn(
+            "unseen",
+            f"the low weight {self._names[id(parameter)]} was written by no method of its own (but by out=, "
+            f"torch._foreach_..., a view of it, low .data or a kernel): what {self._kind} cannot hold of that is lost; "
+            "call a method of the weight (add_, mul_, lerp_, copy_), write inside `with hs.edit_weights(model):`, "
+            "where weights are fp32, or give its module the rule 'fp32'",
         )
 
-    def _warn(self, copied: bool, text: str) -> None:
-        if copied not in self._warned:
-            self._warned.add(copied)
-            warnings.warn(text, stacklevel=4)
-
-    def averaged(self, parameter: nn.Parameter) -> Tensor:
-        """Return the fp32 value of `parameter` as a new tensor, for an average."""
-        if parameter not in self:
-            return Tensor.detach(parameter)
-        self.exposed += 1
-        return self.read(parameter)
-
-    def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
-        """Watch `copy`, the first of its ``copy.deepcopy``, for averages; see note [averages by hand]."""
-        if self.keeps_more and memo.setdefault((WeightStore, id(self)), copy) is copy:
-            self._copies.append(_Copy(copy))
-
-    def _check_copies(self) -> None:
-        """Warn, once, of a copy that has changed since the last update, twice, without fp32 values shown between."""
-        for entry in list(self._copies):
-            copy = entry.parameter()
-            if copy is None or not is_copy(copy, self) or copy.grad is not None or copy.is_inference():
-                self._copies.remove(entry)
-            elif entry.changed(copy._version, self.exposed):
-                self._copies.remove(entry)
-                name = self._names[next(iter(self._names))]
-                self._warn(True, self._average(name, "is changed between updates"))
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
-    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor, *, converted: bool) -> Tensor:
         """Return the data that `parameter` gets where it is given `value`, as ``module.float()`` or ``.to`` do.
 
-        In fp32 or a wider format it is its precise value, which an optimizer steps as any other from then on; back in
-        the low format it is adopted again. On another device or in another layout, what is kept beside it follows.
+        Its own value in fp32 or a wider format (`converted`) is its precise value, which an optimizer steps as any
+        other from then on; back in the low format it is adopted again. Other values in these formats become its fp32
+        value. On another device or in another layout, what is kept beside it follows.
 
         Raises:
             WeightsError: another low format, none of floating point numbers, or another shape than the fp32 value
                 behind it; nothing was changed.
         """
-        now, low = parameter.detach(), value.to(self.dtype)
+        now, low = Tensor.detach(parameter), value.to(self.dtype)
         if parameter in self and value.shape != now.shape:
             raise WeightsError(
                 f"parameter {name} has shape {tuple(now.shape)}, as its fp32 value and its optimizer's state have, and "
@@ -415,21 +468,25 @@ class WeightStore(ABC):
             low = self._adopt(id(parameter), precise)
             self._add(name, parameter)
             return low
+        moved = value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device
+        other = value.dtype is self.dtype and moved and not torch.equal(value, now.to(value.device))
+        if other or (not converted and value.dtype in {torch.float32, torch.float64}):  # written by hand
+            if other:
+                self.rounded(parameter, value)
+            with self.writing(parameter, fills=False, counted=False) as wide:
+                wide.copy_(value)
+            now = Tensor.detach(parameter)
+            if now.device != value.device:
+                self._move(id(parameter), now := now.to(value.device))
+            return now
+        self.generation += 1
         if self.is_frozen(parameter):
             if value.dtype is not self.dtype:
                 self._remove(parameter)
-            elif value.data_ptr() != now.data_ptr() and not torch.equal(value, now.to(value.device)):
-                self.data_written(name, copied=False)
             return value
         if value.dtype is self.dtype:
-            if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
-                key = self._key(parameter)
-                if not torch.equal(value, now.to(value.device)):
-                    parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
-                    self._data_read = True
-                else:
-                    self.generation += 1
-                    self._move(key, value)
+            if moved:
+                self._move(self._key(parameter), value)
             return value
         if value.dtype not in {torch.float32, torch.float64}:
             raise WeightsError(
@@ -564,6 +621,7 @@ class WeightStore(ABC):
             if write_back:  # before the masters go
                 self.write_back((attachment.own or {}).values())
             attachment.recover(optimizer)
+        self.settle()
         return True
 
     def free_buffers(self) -> None:
@@ -578,18 +636,13 @@ class WeightStore(ABC):
         for attachment in self._attached.values():
             yield from attachment.buffers.values()
 
-    def unwatch(self) -> None:
-        """Give the low parameters torch's own class again; writes through ``.data`` are no longer noticed."""
-        for parameter in self.parameters():
-            unwatch(parameter, self)
-
     def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give parameters (default: all) their fp32 values back, in place; if none is left, detach the optimizers."""
         self.restore()
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
-                wide = local(self.read(parameter) if self.is_frozen(parameter) else self.value(parameter).detach())
+                wide = local(self.value(parameter).detach())
                 unwatch(parameter, self)
                 put(parameter, wide)
                 self._remove(parameter)
@@ -598,24 +651,6 @@ class WeightStore(ABC):
         for attachment in [] if self._parameters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:
                 self.detach(optimizer)
-
-
-class _Copy:
-    """One parameter of a copy of a model, whose changes are counted."""
-
-    __slots__ = ("changes", "exposed", "parameter", "version")
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.version = self.exposed = -1  # not known before the first update
-        self.changes = 0
-
-    def changed(self, version: int, exposed: int) -> bool:
-        """Return whether the version changed for the second time while `exposed` stayed; called after each update."""
-        if self.version not in {-1, version} and self.exposed == exposed:
-            self.changes += 1
-        self.version, self.exposed = version, exposed
-        return self.changes == 2
 
 
 def beyond(name: str, values: Tensor, low: torch.dtype) -> str:

@@ -108,14 +108,14 @@ def test_a_process_group_is_left_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ({"shard": "fsdp"}, "unknown shard='fsdp'; did you mean 'fsdp2'?"),
+        ({"shard": "fsdp"}, "and is 'fsdp'; did you mean 'fsdp2'"),
         ({"shard": "ddp"}, "shard='ddp' needs devices=2 or more, and devices is 1"),
         ({"devices": 4}, "devices=4 need a way to share the work: shard='ddp' or shard='fsdp2'"),
         ({"devices": 0}, "devices must be a whole number from 1 and is 0"),
         ({"units": ["blocks.*"]}, "they need shard='fsdp2'"),
         ({"devices": 2, "shard": "fsdp2", "units": ["blokcs"]}, "'blokcs' is no module of the model"),
         ({"gpu": "h20"}, "unknown GPU 'h20'; did you mean 'h200'?"),
-        ({"batch_size": 0}, "a batch has 1 sample or more, not 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number from 1 or None and is 0"),
     ],
 )
 def test_bad_input_says_what_is_wrong(options: dict[str, Any], answer: str) -> None:

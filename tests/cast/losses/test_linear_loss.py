@@ -516,9 +516,9 @@ def test_cross_entropy_of_low_logits_takes_gradients_in_a_batch_too() -> None:
         ({"target": torch.zeros(3).int()}, r"got int32 of shape \(3,\)"),
         ({"target": torch.ones(3, 5), "ignore_index": 1}, r"ignore_index=1 is a class index"),
         ({"weight": torch.ones(4)}, r"one value a class, shape \(5,\); got \(4,\)"),
-        ({"reduction": "most"}, r"one of mean, sum, none; got 'most'"),
-        ({"label_smoothing": 1.5}, r"from 0 to 1; got 1.5"),
-        ({"chunk": 0}, r"a number of rows, from 1; got 0"),
+        ({"reduction": "most"}, r"one of 'mean', 'sum', 'none' and is 'most'"),
+        ({"label_smoothing": 1.5}, r"from 0 to 1 and is 1.5"),
+        ({"chunk": 0}, r"a whole number from 1 or None and is 0"),
     ],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_refused(change: dict[str, Any], words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -69,8 +70,7 @@ def test_a_checkpointed_function_trains_the_bits_of_one_that_is_not(name: str, d
 
 POLICIES = {
     f"{name} {dtype}": hs.Policy.of(name, dtype=dtype, emulate="always", scale="none")
-    for name in ("torch", "mixed", "O1")
-    for dtype in ("bf16", "fp16")
+    for name, dtype in [*product(("torch", "mixed", "O1"), ("bf16", "fp16")), ("mixed", "tf32"), ("O1", "fp8_e4m3")]
 }
 KINDS = {"reentrant": True, "non-reentrant": False}
 

@@ -278,9 +278,9 @@ def test_a_policy_may_speak_of_an_operator_that_is_not_there_yet() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: hs.operator("fp16"), r"hs.operator\('fp16'\): expected one of 'low', 'fp32'"),
+        (lambda: hs.operator("fp16"), "rule must be one of 'low', 'fp32'.* and is 'fp16'"),
         (lambda: hs.operator("lwo"), "did you mean 'low'"),
-        (lambda: hs.operator("low", backward="hi"), r"backward='hi'\): expected one of '', 'low'"),
+        (lambda: hs.operator("low", backward="hi"), "backward must be one of '', 'low'.* and is 'hi'"),
         (lambda: hs.operator("low", name="plain"), r"name='plain'\): a custom operator is called 'namespace::name'"),
         (lambda: hs.operator("low", backward="fp32")(len), "write a torch.autograd.Function"),
         (

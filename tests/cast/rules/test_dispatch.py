@@ -237,6 +237,75 @@ def test_low_norms_keep_fp32_weights_on_cpu(dtype: str) -> None:
         assert out.dtype is low and torch.equal(out, call(x.to(low)))
 
 
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x.mT, (8,), w, b),
+    "layer_norm, named": lambda x, w, b: F.layer_norm(input=x.mT, normalized_shape=(8,), bias=b, weight=w),
+    "native_layer_norm": lambda x, w, b: torch.native_layer_norm(x.mT, (8,), w, b, 1e-5)[0],
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "running": lambda x, w, b: F.batch_norm(x, torch.zeros(8), torch.ones(8), w, b, training=True),
+    "instance_norm": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x.mT, (8,), w),
+}
+
+
+@pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", ""])
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("low", [BF16, HALF])
+def test_a_norm_trains_whichever_of_its_parameters_it_has(low: torch.dtype, name: str, given: str) -> None:
+    """Also with parameters in the region's format, and in the other low one."""
+    policy = hs.Policy.of("mixed", dtype="bf16" if low is BF16 else "fp16")
+    for dtype in (FP32, BF16, HALF):
+        x = torch.randn(4, 8, 6).to(dtype)
+        w, b = ((torch.ones(8).to(dtype).requires_grad_() if one in given else None) for one in ("weight", "bias"))
+        try:
+            with torch.autocast("cpu", low):
+                NORMS[name](x, w, b).float().square().sum().backward()
+        except RuntimeError:
+            continue
+        with hs.autocast("cpu", policy=policy):
+            out = NORMS[name](x, w, b)
+        out.float().square().sum().backward()
+        assert all(one.grad is None or one.grad.dtype is dtype for one in (w, b) if one is not None)
+
+
+def test_a_layer_with_a_bias_alone_trains() -> None:
+    layer = nn.LayerNorm(8)
+    layer.weight = None  # type: ignore[assignment]
+    model = hs.prepare(layer, policy=MIXED)
+    model(X).float().square().sum().backward()
+    assert layer.bias.grad is not None
+
+
+def test_floats_that_are_made_of_whole_numbers_are_fp32() -> None:
+    whole = torch.randint(9, (4, 8))
+    for found in under(MIXED, lambda: (torch.cov(whole), torch.corrcoef(whole), whole.cov(), torch.cov(input=whole))):
+        assert found.dtype is FP32
+
+
+@pytest.mark.parametrize("low", [BF16, HALF])
+def test_what_copies_values_takes_the_low_format_that_is_not_the_region_s(low: torch.dtype) -> None:
+    """torch.autocast raises for most of these: each calls cat inside."""
+    x = torch.randn(4, 8).to(low)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.roll(x, 1),
+        lambda: x.roll((1, 2), (0, 1)),
+        lambda: torch.fft.fftshift(x),
+        lambda: torch.fft.ifftshift(x),
+        lambda: torch.combinations(x[0]),
+        lambda: torch.gradient(x, dim=1)[0],
+        lambda: torch.isin(x, x[0]),
+        lambda: torch.cat([x, x]),
+        lambda: torch.hstack([x, x]),
+        lambda: torch.cartesian_prod(x[0], x[1]),
+    ]
+    for call in calls:
+        plain = call()
+        for policy in (MIXED, hs.Policy.of("mixed", dtype="fp16")):
+            found = under(policy, call)
+            assert found.dtype is plain.dtype and torch.equal(found, plain)
+
+
 def test_o1_is_apex() -> None:
     assert under(O1, lambda: F.softmax(X.bfloat16(), -1)).dtype is FP32
     assert under(O1, lambda: F.layer_norm(X.bfloat16(), (8,))).dtype is FP32

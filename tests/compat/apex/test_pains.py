@@ -102,6 +102,48 @@ def test_p4_an_earlier_optimizer_keeps_its_own_scale() -> None:
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
 
 
+def test_p4_the_saved_state_has_the_scales_of_all_models_in_use() -> None:
+    def scales() -> list[float]:
+        return [scaler["loss_scale"] for scaler in amp.state_dict().values()]
+
+    first = started("O2", loss_scale=64.0)
+    second = started("O1", loss_scale=32.0, num_losses=2)
+    assert scales() == [32.0, 32.0, 64.0]
+    _ = amp.initialize(nn.Linear(6, 3), opt_level="O0", verbosity=0)  # a teacher: nothing is scaled for it
+    saved = amp.state_dict()
+    saved["loss_scaler1"]["loss_scale"], saved["loss_scaler2"]["loss_scale"] = 8.0, 16.0
+    amp.load_state_dict(saved)
+    assert second[1]._amp_stash.session.loss_scalers[1].loss_scale() == 8.0
+    assert first[1]._amp_stash.session.loss_scalers[0].loss_scale() == 16.0
+    _ = amp.initialize(nn.Linear(6, 3), enabled=False)
+    assert scales() == []
+    update(*first)
+    assert scales() == [16.0]  # amp was not off for it
+    update(*second)
+    again = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    _ = amp.initialize(first[0], again, opt_level="O0", loss_scale=4.0, verbosity=0)
+    assert scales() == [4.0, 32.0, 8.0]  # the model's earlier call is over, although its optimizer is still there
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    assert scales() == [2.0]
+    update(*second)
+    assert scales() == [2.0, 32.0, 8.0]
+    del second
+    assert scales() == [2.0]
+
+
+def test_p4_a_model_that_trained_before_another_is_initialised_is_saved_until_that_trains_alone() -> None:
+    first = started("O2", loss_scale=64.0)
+    update(*first)
+    second = started("O2", loss_scale=32.0)
+    assert len(amp.state_dict()) == 2
+    update(*second)
+    assert len(amp.state_dict()) == 1  # an earlier run in this process
+    for _ in range(2):
+        update(*first)
+        update(*second)
+        assert [scaler["loss_scale"] for scaler in amp.state_dict().values()] == [32.0, 64.0]
+
+
 def test_p4_the_same_model_may_be_initialised_again_and_loses_no_bit() -> None:
     model, optimizer = started("O2", lr=1e-5)
     update(model, optimizer)
@@ -138,7 +180,7 @@ def test_p4_torch_itself_is_not_patched() -> None:
 def test_p5_a_copy_has_its_own_weights_and_averages_in_fp32(level: str) -> None:
     model, optimizer = started(level)
     average = copy.deepcopy(model)
-    assert all(p.dtype is (HALF if level == "O3" else FP32) for p in average.parameters())
+    assert all(p.dtype is FP32 for p in average.parameters())
     before = average(X)
     update(model, optimizer)
     assert torch.equal(average(X), before) and not torch.equal(model(X), before)
@@ -367,7 +409,7 @@ def test_p16_weights_edited_by_hand_between_forwards_are_never_stale(dtype: torc
                         before = model(X).clone()
                         edit(model[2].weight)  # type: ignore[no-untyped-call]
                         assert not torch.equal(model(X), before), level
-            assert [bool("hs.edit_weights" in str(w.message)) for w in said] == [True] * (level == "O2")
+            assert not said, level
     started("O1", **options)
     weight = nn.Parameter(torch.rand(6, 6))
     before = X @ weight

@@ -154,6 +154,24 @@ def grouped() -> tuple[Any, Any]:
     return (x.grad, y.grad, isinstance(both, autodiff.GradManagerGroup)), ([2.0], [1.0], True)
 
 
+def own_backward() -> tuple[Any, Any]:
+    class Straight(autodiff.Function):  # type: ignore[misc, name-defined]  # `autodiff` is untyped here
+        """Round, with the derivative of the identity."""
+
+        def forward(self, x: Any) -> Any:
+            return F.round(x)
+
+        def backward(self, dy: Any) -> Any:
+            return dy
+
+    x = mge.Parameter([1.25])
+    gm = autodiff.GradManager().attach(x)
+    with gm:
+        y = Straight()(x * 2)
+        gm.backward(y)
+    return (y, x.grad), ([3.0], [2.0])
+
+
 def attached() -> tuple[Any, Any]:
     gm, kept = autodiff.GradManager(), mge.Parameter([1.0])
     gm.attach([kept, mge.Parameter([2.0])])
@@ -252,6 +270,7 @@ CALLS: dict[str, Call] = {
     "autodiff.GradManager.release": recorded,
     "autodiff.GradManager.backward": callbacks,
     "autodiff.GradManagerGroup": grouped,
+    "autodiff.Function": own_backward,
     "optimizer.SGD": lambda: (stepped(of_sgd, 0.5, -1.0), SGD_BY_HAND),
     "optimizer.SGD nesterov": lambda: (
         stepped(lambda p: optimizer.SGD(p, 0.1, 0.5, nesterov=True), 0.5), NESTEROV,

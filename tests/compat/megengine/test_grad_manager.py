@@ -91,6 +91,21 @@ def test_callbacks_see_the_gradient_of_each_backward_before_it_is_added() -> Non
     assert seen == [(True, 2.0), (True, 3.0)] and grad(w) == [52.0]
 
 
+def test_a_callback_that_returns_none_drops_the_gradient_and_one_that_returns_nonsense_is_refused() -> None:
+    w, other = mge.Parameter(mge.tensor([1.0])), mge.Parameter(mge.tensor([1.0]))
+    gm, seen = GradManager().attach(w, callbacks=lambda tensor, gradient: None).attach(other), []
+    gm.attach(w, callbacks=lambda tensor, gradient: seen.append(gradient))  # what it returns is None too
+    for _ in range(2):
+        with gm:
+            gm.backward(w * other)
+    assert w.grad is None and grad(other) == [2.0] and seen == [None, None]
+    for wrong in (1.0, mge.tensor([1.0, 2.0])):
+        untyped: Any = lambda tensor, gradient, wrong=wrong: wrong  # noqa: E731
+        gm = GradManager().attach(w, callbacks=untyped)
+        with gm, pytest.raises(StepError, match="expected its gradient, or None to drop it"):
+            gm.backward(w * 2)
+
+
 def test_intermediate_results_can_be_attached() -> None:
     w = mge.Parameter(mge.tensor([2.0]))
     gm = GradManager()
@@ -111,6 +126,62 @@ def test_managers_nest_for_higher_derivatives() -> None:
         x.grad = None
         outer.backward(first)
     assert first.item() == 12.0 and grad(x) == [12.0]
+
+
+def test_gradients_are_functions_to_managers_around_and_constants_inside_and_beside() -> None:
+    x = mge.tensor([0.5])
+    first, second = -torch.sin(torch.tensor(0.5)).item(), -torch.cos(torch.tensor(0.5)).item()
+    outer, middle, inner = (GradManager().attach(x) for _ in range(3))
+    with outer:
+        with middle:
+            with inner:
+                middle.backward(F.cos(x))
+                made = x.grad
+                assert made is not None
+                inner.backward(made * 2)
+        assert grad(x) == pytest.approx([first])
+        x.grad = None
+        outer.backward(made)
+    assert grad(x) == pytest.approx([second])
+
+    x.grad = None
+    with outer:
+        with middle | inner:
+            middle.backward(F.cos(x))
+            made = x.grad
+            x.grad = None
+            inner.backward(made)
+        assert grad(x) == [0.0]
+        outer.backward(made)
+    assert grad(x) == pytest.approx([second])
+
+
+def test_a_gradient_is_a_constant_where_no_manager_is_around() -> None:
+    x = mge.tensor([0.5])
+    first, second = GradManager().attach(x), GradManager().attach(x)
+    with second, first:
+        second.backward(F.cos(x))
+        with pytest.raises(StepError, match="constant to those inside it or beside it"):
+            first.backward(x.grad)
+    with first | second:
+        made = F.cos(x)
+        first.backward(made)
+        second.backward(made)  # each has what it needs of the forward pass
+    assert grad(x) == pytest.approx([-3 * torch.sin(torch.tensor(0.5)).item()])
+    assert x.grad is not None and not x.grad.requires_grad
+
+
+def test_an_outer_manager_differentiates_by_the_gradients_of_outputs() -> None:
+    x = mge.tensor([0.5, 1.0])
+    with GradManager() as outer:
+        with GradManager().attach([x]) as inner:
+            y = F.sin(x)
+            along = F.zeros_like(y)
+            outer.attach(along)
+            inner.backward(y, along)
+        assert x.grad is not None
+        outer.backward(x.grad)
+    assert grad(along) == pytest.approx(torch.cos(x).tolist())
 
 
 def test_two_managers_share_a_forward_pass() -> None:

@@ -37,6 +37,12 @@ def network(**words: Any) -> Any:
     return nn.Dense(2, 1, weight_init="ones", bias_init="zeros", **words)
 
 
+def recomputed() -> tuple[Any, Any]:
+    net = Own()
+    net.recompute()
+    return net(t([[2.0]])), np.array([[4.0]], np.float32)
+
+
 def momentum(net: Any, **words: Any) -> Any:
     return nn.Momentum(net.trainable_params(), learning_rate=0.01, momentum=0.9, **words)
 
@@ -396,6 +402,7 @@ CALLS: dict[str, Call] = {
     "nn.Optimizer order_params": order_params,
     # cells
     "nn.Cell": lambda: (Own()(t([[2.0]])), np.array([[4.0]], np.float32)),
+    "nn.Cell.recompute": recomputed,
     "nn.Cell.to_float": lambda: (flagged("to_float", dst_type=ms.bfloat16), [torch.bfloat16]),
     "nn.Cell.add_flags": lambda: (flagged("add_flags", fp16=True), [torch.float16]),
     "nn.Cell.add_flags_recursive": lambda: (flagged("add_flags_recursive", fp32=True, fp16=True), [torch.float32]),
@@ -469,6 +476,10 @@ CALLS: dict[str, Call] = {
     "ops.depend": lambda: (ops.depend(t([1.0]), None), [1.0]),
     "ops.flatten": lambda: (ops.flatten(X).shape, (1, 16)),
     "ops.log_softmax": lambda: (ops.log_softmax(LOGITS), np.array([[-1.3132617, -0.3132617]], np.float32)),
+    "ops.mixed_precision_cast": lambda: (
+        [x.dtype for x in (lambda d: [d["x"], *d["more"]])(ops.mixed_precision_cast(ms.float16, {"x": t([1.5]), "more": (t([2.5]), torch.ones(1, dtype=torch.int32))}))],
+        [torch.float16, torch.float16, torch.int32],
+    ),
     "ops.matmul": lambda: (ops.matmul(t([[1, 2]]), t([[3], [4]])), np.array([[11]], np.float32)),
     "ops.max_pool2d": lambda: (ops.max_pool2d(X, 2), np.array([[[[5, 7], [13, 15]]]], np.float32)),
     "ops.mean": lambda: (ops.mean(t([[1, 2], [3, 4]]), 0, True), np.array([[2, 3]], np.float32)),

@@ -212,6 +212,23 @@ def test_ones_own_black_list_keeps_what_it_names_in_fp32(make: Any) -> None:
     assert formats(amp.custom_mixed_precision(make(), black_list=[]))["bn"] is FP16
 
 
+def test_a_cell_of_a_black_list_gives_the_format_that_it_takes_and_its_parts_give_fp32() -> None:
+    class Block(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.fc = ms.nn.BatchNorm1d(4), ms.nn.Dense(4, 4)
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.fc(self.bn(x))  # type: ignore[no-any-return]
+
+    net = ms.nn.SequentialCell(Block(), ms.nn.Dense(4, 2))
+    x = torch.randn(8, 4)
+    seen = formats(amp.custom_mixed_precision(net, black_list=[Block, ms.nn.BatchNorm1d], dtype=BF16), x)
+    assert [seen[name] for name in ("0.bn", "0.fc", "0", "1", "")] == [FP32, FP32, FP32, BF16, FP32]
+    net.add_flags_recursive(bf16=False)  # takes the level away
+    assert set(formats(net, x).values()) == {FP32}
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,26 @@ def test_a_network_given_to_prepare_is_not_overwritten_by_a_flag_or_a_level() ->
         with pytest.raises(RuntimeError, match="prepared with hs.prepare and policy 'mixed'"):
             call()
     assert net.get_flags() == {} and hs.prepared_policy(net) is None and hs.prepared_policy(net.fc1) is not None
+
+
+def test_a_cell_takes_mindspores_constructor_options() -> None:
+    class Backbone(ms.nn.Cell):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.dense = ms.nn.Dense(2, 2)
+
+        def construct(self, x: torch.Tensor) -> Any:
+            return self.dense(x)
+
+    x = torch.rand(1, 2)
+    accepted: list[dict[str, Any]] = [{"auto_prefix": False}, {"auto_prefix": True, "flags": None}, {"flags": {}}]
+    for options in accepted:
+        net = Backbone(**options)
+        assert torch.equal(net(x), net.dense(x)) and len(net.trainable_params()) == 2 and net.cls_name == "Backbone"
+    net = Backbone(auto_prefix=False, flags={"fp16": True})
+    assert net.get_flags()["fp16"] and torch.equal(net(x), net(x).half().float())
+    assert len(list(ms.nn.CellList([net], auto_prefix=False))) == 1
+    with pytest.raises(TypeError, match="flags='fp16'; expected a dict"):
+        Backbone(flags="fp16")
+    with pytest.raises(TypeError, match="auto_prefix=1; expected True or False"):
+        Backbone(auto_prefix=1)

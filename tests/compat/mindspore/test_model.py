@@ -108,3 +108,31 @@ def test_an_eval_cell_returns_loss_outputs_and_label() -> None:
 def test_a_wrong_use_is_refused(call: Callable[[Any], object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call(Normed())
+
+
+class OwnIterator:
+    """Data that is its own iterator, as MindSpore's datasets in its tests."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.at == 2:
+            raise StopIteration
+        self.at += 1
+        return torch.ones(2, 2), torch.zeros(2, 2)
+
+    def reset(self) -> None:
+        self.at = 0
+
+
+def test_data_with_reset_begins_again_in_every_epoch() -> None:
+    net, steps = ms.nn.Dense(2, 2), []
+    model = ms.Model(net, ms.nn.MSELoss(), ms.nn.Momentum(net.trainable_params(), 0.1, 0.9))
+    data = OwnIterator()
+    model.train(3, data, callbacks=lambda progress: steps.append(progress.step))
+    assert steps == [1, 2, 3, 4, 5, 6] and data.at == 0
+    assert model.eval(data)["loss"] >= 0 and data.at == 0

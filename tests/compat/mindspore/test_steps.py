@@ -55,22 +55,106 @@ def test_gradients_are_divided_by_the_scale_once_for_every_combination(sens: flo
     assert weight(net) == 0.0
 
 
-def test_a_scale_that_the_optimizer_divides_by_another_number_is_refused() -> None:
-    net, optimizer = line(loss_scale=512.0)
+@pytest.mark.parametrize("own", [1e-4, 512.0])
+def test_gradients_are_divided_once_also_where_the_optimizers_number_is_another(own: float) -> None:
+    # MindSpore: the step is too long by the quotient, and too short by the optimizer's number if the scale moves
+    x, update = torch.tensor([2.0]), ms.nn.DynamicLossScaleUpdateCell(2.0**10, 2, 1)
     for make in (
-        lambda: One(net, optimizer, 1024.0),
-        lambda: WithScale(net, optimizer, ms.Tensor(1024.0)),
-        lambda: ms.amp.build_train_network(net, optimizer, loss_scale_manager=ms.amp.FixedLossScaleManager(8.0)),
+        lambda net, optimizer: One(net, optimizer, 1024.0),
+        lambda net, optimizer: WithScale(net, optimizer, ms.Tensor(1024.0)),
+        lambda net, optimizer: WithScale(net, optimizer, update),
+        lambda net, optimizer: ms.amp.build_train_network(
+            net, optimizer, level="auto", loss_scale_manager=ms.amp.FixedLossScaleManager(128, False)
+        ),
     ):
-        with pytest.raises(ValueError, match="loss_scale=512.0, so gradients would be divided by the wrong number"):
-            make()  # type: ignore[no-untyped-call]  # lambdas have no types
-    with pytest.raises(ValueError, match="the scale moves.*build the optimizer without loss_scale"):
-        ms.amp.build_train_network(net, optimizer, level="O2")
-    assert type(net) is Line
-    step = WithScale(net, optimizer, ms.Tensor(512.0))
-    with pytest.raises(ValueError, match="the scale is 8.0"):
-        step(torch.tensor([2.0]), sens=8.0)
-    assert weight(net) == 1.0
+        net, optimizer = line(loss_scale=own)
+        cell = make(net, optimizer)  # type: ignore[no-untyped-call]  # lambdas have no types
+        for step in (1, 2):
+            cell(x)
+            assert weight(net) == pytest.approx(1.0 - step, abs=1e-6)
+    net, optimizer = line(loss_scale=own)
+    _, gradients = One(net, optimizer, 8.0, return_grad=True)(x)
+    assert gradients["weight"].item() == 2.0
+
+
+class Product(ms.nn.Cell):
+    """y = x @ weight, with a weight of 2s in a format."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(torch.full((2, 2), 2.0, dtype=dtype))
+        self.matmul = ms.ops.MatMul()
+
+    def construct(self, x: Tensor) -> Any:
+        return self.matmul(x, self.weight)
+
+
+def test_a_network_built_in_fp16_trains_in_fp16_and_reports_overflow() -> None:
+    net = Product(torch.float16)
+    cell = WithScale(*training(net), ms.Tensor(8, dtype=ms.float16))
+    found = []
+    for value in (-float("inf"), 0.0, 40000.0, 10.0, float("inf")):
+        _, overflow, _ = cell(torch.full((1, 2), value).half(), torch.zeros(1, 2).half())
+        found.append(bool(overflow))
+    assert found == [True, False, True, False, True]
+    assert net.weight.dtype is torch.float16 and float(net.weight.detach().max()) < 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
+def test_a_network_built_low_trains_at_every_level(level: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = ms.nn.SequentialCell(ms.nn.Dense(4, 2), ms.nn.BatchNorm1d(2).to(dtype), Product(dtype), ms.nn.Dense(2, 2))
+    net[0].to(dtype)
+    optimizer = ms.nn.Momentum(net.trainable_params(), 0.01, 0.9)
+    manager = ms.amp.FixedLossScaleManager(8.0, drop_overflow_update=False)
+    cell = ms.amp.build_train_network(net, optimizer, ms.nn.MSELoss(), level, loss_scale_manager=manager)
+    x, label = torch.randn(8, 4).to(dtype), torch.randn(8, 2)
+    losses = [float(cell(x, label)) for _ in range(10)]
+    assert losses[-1] < losses[0]
+    wanted = {dtype, FP32} if level == "O0" else {FP32}
+    assert {p.dtype for p in net.parameters()} == wanted and {p.dtype for p in net[3].parameters()} == {FP32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_a_level_casts_fp64_inputs(level: str) -> None:
+    net = ms.nn.SequentialCell(ms.nn.Dense(4, 2))
+    optimizer = ms.nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    manager = ms.amp.FixedLossScaleManager(8.0, drop_overflow_update=False)
+    cell = ms.amp.build_train_network(net, optimizer, ms.nn.MSELoss(), level, loss_scale_manager=manager)
+    assert cell(torch.ones(3, 4).double(), torch.ones(3, 2).double()).isfinite()
+
+
+def test_a_learning_rate_may_be_a_tensor_of_one_number() -> None:
+    net, _ = line()
+    rates: list[Any] = [ms.Tensor(0.5), ms.Tensor([0.5]), ms.Parameter([0.5])]
+    for rate in rates:
+        optimizer = ms.nn.Momentum([{"params": net.trainable_params(), "lr": rate}], rate, 0.0)
+        assert optimizer.get_lr() == 0.5
+    with pytest.raises(TypeError, match="expected a number or a tensor of one"):
+        ms.nn.SGD(net.trainable_params(), untyped.Tensor([0.5, 0.25]))
+
+
+def network(*, recomputed: bool) -> tuple[Normed, Any]:
+    torch.manual_seed(0)
+    net = Normed()
+    if recomputed:
+        net.conv.recompute(mp_comm_recompute=False)
+        net.bn.recompute()
+    loss, optimizer = training(net)
+    manager = ms.amp.FixedLossScaleManager(8.0, drop_overflow_update=False)
+    cell = ms.amp.build_train_network(loss, optimizer, level="auto", loss_scale_manager=manager)
+    x, label = torch.rand(2, 1, 4, 4), torch.rand(2, 3)
+    return net, [cell(x, label) for _ in range(3)]
+
+
+def test_a_recomputed_cell_trains_to_the_same_bits_and_moves_statistics_once() -> None:
+    (plain, losses), (again, found) = (network(recomputed=recomputed) for recomputed in (False, True))
+    assert [float(loss) for loss in found] == [float(loss) for loss in losses]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    with pytest.raises(ValueError, match="mp_comm_recompute, parallel"):
+        again.recompute(mode=True)
 
 
 def test_an_optimizer_alone_divides_by_its_loss_scale_and_decays_weights_unscaled() -> None:

@@ -269,3 +269,27 @@ def test_the_decorators_of_cuda_take_no_device() -> None:
 
 def test_availability_is_torchs_answer() -> None:
     assert torch_amp.is_autocast_available("cpu") and not torch_amp.is_autocast_available("meta")
+
+
+@pytest.mark.parametrize("device", ["not a real device", "", "meta", 3, None])
+def test_an_invalid_device_raises_what_torch_raises(device: Any) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as torchs:
+        torch.autocast(device)
+    with pytest.raises(torchs.type):
+        torch_amp.autocast(device)
+
+
+def test_a_cached_copy_lives_as_long_as_torchs_where_caches_are_off_between() -> None:
+    def gradient(region: Any) -> Tensor:
+        torch.manual_seed(0)
+        weight, h = torch.randn(64, 64, requires_grad=True), torch.randn(8, 64)
+        with region("cpu", dtype=torch.bfloat16):
+            with region("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                h = nn.functional.linear(h, weight)
+                with region("cpu", dtype=torch.bfloat16, cache_enabled=True):
+                    h = nn.functional.linear(nn.functional.linear(h, weight), weight)
+                h = nn.functional.linear(h, weight)
+            h = nn.functional.linear(h, weight)
+        return torch.autograd.grad(h.float().square().sum(), weight)[0]
+
+    assert torch.equal(gradient(torch_amp.autocast), gradient(torch.autocast))

@@ -11,6 +11,7 @@ from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
 from halfstep.advise.lint.static.script import Script
 from halfstep.advise.lint.traced import check_task
+from halfstep.arguments import PATH, TEXT, a, check, listed
 from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
@@ -47,6 +48,13 @@ def lint(
         >>> hs.lint(task, policy=hs.Policy.of("mixed", dtype="bf16"))
         []
     """
+    check(
+        "hs.lint",
+        LintError,
+        target=(target, PATH | a(Task, words="an hs.Task")),
+        ignore=(ignore, listed(TEXT, "a list of codes of rules")),
+    )
+    policy = Policy.of(policy)
     left_out = {rule_of(code).code for code in ignore}
     if isinstance(target, Task):
         found = check_task(target, policy)

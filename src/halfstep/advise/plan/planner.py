@@ -30,6 +30,7 @@ from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.run import plan_step
 from halfstep.advise.plan.trace import OUTSIDE
 from halfstep.advise.plan.ways import check_way, way_of
+from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda
 
@@ -163,12 +164,21 @@ def _checked(
 ) -> dict[str, Any]:
     """Return the arguments of `_planned`."""
     check_way(shard, devices, units)
+    check(
+        "hs.plan",
+        PlanError,
+        batch=(batch, a(tuple, list, Mapping, words="a tuple of arguments or a dict of named ones") | NONE),
+        loss_fn=(loss_fn, CALLABLE | NONE),
+        optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
+        device=(device, one_of(*DEVICES)),
+        gpu=(gpu, TEXT),
+        batch_size=(batch_size, COUNT | NONE),
+        largest=(largest, FLAG),
+    )
     if shard == "fsdp2" and device != "cpu":
         raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
-    if device not in DEVICES:
-        raise PlanError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
     for name in WITHOUT:
         if options.pop(name, None):
             raise PlanError(f"a plan does not take {name}=; a step without it is planned")

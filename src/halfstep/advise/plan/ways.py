@@ -22,7 +22,7 @@ from halfstep.advise.plan.ledger import Ledger
 from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.traffic import Sent, ddp_bytes, sent
-from halfstep.errors import did_you_mean
+from halfstep.arguments import COUNT, check, one_of
 
 __all__ = ["WAYS", "Way", "check_way", "way_of"]
 
@@ -114,10 +114,7 @@ def check_way(shard: str, devices: int, units: Sequence[str] | None) -> None:
     Raises:
         PlanError: there is not.
     """
-    if shard not in WAYS:
-        raise PlanError(f"unknown shard={shard!r}{did_you_mean(shard, WAYS)}; expected one of {', '.join(WAYS)}")
-    if not isinstance(devices, int) or devices < 1:
-        raise PlanError(f"devices must be a whole number from 1 and is {devices!r}")
+    check("hs.plan", PlanError, shard=(shard, one_of(*WAYS)), devices=(devices, COUNT))
     if devices == 1 and shard != "none":
         raise PlanError(f"shard={shard!r} needs devices=2 or more, and devices is 1")
     if devices > 1 and shard == "none":

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.advise.tune.result import TuneError
+from halfstep.schema import Each, number, read_json
 
 __all__ = ["Journal"]
 
 VERSION = 1
+MOST_BYTES = 1 << 26  # of a file: a race is a few KB
+CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
 
 class Journal:
@@ -38,14 +41,13 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            version, about = values["version"], values["about"]
-            self.entries, self.seconds = dict(values["entries"]), float(values["seconds"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            values = read_json(path, TuneError, CONTENT, MOST_BYTES)
+        except TuneError as error:
             raise TuneError(
-                f"{str(path)!r} holds no measurements of a search ({type(error).__name__}: {error}); delete it, or "
-                "search without resuming"
+                f"{str(path)!r} holds no measurements of a search ({error}); delete it, or search without resuming"
             ) from error
+        version, about = values["version"], values["about"]
+        self.entries, self.seconds = values["entries"], values["seconds"]
         wanted = json.loads(json.dumps(self.about))
         if version != VERSION or about != wanted:
             other = [key for key in wanted if about.get(key) != wanted[key]] if isinstance(about, dict) else []

@@ -16,6 +16,7 @@ from halfstep.advise.tune.lab import Lab, Progress
 from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
+from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
 from halfstep.tasks.machine import generators_kept, machine
 from halfstep.tasks.task import Task, TaskError
@@ -74,9 +75,24 @@ def tune(
         >>> tuning = hs.tune(task, minutes=0.01, compile=False)  # minutes=10 for a model of some size
         >>> policy = tuning.chosen.policy  # str(tuning) is a report
     """
+    check(
+        "hs.tune",
+        TuneError,
+        task=(task, a(Task, words="an hs.Task")),
+        max_loss_rise=(max_loss_rise, Kind("a fraction above 0, such as 0.01 for one per cent,", POSITIVE.has) | NONE),
+        minutes=(minutes, POSITIVE),
+        device=(device, TEXT),
+        seed=(seed, INDEX),
+        seeds=(seeds, WHOLE),
+        dtypes=(dtypes, listed(one_of(*FORMATS), "a list of formats, 'bf16' and 'fp16',")),
+        compile=(compile, FLAG),
+        resume=(resume, PATH | NONE),
+        on_progress=(on_progress, CALLABLE),
+        clock=(clock, CALLABLE),
+    )
     where = _device(device)
     weights = weights_of(target)
-    formats = _checked(task, max_loss_rise, minutes, seeds, dtypes) or low_formats(where)
+    formats = tuple(dict.fromkeys(dtypes)) or low_formats(where)
     with generators_kept():
         lab = Lab(
             task, where, seed=seed, seconds=60.0 * minutes, path=None if resume is None else Path(resume), clock=clock,
@@ -126,7 +142,7 @@ def weights_of(target: str) -> Weights:
         TuneError: anything else.
     """
     words = {"time": (1.0, 0.0), "memory": (0.0, 1.0)}
-    if target in words:
+    if isinstance(target, str) and target in words:
         return Weights(time=words[target][0], memory=words[target][1])
     parts = str(target).split(":")
     try:
@@ -146,29 +162,6 @@ def low_formats(device: str) -> tuple[str, ...]:
     """Return the low formats that a device has units for; without any bf16, which every device computes in somehow."""
     there = hs.policy.units(device)
     return tuple(name for name in FORMATS if getattr(there, name)) or ("bf16",)
-
-
-def _checked(
-    task: object, rise: float | None, minutes: float, seeds: int, dtypes: Sequence[str]
-) -> tuple[str, ...]:  # fmt: skip
-    if not isinstance(task, Task):
-        raise TuneError(f"hs.tune takes an hs.Task and got {type(task).__name__}")
-    if rise is not None and not (_is_number(rise) and 0.0 < rise < math.inf):
-        raise TuneError(f"max_loss_rise={rise!r}; expected a fraction above 0, such as 0.01 for one per cent")
-    if not (_is_number(minutes) and 0.0 < minutes < math.inf):
-        raise TuneError(f"minutes={minutes!r}; expected a number above 0")
-    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
-        raise TuneError(f"seeds={seeds!r}; expected a whole number from 0")
-    if isinstance(dtypes, str):
-        raise TuneError(f"dtypes={dtypes!r}; expected a list of formats, such as [{dtypes!r}]")
-    for name in dtypes:
-        if name not in FORMATS:
-            raise TuneError(f"dtypes has {name!r}{did_you_mean(str(name), FORMATS)}; expected bf16 or fp16")
-    return tuple(dict.fromkeys(dtypes))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _device(wanted: str) -> str:

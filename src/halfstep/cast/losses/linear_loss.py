@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from halfstep.arguments import COUNT, FLAG, FRACTION, INDEX, NONE, TENSOR, check, one_of
 from halfstep.cast.arithmetic.emulate import EMULATED
 from halfstep.cast.arithmetic.functions import apply
 from halfstep.cast.losses.cross_entropy import cross_entropy
@@ -121,6 +122,21 @@ def linear_cross_entropy(
         >>> loss.backward()
     """
     tensors = (input, linear_weight, target, linear_bias, weight)
+    if not torch.compiler.is_compiling():
+        check(
+            "linear_cross_entropy",
+            LossError,
+            input=(input, TENSOR),
+            linear_weight=(linear_weight, TENSOR),
+            target=(target, TENSOR),
+            linear_bias=(linear_bias, TENSOR | NONE),
+            weight=(weight, TENSOR | NONE),
+            reduction=(reduction, one_of(*REDUCTIONS)),
+            ignore_index=(ignore_index, INDEX | NONE),
+            label_smoothing=(label_smoothing, FRACTION),
+            chunk=(chunk, COUNT | NONE),
+            recompute=(recompute, FLAG),
+        )
     named: dict[str, Any] = {
         "linear_bias": linear_bias,
         "weight": weight,
@@ -273,16 +289,6 @@ def _check(
             f"linear_cross_entropy: weight must have one value a class, shape ({classes},); got "
             f"{_shape(settings.weight)}"
         )
-    if settings.reduction not in REDUCTIONS:
-        raise LossError(
-            f"linear_cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}; got {settings.reduction!r}"
-        )
-    if not 0.0 <= settings.label_smoothing <= 1.0:
-        raise LossError(f"linear_cross_entropy: label_smoothing must be from 0 to 1; got {settings.label_smoothing}")
-    if settings.chunk is not None and settings.chunk < 1:
-        raise LossError(f"linear_cross_entropy: chunk is a number of rows, from 1; got {settings.chunk}")
-    if not isinstance(settings.recompute, bool):
-        raise LossError(f"linear_cross_entropy: recompute is True or False; got {settings.recompute!r}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import get_autocast_dtype
 
+from halfstep.arguments import DEVICE_TYPE, FLAG, NONE, WHOLE, Kind, a, check
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import PolicyError, RegionError
+from halfstep.errors import PolicyError, RegionError, warn
 from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
@@ -75,8 +75,12 @@ class autocast:
         if dtype is None and policy is None:
             dtype = _dtype_here(device_type)
         elif dtype is torch.float64 and policy is None and enabled:
-            warnings.warn("hs.autocast(dtype=torch.float64) casts nothing, as in torch.autocast", stacklevel=2)
-        self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
+            warn("hs.autocast(dtype=torch.float64) casts nothing, as in torch.autocast")
+        try:
+            self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
+        except TypeError:  # one of them cannot be hashed
+            _check(device_type, dtype, enabled, cache_enabled, policy)
+            raise
 
     def __enter__(self) -> autocast:
         frame = None
@@ -214,8 +218,30 @@ def _dtype_here(device_type: str | None) -> torch.dtype | None:
     """Return the format torch.autocast would take here and now: that of an outer region, or the device's default."""
     try:
         return get_autocast_dtype(torch.device(device_type).type)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # `_recipe` raises a PolicyError
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # `_recipe` raises a PolicyError
         return None
+
+
+USUAL = (str, torch.dtype, bool, bool)
+SWITCH = FLAG | Kind("0 or 1", lambda value: WHOLE.has(value) and value < 2)
+
+
+def _check(device_type: object, dtype: object, enabled: object, cache_enabled: object, policy: Any) -> None:
+    """Refuse arguments of `autocast` of the wrong kind.
+
+    Raises:
+        PolicyError: which one.
+    """
+    check(
+        "hs.autocast",
+        PolicyError,
+        device_type=(device_type, DEVICE_TYPE | NONE),
+        dtype=(dtype, a(torch.dtype, words="a torch dtype") | NONE),
+        enabled=(enabled, SWITCH),
+        cache_enabled=(cache_enabled, SWITCH | NONE),
+    )
+    if policy is not None:
+        Policy.of(policy)
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,8 +254,11 @@ def _recipe(
 ) -> Recipe:
     if device_type is None and policy is None:
         raise PolicyError("hs.autocast needs a device_type ('cpu', 'cuda', ...) or a policy (policy='mixed')")
-    if device_type is not None and not isinstance(device_type, str):
-        raise PolicyError(f"device_type must be a string such as 'cuda' and is {device_type!r}")
+    given: tuple[object, ...] = device_type, dtype, enabled, cache_enabled
+    if enabled is None or any(
+        value is not None and type(value) is not kind for value, kind in zip(given, USUAL, strict=True)
+    ):
+        _check(device_type, dtype, enabled, cache_enabled, policy)
     try:
         devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
     except RuntimeError as error:
@@ -247,7 +276,7 @@ def _recipe(
         )
     if policy is None:
         if device_type == "cuda" and enabled and not torch.cuda.is_available():
-            warnings.warn("hs.autocast('cuda') on a machine without CUDA does nothing", stacklevel=4)
+            warn("hs.autocast('cuda') on a machine without CUDA does nothing")
             enabled = False
         chosen = Policy.of("torch", dtype="fp32" if wide else DTYPE_NAMES[dtype or get_autocast_dtype(devices[0])])
     else:

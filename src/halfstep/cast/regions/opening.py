@@ -10,7 +10,6 @@ object that entered it is freed, or by the next region its thread opens after th
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from itertools import starmap
@@ -41,7 +40,7 @@ from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, s
 from halfstep.cast.regions.stack import push, remove
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import RegionError
+from halfstep.errors import RegionError, ours, warn
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
@@ -89,8 +88,8 @@ def _closed() -> None:
     """Replace the reference to the owner of a region that is closed."""
 
 
-def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
-    """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
+def open_recipe(recipe: Recipe, owner: object) -> _Frame:
+    """Enter `recipe` in this thread; `owner` must close it."""
     state = STATE.__dict__  # this thread's, found once: each attribute of a thread-local object costs a look-up
     frames = state["frames"]
     while frames and frames[-1].owner() is None:  # freed in another thread
@@ -98,7 +97,10 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
     if saved_tensor_hooks(True) is not None:
         mark_checkpoints()
     mode = recipe.mode
-    frame = _Frame(owner, _getframe(depth), mode, state)
+    caller = _getframe(1)
+    while ours(caller.f_code.co_filename) and caller.f_back is not None:
+        caller = caller.f_back
+    frame = _Frame(owner, caller, mode, state)
     try:
         frames.append(frame)
         for device, dtype, on in recipe.devices:
@@ -180,7 +182,8 @@ def _restore(frame: _Frame) -> bool:
                 clear_autocast_cache()
                 set_autocast_dtype(device, before)
         if frame.cache is not is_autocast_cache_enabled():
-            if not frame.cache:  # copies end with the outermost region that keeps any
+            # Copies end with the outermost region that keeps any; each frame has the state of the region around it.
+            if not frame.cache and not any(inner.cache for inner in frames[1:-1]):
                 clear_autocast_cache()
                 state["casts"].clear()
             set_autocast_cache_enabled(frame.cache)
@@ -196,18 +199,17 @@ class opened:
 
     Args:
         recipe: what to enter.
-        depth: how many frames up from that block the user's line is.
     """
 
-    __slots__ = ("__weakref__", "depth", "frame", "recipe")
+    __slots__ = ("__weakref__", "frame", "recipe")
 
-    def __init__(self, recipe: Recipe, *, depth: int = 1) -> None:
-        self.recipe, self.depth = recipe, depth
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.frame: _Frame | None = None
 
     def __enter__(self) -> None:
         try:
-            self.frame = open_recipe(self.recipe, self, depth=self.depth + 2)
+            self.frame = open_recipe(self.recipe, self)
         except BaseException:
             abandon(self.frame)
             raise
@@ -278,7 +280,7 @@ def _report_foreign(frame: _Frame, *, failing: bool) -> None:
     )
     if not failing:
         raise RegionError(text)
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    warn(text, RuntimeWarning)
 
 
 for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, mark_checkpoints):

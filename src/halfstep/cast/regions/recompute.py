@@ -10,6 +10,10 @@ its `recompute_fn`. Hooks nest, so all are examined when the topmost is new. Wit
 node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients off: torch reports this to
 modes. Both are looked for where the region begins to matter: at the first operator with a rule, and before a region is
 opened inside the function.
+
+Note [simulated formats]: a region that simulates a format has autocast on with fp32. For the recomputation torch makes
+a `torch.autocast` of that state, which on a CPU warns and is off. So the checkpoint is made to keep "off", and the
+function that runs inside that object switches autocast on (`_On`).
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ SET_GRAD_ENABLED: Callable[..., Any] = torch._C._set_grad_enabled
 
 CHECKPOINTS = "torch.utils.checkpoint"
 NEAR = 16  # frames between that call and CheckpointFunction's: no_grad's two, and two or three for each mode above
+KEPT = ("device_type", "device_autocast_kwargs", "cpu_autocast_kwargs")  # variables of `recompute_fn`
 ONCE = ((),)
 
 saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
@@ -60,6 +65,40 @@ class _Again:
 
 
 again_in_region = _Again.__call__
+
+
+class _On:
+    """A checkpointed function that runs with autocast on, in fp32, on `devices`; note [simulated formats]."""
+
+    __slots__ = ("devices", "function")
+
+    def __init__(self, function: Callable[..., Any], devices: list[str]) -> None:
+        self.function, self.devices = function, devices
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = [(device, torch.is_autocast_enabled(device)) for device in self.devices]
+        try:
+            for device in self.devices:  # torch has entered a region in fp32, which is off
+                torch.set_autocast_enabled(device, True)
+            return self.function(*args, **kwargs)
+        finally:
+            for device, on in before:
+                torch.set_autocast_enabled(device, on)
+
+
+def _switched_on(function: Callable[..., Any], *kept: tuple[str, dict[str, Any] | None]) -> Callable[..., Any]:
+    """Return what a checkpoint is to run again: `function`, or in a region that simulates a format an `_On`.
+
+    Args:
+        function: what it would run.
+        *kept: device types and what it has kept as arguments of torch.autocast; in a simulation that becomes "off".
+    """
+    if STATE.mode is None or STATE.mode.how.simulated is None:
+        return function
+    on = [(device, state) for device, state in kept if state is not None and state["enabled"]]
+    for _, state in on:
+        state["enabled"] = False
+    return _On(function, [device for device, _ in on])
 
 
 def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
@@ -103,7 +142,14 @@ def _mark_frame(pack: Callable[..., Any]) -> None:
         frame = cell.cell_contents
         if callable(getattr(frame, "recompute_fn", None)):
             if not isinstance(frame.recompute_fn, _Again):
-                frame.recompute_fn = _Again(frame.recompute_fn)
+                again = frame.recompute_fn
+                if STATE.mode is not None and STATE.mode.how.simulated is not None:
+                    cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
+                    if not cells.keys() >= {"fn", *KEPT}:
+                        break
+                    fn, (device, of_device, of_cpu) = cells["fn"], (cells[name].cell_contents for name in KEPT)
+                    fn.cell_contents = _switched_on(fn.cell_contents, (device, of_device), ("cpu", of_cpu))
+                frame.recompute_fn = _Again(again)
             return
     raise RegionError(
         f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release "
@@ -128,6 +174,7 @@ def _mark_entered() -> None:
                     "use_reentrant=False"
                 )
             if not isinstance(function, _Again):
-                node.run_function = _Again(function)
+                of_device = node.device_type, node.device_autocast_kwargs
+                node.run_function = _Again(_switched_on(function, of_device, ("cpu", node.cpu_autocast_kwargs)))
             return
         frame = frame.f_back

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from halfstep.arguments import TEXT, check, one_of
 from halfstep.cast.arithmetic.emulate import widened
 from halfstep.cast.arithmetic.simulate import simulated
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.rules.handlers import target_of
 from halfstep.cast.rules.recipe import Recipe, recipe_for
-from halfstep.errors import PolicyError, did_you_mean
+from halfstep.errors import PolicyError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.policy.operators import CustomOperator, custom_rule, register
 from halfstep.policy.optable import RULES
@@ -69,11 +70,8 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         ...     energy(model(x)).dtype
         torch.float32
     """
-    if rule not in RULES:
-        raise PolicyError(f"hs.operator({rule!r}): expected one of {', '.join(map(repr, RULES))}{_near(rule, RULES)}")
-    if backward not in BACKWARDS:
-        options = ", ".join(map(repr, BACKWARDS))
-        raise PolicyError(f"hs.operator(backward={backward!r}): expected one of {options}{_near(backward, BACKWARDS)}")
+    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of(*BACKWARDS)), "name": (name, TEXT)}
+    check("hs.operator", PolicyError, **kinds)
     if name and "::" not in name:
         raise PolicyError(f"hs.operator(name={name!r}): a custom operator is called 'namespace::name'")
 
@@ -99,10 +97,6 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         return _ruled(target, made)  # type: ignore[return-value]
 
     return decorate
-
-
-def _near(word: object, options: tuple[str, ...]) -> str:
-    return did_you_mean(word, options) if isinstance(word, str) else ""
 
 
 def _is_function_class(target: object) -> bool:

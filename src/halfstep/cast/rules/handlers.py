@@ -25,7 +25,9 @@ from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, ca
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
+from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
+from halfstep.trees import tensors as every_tensor
 
 __all__ = [
     "INPUT",
@@ -54,6 +56,10 @@ def _handler(target: Target, *, gathers: bool = False) -> Handler:
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
         device = mode.active(tensors)
+        if (
+            not tensors and target is _to_fp32
+        ):  # what makes floats of whole numbers inside; torch would lower its products
+            device = mode.active([t for t in every_tensor((args, kwargs)) if t.device.type in mode.devices])
         if device is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in args):
@@ -72,10 +78,14 @@ def _handler(target: Target, *, gathers: bool = False) -> Handler:
 
 
 def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a norm low: on a CPU its weights stay fp32, which is more precise and saves two casts in each pass."""
+    """Make a norm low: on a CPU its weights stay fp32, which is more precise and saves two casts in each pass.
+
+    torch's kernels take the formats of weight and bias from the weight: without one in fp32 both are cast.
+    """
     values = args[:1] or (kwargs.get("input"),)
     tensors = tensors_of(values, mode.devices)
-    if not tensors or tensors[0].device.type != "cpu":
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    if not tensors or tensors[0].device.type != "cpu" or weight is None or weight.dtype is not torch.float32:
         return _LOW(mode, func, args, kwargs)
     if mode.active(tensors) is None:
         return func(*args, **kwargs)
@@ -115,9 +125,12 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
             return None
         if device != "cpu" and function is not F.batch_norm:  # low weights too
             return None
-        for own in (*module._parameters.values(), module._buffers.get("running_mean")):
-            if own is not None and own.dtype is not torch.float32:
+        own = module._parameters
+        for one in (*own.values(), module._buffers.get("running_mean")):
+            if one is not None and one.dtype is not torch.float32:
                 return None
+        if own.get("weight") is None and own.get("bias") is not None:
+            return None
         dtype = target(device, [input])
         low = input if dtype is None else cast_tensor(input, dtype, mode)
         found: Tensor = run(device, original.forward, (module, low), {})
@@ -145,6 +158,10 @@ def _stateful(target: Target, form: Format | None) -> Handler:
         else:
             input = cast(tensors[0], target(device, tensors) or tensors[0].dtype, mode)
         statistics = values.get("running_mean")
+        if type(statistics) is WatchedParameter:  # statistics that are frozen low parameters
+            running = ("running_mean", "running_var")
+            with written(*map(values.get, running)) as wide:
+                return handle(mode, func, (), {**values, **dict(zip(running, wide, strict=True))})
         given = {"input": input}
         if isinstance(statistics, Tensor) or input.dtype is torch.float32:
             wanted = statistics.dtype if isinstance(statistics, Tensor) else torch.float32

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,7 @@ from halfstep.cast.rules.handlers import (
     of_statistics,
 )
 from halfstep.cast.state import STATE
-from halfstep.errors import RegionError
+from halfstep.errors import RegionError, warn
 from halfstep.formats import DTYPES, Format, format_of
 from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, operator_name
 from halfstep.policy.optable import table
@@ -101,7 +100,7 @@ def recipe_for(
         if concrete.dtype not in DTYPES:
             simulated = format_of(concrete.dtype)
         if enabled and device == device_types[0] and (note := surprise(policy, device)):
-            warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
+            warn(f"policy {policy.name!r} on {device}: {note}")
         # torch.autocast sets the format it was given, also where it is off; without a low one that state stays
         devices.append((device, dtype if on or dtype is not torch.float32 else None, on))
         if on:
@@ -257,6 +256,8 @@ def composites(ruled: frozenset[str]) -> list[types.FunctionType]:
 def _name_of_called(name: str) -> str | None:
     """Return the operator that a bare name inside torch.nn.functional refers to, or None."""
     for space in (F, torch, Tensor):
+        if space is torch and name not in vars(torch):  # torch.__getattr__ would import Dynamo
+            continue
         func = getattr(space, name, None)
         if callable(func):
             try:

@@ -39,7 +39,7 @@ from halfstep.compat.mindspore.nn.loss_scale import (
     StaticLossScaler,
     all_finite,
 )
-from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, check_optimizer
+from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
 from halfstep.compat.mindspore.policies import LEVELS, O1_WHITE, level_policy, low_name, low_policy
 from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
@@ -190,7 +190,6 @@ def build_train_network(
     keep, cast, manager = _overrides(settings, kwargs)
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
-    check_optimizer("build_train_network", optimizer, scale, update)
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
     _convert(target, level, keep, cast)
     trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)

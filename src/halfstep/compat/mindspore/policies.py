@@ -16,8 +16,8 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.shared import LOW_NAMES
 
 __all__ = [
-    "AUTO_BLACK", "AUTO_PROMOTE", "AUTO_WHITE", "LEVELS", "O1_WHITE", "PREFIX", "fp32_policy", "is_low_everywhere",
-    "level_policy", "low_name", "low_policy",
+    "AUTO_BLACK", "AUTO_PROMOTE", "AUTO_WHITE", "LEVELS", "O1_WHITE", "PREFIX", "as_built_policy", "fp32_policy",
+    "is_low_everywhere", "level_policy", "low_name", "low_policy",
 ]  # fmt: skip
 
 PREFIX = "mindspore-"
@@ -109,6 +109,19 @@ def level_policy(
     if level == "auto":
         return base.replace(ops=AUTO_RULES)
     return base.replace(modules=(*ALL_LOW, *((pattern, "fp32") for pattern in black)))
+
+
+def as_built_policy(dtype: str, modules: tuple[tuple[str, str], ...]) -> hs.Policy:
+    """Return O0's policy of a network built with low parameters: they stay low, and optimizers step them as they are.
+
+    Args:
+        dtype: the low format.
+        modules: (path, "low" or "fp32") of every module with parameters of its own, outer ones first.
+    """
+    return hs.Policy(
+        name=PREFIX + "O0", dtype=dtype, params="low", norms="low", master="none", table="none", scale="none",
+        modules=modules,
+    )  # fmt: skip
 
 
 def is_low_everywhere(policy: hs.Policy) -> bool:

@@ -6,20 +6,28 @@ module inside whose policy differs. An inner binding wins over an outer one, whe
 Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest
 module above.
 Under O2 and O3 a low flag in the same format changes nothing, so O2's fp32 layers stay fp32. Loss cells are always
-fp32. A level given later does not touch flags; flags set later on the same module or one above take a level away.
+fp32. Cells of O2's black list compute in fp32 and give low, as in MindSpore, which wraps them so. A level given later
+does not touch flags; flags set later on the same module or one above take a level away.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.policies import PREFIX, fp32_policy, is_low_everywhere, level_policy, low_policy
+from halfstep.compat.mindspore.policies import (
+    PREFIX,
+    as_built_policy,
+    fp32_policy,
+    is_low_everywhere,
+    level_policy,
+    low_policy,
+)
 from halfstep.compat.shared import LOW_NAMES
 
 __all__ = [
@@ -41,6 +49,7 @@ class Mark:
     level: str = ""  # the amp level the module was converted with, "" if none
     policy: hs.Policy | None = None  # that level as a policy, None for a level that casts nothing
     around: hs.Policy | None = None  # the policy of the module around it when that was bound, None outside every region
+    casts: bool = False  # whether it was bound to a low policy: fp64 inputs, which regions leave alone, become fp32
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -156,18 +165,40 @@ def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
     return level
 
 
-def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | None) -> None:
-    """Bind `module` and the modules in it, outer ones first, wherever the policy differs from that bound around it."""
-    _marked(module).around = around
-    wanted = _wanted(module, around)
+def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | None, *, listed: bool = False) -> None:
+    """Bind `module` and the modules in it, outer ones first, wherever the policy differs from that bound around it.
+
+    Args:
+        module: a network or a part of it.
+        around: the policy of the module around it.
+        bound: the policy that was bound around it.
+        listed: whether it is inside a cell of the black list of `around`.
+    """
+    mark, wanted = _marked(module), _wanted(module, around)
+    mark.around, mark.casts = around, wanted is not None and wanted.dtype in LOW_NAMES.values()
     # A list has no forward to bind; its members are bound one by one.
     if wanted is not None and wanted != bound and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         if hs.prepared_policy(module) is not None:
             hs.unprepare(module)
         hs.prepare(module, policy=_without_absent(wanted, module))
         bound = wanted
+    black = wanted is not None and wanted == around and _is_black(wanted, module)
+    if black and not listed:
+        module.register_forward_hook(_lowered)
     for child in module.children():
-        _carry_out(child, wanted, bound)
+        _carry_out(child, wanted, bound, listed=wanted == around and (listed or black))
+
+
+def _is_black(policy: hs.Policy, module: nn.Module) -> bool:
+    """Return whether `module` is a cell of the black list of `policy`."""
+    classes = {f"class:{kind.__name__}" for kind in type(module).__mro__}
+    return any(rule == "fp32" and pattern in classes for pattern, rule in policy.modules)
+
+
+def _lowered(module: nn.Module, args: object, output: Any) -> Any:
+    """Return the output of a cell of a black list in the format of its first input, as the cells after it expect."""
+    taken = next((tensor.dtype for tensor in hs.trees.tensors(args) if tensor.is_floating_point()), torch.float32)
+    return hs.trees.map_tensors(output, lambda tensor: tensor.to(taken) if tensor.dtype is torch.float32 else tensor)
 
 
 def _without_absent(policy: hs.Policy, module: nn.Module) -> hs.Policy:
@@ -211,12 +242,29 @@ def bind_for_training(network: nn.Module) -> None:
     _refuse_foreign(network)
     dtype = low_format_in(network)
     _release(network)
+    if not dtype and (built := _as_built(network)) is not None:
+        hs.prepare(network, policy=built)
+        return
     hs.prepare(network, policy=fp32_policy(dtype) if dtype else level_policy("O0", "fp16"))
     for child in network.children():
         _carry_out(child, None, None)
+
+
+def _as_built(network: nn.Module) -> hs.Policy | None:
+    """Return the policy under which the low parameters of `network` stay low; None if it has none."""
+    low = next((LOW_NAMES[p.dtype] for p in network.parameters() if p.dtype in LOW_NAMES), "")
+    rules = []
+    for path, module in network.named_modules():
+        own = [p.dtype for p in module.parameters(recurse=False)]
+        if own:
+            pattern = "".join(f"[{c}]" if c in "*?[" else c for c in path)  # matches `path` alone
+            rules.append((pattern, "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
+    return as_built_policy(low, tuple(rules)) if low else None
 
 
 def _release(module: nn.Module) -> None:
     for part in module.modules():
         if hs.prepared_policy(part) is not None:
             hs.unprepare(part)
+        for key in [key for key, hook in part._forward_hooks.items() if hook is _lowered]:
+            del part._forward_hooks[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.arguments import COUNT, FLAG, MODEL, NONE, OPTIMIZER, Kind, check, one_of
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
@@ -27,6 +29,7 @@ from halfstep.lens.calls import unmoved
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
+from halfstep.step.arguments import LOSS, limit
 from halfstep.step.bind import is_bound
 from halfstep.step.prepare import prepared_policy, unprepare, unwrap
 from halfstep.trees import tensors
@@ -86,10 +89,21 @@ def audit(
         >>> found.findings()
         ()
     """
-    if not isinstance(model, nn.Module):
-        raise AuditError(f"hs.audit takes a torch.nn.Module and got {type(model).__name__}")
+    check(
+        "hs.audit",
+        AuditError,
+        model=(model, MODEL),
+        loss_fn=(loss_fn, LOSS),
+        optimizer=(optimizer, OPTIMIZER | NONE),
+        steps=(steps, COUNT),
+        accumulate=(accumulate, COUNT),
+        scaler=(scaler, SCALER | NONE),
+        shadow=(shadow, one_of(*SHADOWS)),
+        reference=(reference, FLAG),
+    )
+    limit("clip_norm", clip_norm)
     with unmoved(model):  # a loader may draw its order
-        taken = _checked(model, batches, loss_fn, optimizer, steps, accumulate, shadow)
+        taken = _checked(model, batches, loss_fn, steps, accumulate)
         windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
         twin, stepper = _copies(unwrap(model), optimizer)
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -120,25 +134,16 @@ def audit(
 
 # ------------------------------------------------------------------ before it runs
 
+SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
 
-def _checked(
-    model: nn.Module, batches: Any, loss_fn: object, optimizer: object, steps: int, accumulate: int, shadow: str
-) -> list[Batch]:
+
+def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:
     """Return the batches as (args, kwargs), or raise for what cannot be audited."""
-    if not callable(loss_fn):
-        raise AuditError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise AuditError(f"optimizer must be a torch optimizer or None and is {type(optimizer).__name__}")
-    for name, count in (("steps", steps), ("accumulate", accumulate)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise AuditError(f"{name} must be a whole number from 1 and is {count!r}")
-    if shadow not in SHADOWS:
-        raise AuditError(f"shadow={shadow!r}; expected 'fp32' or 'fp64'")
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+    if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
         raise AuditError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
         )
-    taken = [_arguments(batch) for batch in islice(batches, steps * accumulate)]
+    taken = [_arguments(batch) for batch in islice(batches, min(steps * accumulate, sys.maxsize))]
     if not taken:
         raise AuditError("batches gave no batch: an iterator may be used up; pass a list, or make it anew")
     for args, kwargs in taken:

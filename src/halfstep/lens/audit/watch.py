@@ -23,8 +23,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from halfstep.arguments import MODEL, check
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
+from halfstep.errors import AuditError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.calls import line_of, place, user_frame
 from halfstep.policy.operators import known, operator_name
@@ -76,6 +78,7 @@ class Paths:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check("Paths", AuditError, model=(model, MODEL))
         self.stack: list[str] = []
         self._handles = []
         for path, module in model.named_modules():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -16,15 +15,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.arguments import NONE, PATH, check
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
+from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
-from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
+from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
@@ -32,6 +33,7 @@ from halfstep.lens.box.trouble import SkippedStep
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
+from halfstep.step.arguments import LOSS
 from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
@@ -98,12 +100,9 @@ class BlackBox(Box):
         if not isinstance(given, nn.Module):
             own = "; a TrainStep has a black box of its own: step.explain()" if isinstance(given, TrainStep) else ""
             raise StepError(f"BlackBox: model must be a torch.nn.Module and is {given!r}{own}")
-        if not callable(loss_fn):
-            raise StepError(f"BlackBox: loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
+        check("BlackBox", StepError, loss_fn=(loss_fn, LOSS), evidence=(evidence, PATH | NONE))
         if optimizer is not None and not callable(getattr(optimizer, "register_step_pre_hook", None)):
             raise StepError(f"BlackBox: optimizer must be a torch.optim.Optimizer or None and is {optimizer!r}")
-        if evidence is not None and not isinstance(evidence, (str, os.PathLike)):
-            raise StepError(f"BlackBox: evidence must be a folder's path or None and is {evidence!r}")
         super().__init__(None if evidence is None else Path(evidence))
         self.model = model
         self.loss_fn = loss_fn
@@ -132,7 +131,7 @@ class BlackBox(Box):
         if optimizer is not None:
             for register, hook in (("pre", self._before_update), ("post", self._after_update)):
                 if callable(add := getattr(optimizer, f"register_step_{register}_hook", None)):
-                    add(hook)
+                    hook_weakly(add, hook)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and keep the call.
@@ -500,12 +499,11 @@ def replay(file: str | Path, task: Any) -> Verdict:
     step = TrainStep(model, task.optimizer(model), task.loss_fn, policy=policy or "O0")
     load_weights(model, content, file)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    modules = dict(model.named_modules())
-    buffers = [(modules[m], n, v.to(device)) for m, n, v in content["buffers"] if m in modules]
-    if content.get("signals"):
+    buffers = buffers_of(model, content, device)
+    if content["signals"] is not None:
         step.record.signals.restore(content["signals"])
     scale = torch.tensor(float(content["scale"]))
-    verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
+    verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, content["step"], scale))
     if verdict.kind == "not_reproducible" and not verdict.detail:
         verdict = replace(verdict, cures=(Cure(policy=None, text=OTHER_CODE, verified=False), *verdict.cures))
     if content["model"]:

@@ -1,17 +1,19 @@
 """Evidence: a bad step in one file, to be replayed later or elsewhere.
 
 ``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy, seeds and the
-history of the run, as plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the
-report. Number and size are bounded.
+history of the run, as plain containers and tensors (``torch.load(weights_only=True)`` reads it) with a checksum behind
+them, and ``.txt`` the report. Number and size are bounded. Both are readable by their owner alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +25,59 @@ from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.sharded import is_gathered, whole_state
 from halfstep.lens.calls import PLAIN_TYPES, is_sharded
 from halfstep.lens.verdict import Verdict
+from halfstep.schema import Each, Kind, check, number, regular, text, whole
+from halfstep.step.checkpoints.files import read_state
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
+__all__ = ["buffers_of", "load_evidence", "load_weights", "save_evidence", "window_of"]
 
-VERSION = 1
+VERSION = 2
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
 MOST_BATCHES = 1 << 30  # bytes of micro-batches
+MOST_FILE = 3 << 30  # bytes of a file that is read
+CHUNK = 1 << 20  # bytes read at once
 SHOWN = 3  # weights named that do not fit
+SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")
+"""The end of a file: the sum of all bytes before it."""
+SEAL_BYTES = 73
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether `value` is made of plain containers, values and tensors."""
+    if type(value) is dict:
+        return all(map(_is_tree, (*value, *value.values())))
+    return all(map(_is_tree, value)) if type(value) in {list, tuple} else isinstance(value, PLAIN_TYPES)
+
+
+TENSOR = Kind("a tensor of the CPU", lambda value: isinstance(value, Tensor) and value.device.type == "cpu")
+TREE = Kind("plain containers of tensors and values", _is_tree)
+REAL = Kind("a float", lambda value: type(value) is float)
+EVIDENCE = {
+    "halfstep_blackbox": whole(VERSION, VERSION),
+    "torch": str,
+    "verdict": Each(str, Any),
+    "policy": (None, str),
+    "scaling": text("none|static|dynamic", '"none", "static" or "dynamic"'),
+    "scale": number(finite=False),
+    "step": whole(),
+    "signals": (
+        None,
+        {"updates": [[whole(), REAL, REAL, bool], ...], "weights": [[whole(), REAL, whole()], ...],
+         "inputs": [[whole(), [REAL, ...]], ...]},
+    ),
+    "rank": whole(),
+    "window": [
+        {"batch": [TREE, ...], "named": Each(str, TREE), "loss": (None, TENSOR), "seed": (None, TENSOR),
+         "random": Each(text("cpu|[a-z]+:[0-9]{1,3}", "a device"), TENSOR)},
+        ...,
+    ],
+    "buffers": [[str, str, TENSOR], ...],
+    "model": Each(str, TENSOR),
+}  # fmt: skip
+"""What a file holds."""
 
 
 def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:
@@ -50,11 +94,18 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
     path = folder / f"halfstep-blackbox-{subject.step}{rank}.pt"
     part = path.with_suffix(".part")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)  # whatever the umask
         content, notes = _content(subject, verdict)
-        path.with_suffix(".txt").write_text("\n".join([str(verdict), *notes]) + "\n", encoding="utf-8")
+        with _private(part) as file:
+            file.write("".join(f"{line}\n" for line in (verdict, *notes)).encode())
+        part.replace(path.with_suffix(".txt"))
         if content is not None:
-            torch.save(content, part)
+            with _private(part) as file:
+                torch.save(content, file)
+            with part.open("ab") as file:
+                file.write(b"\nsha256 %s\n" % _sum(part, part.stat().st_size))
             part.replace(path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError without that word
         _remove(part)
@@ -84,6 +135,24 @@ def _surplus(folder: Path, rank: str) -> list[Path]:
     except OSError:  # another run has just removed one, or there is no folder: next time
         return []
     return [path for _, _, path in sorted(found)[:-MOST_IN_FOLDER]]
+
+
+def _private(path: Path) -> IO[bytes]:
+    """Return a new file at `path`, open for writing, that its owner alone can read from its first byte."""
+    path.unlink(missing_ok=True)
+    file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+    path.chmod(0o600)  # whatever the umask
+    return file
+
+
+def _sum(path: Path, size: int) -> bytes:
+    """Return the SHA-256 of the first `size` bytes of a file, in hexadecimal digits."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while size > 0 and (data := file.read(min(size, CHUNK))):
+            found.update(data)
+            size -= len(data)
+    return found.hexdigest().encode()
 
 
 def _remove(path: Path) -> None:
@@ -123,7 +192,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         {"policy": None if c.policy is None else c.policy.to_toml(), "text": c.text, "verified": c.verified}
         for c in verdict.cures
     ]
-    return {
+    content = {
         "halfstep_blackbox": VERSION,
         "torch": str(torch.__version__),
         "verdict": fields,
@@ -136,7 +205,12 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "window": window,
         "buffers": buffers,
         "model": state,
-    }, notes
+    }
+    try:
+        check(content, EVIDENCE, "evidence", StepError, "it could not be read again")
+    except StepError as error:
+        return None, [*notes, str(error)]
+    return content, notes
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -169,18 +243,30 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     """Return what `save_evidence` wrote.
 
     Raises:
-        StepError: the file is not there or is no evidence.
+        StepError: the file is not there, is no evidence, is damaged, or holds what `save_evidence` does not write.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition(". ")[0]  # torch goes on with how to load files unsafely
+        path = Path(path)
+        size = regular(path, StepError, MOST_FILE, links=True)
+        with path.open("rb") as file:
+            file.seek(max(0, size - SEAL_BYTES))
+            seal = SEAL.fullmatch(file.read())
+        if seal is None:
+            raise StepError("it does not end in its checksum: it was cut off, or written before evidence had one")
+        if _sum(path, size - SEAL_BYTES) != seal[1]:
+            raise StepError("it is damaged: its SHA-256 is not the one at its end")
+        content: dict[str, Any] = read_state(path)
+        check(content, EVIDENCE, path.name, StepError)
+    except (OSError, TypeError, StepError) as error:
         raise StepError(
-            f"cannot read {str(path)!r} as evidence of a black box ({type(error).__name__}: {reason}); expected a "
-            "halfstep-blackbox-STEP.pt, complete and as it was written"
+            f"cannot read {str(path)!r} as evidence of a black box: {error}; expected a halfstep-blackbox-STEP.pt as "
+            "this version of halfstep writes it; let the bad step run again to get another"
         ) from error
-    if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
-        raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
+    if not content["window"]:
+        raise StepError(f"{str(path)!r} holds no micro-batch in its window")
+    held = sum(t.numel() * t.element_size() for t in tensors((content["window"], content["buffers"], content["model"])))
+    if held > MOST_FILE:
+        raise StepError(f"{str(path)!r} holds tensors of {held >> 20} MiB in a file of {size >> 20}")
     return content
 
 
@@ -201,11 +287,37 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path)
         for name, tensor in own.items()
         if name in weights and not is_lazy(tensor) and weights[name].shape != tensor.shape
     ]
+    odd += [
+        f"{name} is {weights[name].dtype} and {tensor.dtype} in the model"
+        for name, tensor in own.items()
+        if name in weights and _kind(weights[name]) != _kind(tensor)
+    ]
     if odd:
         more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
         what = f"{', '.join(odd[:SHOWN])}{more}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
     model.load_state_dict(weights, strict=False)  # only tensors were kept
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool, torch.layout]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.layout
+
+
+def buffers_of(
+    model: nn.Module, content: Mapping[str, Any], device: torch.device
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the buffers of an evidence file on `device`, with the modules of `model` that have them.
+
+    Raises:
+        StepError: the model has something else there.
+    """
+    modules, found = dict(model.named_modules()), []
+    for path, name, value in content["buffers"]:
+        if path in modules:
+            if name not in modules[path]._buffers:
+                raise StepError(f"{f'{path}.{name}'!r} is no buffer of the task's {type(model).__name__}")
+            found.append((modules[path], name, value.to(device)))
+    return found
 
 
 def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBatch]:

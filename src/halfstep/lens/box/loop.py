@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from halfstep.kernels.sharded import local
 from halfstep.lens.calls import extremes, line_of, user_frame
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.scale.alarm import in_scaler, is_scaler
 
 __all__ = ["Fact", "Loop", "poisoned"]
 
@@ -219,7 +220,7 @@ class Loop:
     def _bad_update(self, seed: Tensor | None) -> _Update | None:
         """Return the call that is about to apply gradients that are not finite; None if a scaler made it."""
         frame = sys._getframe()
-        if _in_scaler(frame):  # which lets the optimizer skip on the device
+        if in_scaler(frame):  # which lets the optimizer skip on the device
             return None
         weights: list[tuple[Tensor, Tensor]] = []
         room = COPIED
@@ -281,7 +282,7 @@ class Loop:
                 "gradients are divided by it once",
                 advice="call scaler.scale(loss) once",
             )
-        elif self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
+        elif self._made and all(_is_same(*one) for one in self._made) and not in_scaler(frame):
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self.facts["gradients are not divided by the loss scale"] = Fact(
@@ -475,19 +476,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_scaler(value: Any) -> bool:
-    """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
-    if not any("GradScaler" in kind.__name__ for kind in type(value).__mro__):
-        return False
-    methods = all(callable(getattr(value, name, None)) for name in ("is_enabled", "get_scale"))
-    return methods and bool(value.is_enabled())  # settings of scalers have such names too
-
-
-def _in_scaler(frame: FrameType | None) -> bool:
-    """Return whether a method of a scaler that is on has called `frame`."""
-    return any(_is_scaler(one.f_locals.get("self")) for one in _frames(frame))
-
-
 def _attributes(owner: object) -> list[Any]:
     """Return the values of an object's attributes; none of a class, of a module, and of what has or shows none."""
     try:
@@ -504,5 +492,5 @@ def _scales_near(frame: FrameType | None) -> list[float]:
         values = [*one.f_locals.values(), *one.f_globals.values()]
         for owner in one.f_locals.values():  # self, or what holds the parts of a loop
             values += _attributes(owner)
-        found.update({id(value): value for value in values if _is_scaler(value)})
+        found.update({id(value): value for value in values if is_scaler(value)})
     return [float(scaler.get_scale()) for scaler in found.values()]

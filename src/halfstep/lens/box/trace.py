@@ -228,7 +228,7 @@ class Trace:
         return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
-        frame, engine = user_frame(sys._getframe(3))
+        frame, engine = user_frame(sys._getframe())
         node: Any = torch._C._current_autograd_node()
         if node is not None and (engine or frame is None):
             return self._site_of_node(node, op)

@@ -456,7 +456,7 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightSto
     """Put trial weights in the places of the parameters `trained` in a block, in the formats that are there now."""
     weights: dict[int, _Weight] = {}
     for name, original in trained.items():
-        value = store.read(original) if store is not None and original in store else original.detach().clone()
+        value = store.read(original) if store is not None and original in store else Tensor.detach(original).clone()
         precise = nn.Parameter(value.float() if value.dtype in LOW_DTYPES else value)
         present = model.get_parameter(name)
         rounded = precise.detach().to(present.dtype)

@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.accelerators import copies_behind_events
+from halfstep.arguments import COUNT, FLAG, check
 from halfstep.errors import StepError
+from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
 from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
@@ -84,7 +86,8 @@ class Monitor:
         format: Format | str | torch.dtype | None = None,
         scaler: Any = None,
     ) -> None:
-        _validate(target, optimizer, every, scaler)
+        _validate(target, optimizer, scaler)
+        check("Monitor", StepError, every=(every, COUNT), weights=(weights, FLAG), activations=(activations, FLAG))
         model = target.model if isinstance(target, TrainStep) else target
         self.every = every
         if activations and _is_compiled(model):
@@ -119,8 +122,8 @@ class Monitor:
             self._step.watchers.append(self)
             return
         self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            hook_weakly(self._optimizer.register_step_pre_hook, self._before_step),
+            hook_weakly(self._optimizer.register_step_post_hook, self._after_step),
         ]
 
     def close(self) -> None:
@@ -296,11 +299,9 @@ class Monitor:
 # ---------------------------------------------------------------------- what it is given
 
 
-def _validate(target: object, optimizer: object, every: object, scaler: object) -> None:
+def _validate(target: object, optimizer: object, scaler: object) -> None:
     if not isinstance(target, (TrainStep, nn.Module)):
         raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise StepError(f"Monitor(every={every!r}): expected a whole number of updates from 1")
     if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
         raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
     if isinstance(target, nn.Module) and not isinstance(optimizer, Optimizer):

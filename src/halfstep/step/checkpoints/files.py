@@ -5,8 +5,9 @@
             state.pt            written by torch.save
             manifest.json       size and SHA-256 of every other file of the checkpoint
         000002-step-1000/
-        .writing-000003/        a save under way, or one that was cut off: never read, removed by the next save
+        .writing-000003-5f0c/   a save under way, or one that was cut off: never read, removed by the next save
         .deleting-000001/       likewise
+        .lock                   the process that saves at this moment: `checkpoints.writers`
 
 A checkpoint exists once its folder has its name, and gets it by one rename after all of its files and the folder are on
 the disk (fsync). So a kill, a full disk or a power failure leaves the earlier checkpoints as they were.
@@ -19,22 +20,41 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from halfstep.errors import CheckpointError
+from halfstep.schema import Each, check, is_bounded, read_json, regular, text, whole
+from halfstep.step.checkpoints import writers
 
-__all__ = ["MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "write_state"]
+__all__ = [
+    "FILE", "MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "read_state",
+    "refuse_others", "write_state",
+]  # fmt: skip
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 WRITING, DELETING = ".writing-", ".deleting-"
 FORMAT = 1
 CHUNK = 1 << 20  # bytes read at once
+MOST = 1 << 24  # bytes of a manifest: an entry is about 120
+FILE = text(r"\.?\w[\w.-]*", "the name of a file in this folder")
+CONTENT = {
+    "format": whole(1),
+    "step": whole(),
+    "ranks": whole(1),
+    "torch": str,
+    "files": Each(FILE, {"bytes": whole(), "sha256": text("[0-9a-f]{64}", "64 hexadecimal digits")}),
+    "run?": text(r"\w*"),
+    "kernels?": text("|compiled|none"),
+    "process?": str,
+}
+"""Of `MANIFEST`. Which run saved, and which process of it: `writers`."""
 
 Entry = dict[str, Any]
 """Of one file: its ``bytes`` and its ``sha256``."""
@@ -113,24 +133,61 @@ def _sync_folder(folder: Path) -> None:
 # ---------------------------------------------------------------------- writing
 
 
-def make_folder(root: Path, step: int) -> tuple[Path, Path]:
+def make_folder(root: Path, step: int, token: str = "") -> tuple[Path, Path]:
     """Make an empty folder to write a checkpoint into; return it, and the name that `commit` will give it.
 
-    Removes what saves that were cut off have left.
+    Removes what saves that were cut off have left. `token` tells the folder from one of another process.
     """
     root.mkdir(parents=True, exist_ok=True)
-    last = 0
     for path in root.iterdir():
         if path.name.startswith((WRITING, DELETING)):
             shutil.rmtree(path, ignore_errors=True)
-        elif match := NAME.fullmatch(path.name):
-            last = max(last, int(match[1]))
-    folder = root / f"{WRITING}{last + 1:06d}"
+    number = last_number(root) + 1
+    folder = root / f"{WRITING}{number:06d}-{token}"
     folder.mkdir()
-    return folder, root / f"{last + 1:06d}-step-{step}"
+    return folder, root / f"{number:06d}-step-{step}"
 
 
-def commit(folder: Path, final: Path, step: int, ranks: int, files: Mapping[str, Entry]) -> None:
+def last_number(root: Path) -> int:
+    """Return the number of the checkpoint that was saved last; 0 for none."""
+    return max((number_of(path) for path in root.iterdir()), default=0)
+
+
+def number_of(path: Path) -> int:
+    """Return the number of a checkpoint by its name; 0 for what is none."""
+    match = NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def refuse_others(root: Path, seen: int) -> None:
+    """Refuse to save where another run saves: note [two writers] of `checkpoints.writers`.
+
+    Args:
+        root: the folder.
+        seen: the number of the last checkpoint when this step saved or loaded here; -1: it has not.
+
+    Raises:
+        CheckpointError: by the name of the other process.
+    """
+    for folder in checkpoints(root)[:1]:
+        try:
+            process = manifest_of(folder).get("process", "")
+        except CheckpointError:
+            return
+        if process in {"", writers.this_process()} or writers.has_started_this(process):
+            return
+        late = 0 <= seen < number_of(folder)
+        if late or writers.is_alive(process):
+            raise CheckpointError(
+                f"{folder} was saved by another run, {writers.in_words(process)}, "
+                f"{'since this one has saved or loaded here' if late else 'which is alive'}: two writers would lose "
+                f"each other's checkpoints; {writers.REMEDY}"
+            )
+
+
+def commit(
+    folder: Path, final: Path, step: int, ranks: int, files: Mapping[str, Entry], run: str = "", kernels: str = ""
+) -> None:
     """Write the manifest into `folder`, flush all of it to the disk, and give it its name.
 
     Args:
@@ -139,8 +196,11 @@ def commit(folder: Path, final: Path, step: int, ranks: int, files: Mapping[str,
         step: micro-batches done.
         ranks: processes that saved it.
         files: entries by name.
+        run: which run this is.
+        kernels: "compiled" or "none": whether halfstep's kernels made its updates; "" where there were no updates.
     """
-    manifest = {"format": FORMAT, "step": step, "ranks": ranks, "torch": torch.__version__, "files": dict(files)}
+    by = {"run": run, "kernels": kernels, "process": writers.this_process(), "torch": torch.__version__}
+    manifest = {"format": FORMAT, "step": step, "ranks": ranks, **by, "files": dict(files)}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -150,10 +210,12 @@ def commit(folder: Path, final: Path, step: int, ranks: int, files: Mapping[str,
     _sync_folder(final.parent)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all checkpoints but the last `keep`; one with files of another size than written does not count."""
+def prune(root: Path, keep: int, run: str = "") -> None:
+    """Delete all checkpoints of a run but the last `keep`; one whose files have other sizes does not count."""
     kept = 0
     for folder in checkpoints(root):
+        if run_of(folder) != run:
+            continue
         if kept < keep:
             kept += _has_sizes(folder)
             continue
@@ -168,8 +230,7 @@ def prune(root: Path, keep: int) -> None:
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints in a folder, the one that was saved last first."""
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted(filter(number_of, root.iterdir()), key=number_of, reverse=True)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -179,22 +240,26 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged, or of a later version of halfstep.
     """
     path = folder / MANIFEST
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in found["files"].items()}
-        known = found["format"] <= FORMAT and isinstance(found["step"], int) and isinstance(found["ranks"], int)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({type(error).__name__}: {error})") from error
-    if not known or STATE not in files:
+    found: dict[str, Any] = read_json(path, CheckpointError, {"format": whole(1), ...: Any}, MOST)
+    if found["format"] != FORMAT:
         raise CheckpointError(f"{path} is of another format than {FORMAT}, the one that this version of halfstep reads")
-    return dict(found)
+    check(found, CONTENT, str(path), CheckpointError)
+    check(found["files"], {STATE: Any, ...: Any}, f"{path}.files", CheckpointError)
+    return found
+
+
+def run_of(folder: Path) -> str | None:
+    """Return which run has saved a checkpoint; None if it is damaged."""
+    with suppress(CheckpointError):
+        return str(manifest_of(folder).get("run", ""))
+    return None
 
 
 def _has_sizes(folder: Path) -> bool:
     try:
         files = manifest_of(folder)["files"]
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError):
+        return all(regular(folder / name, CheckpointError) == entry["bytes"] for name, entry in files.items())
+    except CheckpointError:
         return False
 
 
@@ -207,15 +272,57 @@ def check_files(folder: Path, share: int = 0, of: int = 1) -> None:
         of: the number of shares.
 
     Raises:
-        CheckpointError: a file is missing or differs, by its name.
+        CheckpointError: a file is missing, no plain file, or differs, by its name.
     """
     for name, entry in sorted(manifest_of(folder)["files"].items())[share::of]:
         path = folder / name
+        size = regular(path, CheckpointError)
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {entry['bytes']} were written")
         try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {entry['bytes']} were written")
-            if digest(path) != entry:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+            same = digest(path) == entry
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not same:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *, mmap: bool = False) -> Any:
+    """Return the content of a file of torch.save: plain containers and tensors on the CPU, nothing is executed.
+
+    Args:
+        path: the file, which takes no more memory than it has bytes.
+        allowed: in which classes are allowed that torch does not know.
+        mmap: read tensors when they are used.
+
+    Raises:
+        CheckpointError: it is no such file, damaged, or holds objects of classes that are not allowed.
+    """
+    size = regular(path, CheckpointError, links=True)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                if sum(part.file_size for part in parts.infolist()) > size:
+                    raise ValueError("its parts are compressed, which torch.save does not do")
+        with allowed or nullcontext():
+            found = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+        if not is_bounded(found, size):  # an item takes a byte
+            raise ValueError("its containers are deeper, or hold more, than such a file can")
+        return found
+    except Exception as error:
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        except Exception:
+            names = []
+        reason = f"it is no file of torch.save, or damaged ({type(error).__name__}: {first_line(error)})"
+        if names:
+            reason = (
+                f"it holds objects of {', '.join(sorted(names))}, which torch.load(weights_only=True) does not make. "
+                "If you trust the file, allow them by torch.serialization.add_safe_globals([...]), then load again"
+            )
+        raise CheckpointError(f"{path}: {reason}; nothing was loaded") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's words."""
+    return (str(error).splitlines() or [""])[0]

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
-from halfstep.step.checkpoint import KEYS, OPTIONAL
+from halfstep.schema import Each, Kind, check, regular, whole
+from halfstep.step.checkpoints.files import read_state
 from halfstep.step.prepare import unwrap
+from halfstep.step.saved import NUMBER, STATE
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -44,6 +46,12 @@ SAFETENSORS = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """Format -> dtype: https://huggingface.co/docs/safetensors (1 January 2026)."""
+
+TENSOR = {
+    "dtype": Kind("a format", lambda name: isinstance(name, str) and name in SAFETENSORS),
+    "shape": [whole(), ...],
+    "data_offsets": [whole(), whole()],
+}
 
 
 @dataclass(kw_only=True)
@@ -75,6 +83,17 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
+FOUND = {
+    "model": Each(str, Any),
+    "optimizer": {"state": Each(Any, {"step?": NUMBER, ...: Any}), "param_groups": [Each(str, Any), ...], ...: Any},
+    "scaler": (None, {}, {"scale": NUMBER, ...: Any}),
+    "scheduler": (None, Each(str, Any)),
+    "updates": (None, whole()),
+    "masters": (None, [[Tensor, ...], ...]),
+    ...: Any,
+}
+
+
 def converted(
     step: TrainStep, place: Path, rank: int, ranks: int
 ) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None, Any]:
@@ -86,8 +105,8 @@ def converted(
     if place.is_dir():
         found = _folder(place, rank, ranks)
     else:
-        content = _read(place)
-        if isinstance(content, Mapping) and set(content) - OPTIONAL == KEYS and isinstance(content["policy"], str):
+        content = read_state(place)
+        if isinstance(content, Mapping) and {key for key in STATE if not key.endswith("?")} <= set(content):
             return dict(content), (), None, None  # what torch.save(step.state_dict(), path) wrote
         found = _file(place, content)
     return _state(step, found), tuple(found.notes), found.random, found.extra
@@ -95,26 +114,6 @@ def converted(
 
 def _refuse(place: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{place}: {reason}; nothing was loaded")
-
-
-def _read(place: Path, allowed: AbstractContextManager[Any] | None = None) -> Any:
-    """Return the content of a file of torch.save, read safely."""
-    try:
-        with allowed or nullcontext():
-            return torch.load(place, weights_only=True, map_location="cpu")
-    except Exception as error:
-        try:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(place)
-        except Exception:
-            names = []
-        if names:
-            raise _refuse(
-                place,
-                f"it holds objects of {', '.join(sorted(names))}, which torch.load(weights_only=True) does not make. "
-                "If you trust the file, allow them by torch.serialization.add_safe_globals([...]), then load again",
-            ) from error
-        reason = (str(error).splitlines() or [""])[0]
-        raise _refuse(place, f"it is no file of torch.save, or damaged ({type(error).__name__}: {reason})") from error
 
 
 # ---------------------------------------------------------------------- files
@@ -263,10 +262,10 @@ def _folder(place: Path, rank: int, ranks: int) -> Found:
     weights = place / models[0]
     found = Found(
         kind="accelerate",
-        model=_safetensors(weights) if weights.suffix == ".safetensors" else _read(weights),
-        optimizer=_read(place / optimizers[0]),
-        scaler=_read(place / "scaler.pt") if "scaler.pt" in names else None,
-        scheduler=_read(place / "scheduler.bin") if "scheduler.bin" in names else None,
+        model=_safetensors(weights) if weights.suffix == ".safetensors" else read_state(weights),
+        optimizer=read_state(place / optimizers[0]),
+        scaler=read_state(place / "scaler.pt") if "scaler.pt" in names else None,
+        scheduler=read_state(place / "scheduler.bin") if "scheduler.bin" in names else None,
     )
     saved = sum(bool(re.fullmatch(r"random_states_\d+\.pkl", name)) for name in names)
     if saved == ranks:
@@ -288,7 +287,7 @@ def _accelerate_random(place: Path, found: Found) -> None:
         kinds = [numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)), rebuild]
         allowed = torch.serialization.safe_globals(kinds)
     try:
-        saved = _read(place, allowed)
+        saved = read_state(place, allowed)
         version, words, gauss = saved["random_state"]
         found.random = {
             "torch": saved["torch_manual_seed"],
@@ -307,9 +306,12 @@ def _accelerate_random(place: Path, found: Found) -> None:
 def _safetensors(place: Path) -> dict[str, Tensor]:
     """Return the tensors of a file in the format of safetensors: a length, a header in JSON, and their bytes."""
     try:
+        regular(place, CheckpointError)
         data = bytearray(place.read_bytes())
         begin = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:begin])
+        check(header, Each(str, Each(str, Any)), str(place), CheckpointError)
+        check({**header, "__metadata__": {}}, Each(str, ({}, TENSOR)), str(place), CheckpointError)
         tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":
@@ -320,7 +322,7 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
             tensors[name] = (raw[: last - first].view(dtype) if last > first else torch.empty(0, dtype=dtype)).view(
                 shape
             )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise _refuse(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
 
@@ -330,6 +332,7 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
 
 def _state(step: TrainStep, found: Found) -> dict[str, Any]:
     """Return a state of `step` with what was found, and its own values where nothing was; add notes."""
+    check(vars(found), FOUND, "what was found", CheckpointError)
     taken, own = ["weights", "the optimizer's state"], step.state_dict()
     model, left = _fitted(found.model, own["model"], unwrap(step.model))
     masters = _masters(step, found, model)
@@ -340,7 +343,8 @@ def _state(step: TrainStep, found: Found) -> dict[str, Any]:
         )
     state = {**own, "model": model, "optimizer": _optimizer(step, found)}
     if step.scaler.is_enabled() and found.scaler:
-        state["scaler"] = {**{k: v for k, v in own["scaler"].items() if k != "halfstep"}, **found.scaler}
+        known = {key: value for key, value in own["scaler"].items() if key != "halfstep"}
+        state["scaler"] = known | {key: value for key, value in found.scaler.items() if key in known}
         taken.append(f"the loss scale ({found.scaler['scale']:g})")
     elif step.scaler.is_enabled():
         found.notes.append(f"not there: a loss scale; it begins at {step.scaler.get_scale():g}")

@@ -1,28 +1,38 @@
 """What processes tell each other around a checkpoint: through the store of the process group, without a collective.
 
 A collective that one rank does not reach hangs all others. Here a rank that waits names, after a minute, the ranks that
-have not come, and raises an error when the time is over. The connection to the store is its own, so that a wait in a
-thread blocks no other use of the store.
+have not come, and raises an error when the time is over, or as soon as one of them is known to have ended. The
+connection to the store is its own, so that a wait in a thread blocks no other use of the store.
+
+Note [ended]: each rank announces its process when its first training step is built. Ranks on the same machine read in
+/proc whether it still runs. A rank that has not announced itself, or is on another machine, is waited for until the
+time is over; launchers such as torchrun end the other ranks sooner.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from halfstep.errors import CheckpointError
 
-__all__ = ["Alone", "Meeting", "meeting", "processes", "store_under"]
+__all__ = ["Alone", "Meeting", "announce", "meeting", "processes", "store_under"]
 
 LOG = logging.getLogger("halfstep")
 NAMED_AFTER = 60.0  # seconds of waiting until the ranks that have not come are named
 WRITE_TIME = 3600.0  # seconds that others may take to write a checkpoint
+NAP = 0.25  # seconds between two looks at the store, at most; signals are handled then
+LEAVE = 10.0  # seconds until the process that has the store goes on although others have not read its last word
+PROC = Path("/proc")
 
 
 def processes() -> tuple[int, int]:
@@ -43,6 +53,32 @@ def store_under(prefix: str) -> Any:
     return copy
 
 
+def announce() -> None:
+    """Tell the other ranks which process this is: note [ended]."""
+    fake = dist.is_initialized() and dist.get_backend() == "fake"  # whose other ranks do not exist
+    if processes()[1] > 1 and not fake:
+        told = _machine(), os.getpid(), _start_of(os.getpid())
+        store_under("processes").set(str(processes()[0]), pickle.dumps(told))
+
+
+def _machine() -> str:
+    """Return a name of this machine and its namespace of process numbers; "" where there is no /proc."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii") + os.readlink(PROC / "self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_of(process: int) -> str:
+    """Return when a process of this machine began, in clock ticks, as text; "" once it has ended."""
+    try:
+        text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
+        state, *fields = text.rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]  # field 22 of the file, whose numbers are used again
+
+
 class Alone:
     """The meeting of one process."""
 
@@ -52,7 +88,7 @@ class Alone:
         """Return the values of all ranks."""
         return [value]
 
-    def publish(self, value: Any, *, limit: float | None = None) -> Any:
+    def publish(self, value: Any, *, limit: float | None = None, last: bool = False) -> Any:
         """Return the value of rank 0."""
         return value
 
@@ -83,44 +119,85 @@ class Meeting:
             self._store.set(f"{self._rounds}/{self.rank}", pickle.dumps(value))
             return []
         keys = {rank: f"{self._rounds}/{rank}" for rank in range(1, self.size)}
-        self._wait(list(keys.values()), limit, lambda: [r for r, key in keys.items() if not self._store.check([key])])
+        self._wait(list(keys.values()), limit, lambda: self._without(keys))
         values = [value, *(pickle.loads(self._store.get(key)) for key in keys.values())]
         for key in keys.values():
             self._store.delete_key(key)
         return values
 
-    def publish(self, value: Any, *, limit: float | None = None) -> Any:
+    def publish(self, value: Any, *, limit: float | None = None, last: bool = False) -> Any:
         """Return the value that rank 0 gives.
+
+        Args:
+            value: that of rank 0.
+            limit: seconds to wait for it; default: the timeout of the process group.
+            last: whether the program may end next: rank 0, whose process may have the store, then waits until the other
+                ranks have read the value, or have ended, or for `LEAVE`.
 
         Raises:
             CheckpointError: on other ranks: rank 0 has not come within `limit` seconds.
         """
         self._rounds += 1
         key = f"{self._rounds}/0"
-        if self.rank == 0:
-            self._store.set(key, pickle.dumps(value))
+        if self.rank:
+            self._wait([key], limit, lambda: self._without({0: key}))
+            value = pickle.loads(self._store.get(key))
+            if last:
+                self._store.set(f"{self._rounds}/{self.rank}", b"")
             return value
-        self._wait([key], limit, lambda: [0])
-        return pickle.loads(self._store.get(key))
+        self._store.set(key, pickle.dumps(value))
+        if last:
+            readers = {rank: f"{self._rounds}/{rank}" for rank in range(1, self.size)}
+            with suppress(CheckpointError):
+                self._wait([*readers.values()], LEAVE, lambda: self._without(readers))
+        return value
+
+    def _without(self, keys: dict[int, str]) -> list[int]:
+        """Return the ranks whose keys are not there."""
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _wait(self, keys: list[str], limit: float | None, missing: Callable[[], list[int]]) -> None:
-        """Wait for `keys`, in naps of at most a second, between which signals are handled."""
+        """Wait for `keys`, in naps, between which signals are handled."""
         limit = self._limit if limit is None else limit
-        began, named = time.monotonic(), False
-        while not self._store.check(keys):
-            waited = time.monotonic() - began
-            if waited > limit:
-                raise CheckpointError(
-                    f"{self._what} has waited {timedelta(seconds=round(waited))} for ranks {missing()} to call it too; "
-                    "every rank calls it at the same place of its loop, not rank 0 alone"
-                )
-            if waited > NAMED_AFTER and not named:
-                named = True
-                LOG.warning(
-                    "%s waits for ranks %s: every rank calls it, not rank 0 alone (rank %d waits up to %d s)",
-                    self._what, missing(), self.rank, limit,
-                )  # fmt: skip
-            time.sleep(min(1.0, 0.001 + waited / 16))
+        began, named, looked = time.monotonic(), False, 0.0
+        try:
+            while not self._store.check(keys):
+                waited = time.monotonic() - began
+                if waited > limit:
+                    raise CheckpointError(
+                        f"{self._what} has waited {timedelta(seconds=round(waited))} for ranks {missing()} to call it "
+                        "too; every rank calls it at the same place of its loop, not rank 0 alone"
+                    )
+                if waited > NAMED_AFTER and not named:
+                    named = True
+                    LOG.warning(
+                        "%s waits for ranks %s: every rank calls it, not rank 0 alone (rank %d waits up to %d s)",
+                        self._what, missing(), self.rank, limit,
+                    )  # fmt: skip
+                if waited > looked + 1:
+                    looked = waited
+                    self._refuse_ended(missing)
+                time.sleep(min(NAP, 0.001 + waited / 16))
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self._what}: rank {self.rank} has lost the store of the process group, which rank 0 has as a rule: "
+                "its process has ended; look there for the first error, and start the run again"
+            ) from error
+
+    def _refuse_ended(self, missing: Callable[[], list[int]]) -> None:
+        """Raise if the process of a rank that is missing has ended: note [ended]."""
+        store = store_under("processes")
+        for rank in missing():
+            if store.check([str(rank)]):
+                machine, process, start = pickle.loads(store.get(str(rank)))
+                ended = machine == _machine() != "" and _start_of(process) != start
+                if ended and rank in missing():  # else it has come and ended since
+                    raise CheckpointError(
+                        f"{self._what}: rank {rank} will not come: its process {process} on this machine has ended; "
+                        "look there for the first error, and start the run again"
+                    )
 
 
 def meeting(what: str, number: int) -> Alone | Meeting:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
 
-__all__ = ["Names", "is_sharded", "names_of", "reordered", "sharded_as", "split"]
+__all__ = ["Names", "chunk_of", "is_sharded", "names_of", "reordered", "sharded_as", "split"]
 
 Names = list[list[str]]
 """Of the parameters of an optimizer, by group."""
@@ -51,7 +51,10 @@ def split(state: Mapping[str, Any], model: nn.Module, names: Names, rank: int) -
         by_number.update(zip(group["params"], own, strict=True))
         rest["groups"].append({key: value for key, value in group.items() if key != "params"})
     for number, entry in state["optimizer"]["state"].items():
-        name = by_number[number]
+        name = by_number.get(number)
+        if name is None:  # what the optimizer keeps for all parameters
+            rest["other"][number] = entry
+            continue
         for key, value in entry.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{name}/{key}"] = value
@@ -65,13 +68,21 @@ def sharded_as(full: Tensor, like: Tensor) -> Tensor:
     if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
         return full
     out = torch.empty_like(like.detach(), dtype=full.dtype)
-    chunks = out.__create_chunk_list__()  # type: ignore[attr-defined]  # of DTensor
+    places, own = chunk_of(out)
+    own.copy_(full[tuple(slice(place.start, place.stop) for place in places)])
+    return out
+
+
+def chunk_of(tensor: Tensor) -> tuple[list[range], Tensor]:
+    """Return which part of a tensor this rank has, by dimension, and the tensor that holds it."""
+    if not is_sharded(tensor):
+        return [range(size) for size in tensor.shape], tensor
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # of DTensor
     if len(chunks) != 1:
         raise CheckpointError(f"this rank has {len(chunks)} parts of one tensor, and one is supported")
     (chunk,) = chunks
-    places = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    out.to_local().copy_(full[places])  # type: ignore[attr-defined]  # of DTensor
-    return out
+    own: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # of DTensor
+    return [range(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)], own
 
 
 def reordered(state: Mapping[str, Any], saved: Names, names: Names) -> Mapping[str, Any]:
@@ -82,7 +93,9 @@ def reordered(state: Mapping[str, Any], saved: Names, names: Names) -> Mapping[s
     if saved == names or [sorted(group) for group in saved] != [sorted(group) for group in names]:
         return state
     groups = []
+    if [len(group["params"]) for group in state["param_groups"]] != [len(group) for group in saved]:
+        raise CheckpointError("names: others than the parameters of the saved optimizer; nothing was loaded")
     for group, old, new in zip(state["param_groups"], saved, names, strict=True):
         number = dict(zip(old, group["params"], strict=True))
         groups.append({**group, "params": [number[name] for name in new]})
-    return {"state": state["state"], "param_groups": groups}
+    return {**state, "param_groups": groups}

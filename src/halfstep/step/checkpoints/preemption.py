@@ -12,19 +12,22 @@ communication.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from halfstep.arguments import NONE, Kind, check
 from halfstep.errors import CheckpointError
+from halfstep.step.arguments import check_saving
 from halfstep.step.checkpoints.meeting import processes, store_under
-from halfstep.step.save import KEEP, save
+from halfstep.step.save import KEEP, check_destination, save
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -34,6 +37,7 @@ __all__ = ["Preemption", "on_preemption"]
 LOG = logging.getLogger("halfstep")
 AGREEMENT = 15.0  # seconds, of the 30 that torchrun and Kubernetes give
 FOREVER = timedelta(days=365)
+UNHANDLED = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 NUMBERS = count(1)  # every rank enters its blocks in the same order
 
 
@@ -60,7 +64,8 @@ def on_preemption(
         signals: their numbers. SIGUSR1 is what ``sbatch --signal=USR1@120`` sends.
 
     Raises:
-        CheckpointError: `signals` are none; on entering: outside of the main thread, where Python sets no handlers, or
+        CheckpointError: with these arguments `hs.save` could not save, or `signals` are none; on entering: outside of
+            the main thread, where Python sets no handlers, or
             inside another such block of the same step.
 
     Examples:
@@ -69,13 +74,30 @@ def on_preemption(
         ...     for x, y in batches:
         ...         result = step(x, y)
     """
-    numbers = tuple(signals) if isinstance(signals, Iterable) else (signals,)
-    for number in numbers:
-        if number not in signal.valid_signals():
-            raise CheckpointError(
-                f"hs.on_preemption: signals: {number!r} is no signal; expected such as signal.SIGTERM"
-            )
+    check_saving("hs.on_preemption", step, path, keep)
+    check_destination(path, keep)
+    several = isinstance(signals, Iterable) and not isinstance(signals, Mapping)
+    numbers: tuple[Any, ...] = tuple(signals) if several else (signals,)
+    known = Kind("numbers of signals, such as signal.SIGTERM", lambda one: bool(one) and all(map(_is_signal, one)))
+    callback = Kind("a function without arguments, such as lambda: {...}", _takes_nothing)
+    check("hs.on_preemption", CheckpointError, extra=(extra, callback | NONE), signals=(numbers, known))
     return Preemption(step, path, keep=keep, extra=extra, signals=numbers)
+
+
+def _is_signal(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number in signal.valid_signals() - UNHANDLED
+
+
+def _takes_nothing(function: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        pass
+    return True
 
 
 class Preemption:
@@ -107,11 +129,11 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError("hs.on_preemption sets signal handlers, which Python allows in the main thread alone")
-        if self._step.preemption is not None:
+        if self._step.record.preemption is not None:
             raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
         if processes()[1] > 1:
             self._ranks = _Ranks(self)
-        self._step.preemption = self
+        self._step.record.preemption = self
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -121,7 +143,7 @@ class Preemption:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._step.preemption = None
+        self._step.record.preemption = None
         if self._ranks is not None:
             self._ranks.leave()
         if kind is None and self.requested:
@@ -205,7 +227,7 @@ class _Ranks:
         self._thread.join(AGREEMENT)
 
     def _run(self) -> None:
-        owner, store, wake = self._owner, self._store, f"wake/{self._rank}"
+        owner, store, wake, told = self._owner, self._store, f"wake/{self._rank}", ""
         try:
             store.wait([wake], FOREVER)
             told = store.get(wake).decode()
@@ -224,6 +246,15 @@ class _Ranks:
             store.wait(["last"], limit)
             owner.end_after(int(store.get("last")), int(told))
         except RuntimeError as error:  # of the store: another rank has gone, or did not answer
-            if owner.requested:
-                LOG.error("rank %d: after signal %d: %s", self._rank, owner.requested, error)
+            if told:
+                LOG.error("rank %d: after signal %s %s: %s", self._rank, told, self._silent(), error)
             owner._known.set()
+
+    def _silent(self) -> str:
+        """Return which ranks have not reported."""
+        try:
+            keys = {rank: f"finished/{rank}" for rank in range(self._size)}
+            silent = [rank for rank, key in keys.items() if not self._main.check([key])]
+        except RuntimeError:
+            return "the store of the process group is lost, which rank 0 has as a rule"
+        return f"ranks {silent or [0]} have not answered within {AGREEMENT:.0f} s"

@@ -2,47 +2,74 @@
 
 Each rank writes the part of every DTensor that it has, by torch.distributed.checkpoint; of a tensor that all ranks
 have, one writes it. `names.split` gives the flat names. Reading needs no communication: each rank reads the parts of
-its own shards, wherever the boundaries were.
+its own shards, wherever the boundaries were, by a table that rank 0 keeps in its own file of the checkpoint.
 """
 
 from __future__ import annotations
 
-import warnings
+import io
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from halfstep.step.checkpoints.names import Names
+from halfstep.errors import CheckpointError
+from halfstep.schema import Each, regular, whole
+from halfstep.step.checkpoints.files import FILE, first_line
+from halfstep.step.checkpoints.names import Names, chunk_of
 
-__all__ = ["own_files", "read", "write", "write_later"]
+__all__ = ["TABLE", "Writer", "own_files", "read"]
+
+Table = dict[str, dict[str, Any]]
+"""Flat name of a tensor -> its dtype, its size, and its parts: where each lies in the tensor and in which file."""
+
+PART = {"at": [whole(), ...], "size": [whole(), ...], "file": FILE, "offset": whole(), "length": whole()}
+TABLE = Each(str, {"dtype": torch.dtype, "size": [whole(), ...], "parts": [PART, ...]})
 
 # ---------------------------------------------------------------------- writing
 
 
-def write(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Write `tensors` into `folder`; collective on `group`.
+class Writer(FileSystemWriter):
+    """The files of torch.distributed.checkpoint in `folder`, and on rank 0 what stands in them: `table`."""
 
-    Raises:
-        CheckpointException: a rank could not write; on all of them alike.
-    """
-    save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.table: Table = {}
 
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Write ``.metadata``, a pickle for other programs that is not read here, and make the table."""
+        super().finish(metadata, results)
+        places = {(index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()}
+        for name, tensor in metadata.state_dict_metadata.items():
+            parts = []
+            for chunk in tensor.chunks:
+                place = places[name, tuple(chunk.offsets)]
+                where = {"file": place.relative_path, "offset": place.offset, "length": place.length}
+                parts.append({"at": list(chunk.offsets), "size": list(chunk.sizes), **where})
+            self.table[name] = {"dtype": tensor.properties.dtype, "size": list(tensor.size), "parts": parts}
 
-def write_later(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> Future[Any]:
-    """Copy `tensors` to the host and write the copies in a thread, as `write` does; return its future."""
-    writer = FileSystemWriter(folder)
-    future = async_save(tensors, storage_writer=writer, process_group=group)
-    assert isinstance(future, Future)  # what torch returns unless it is given a stager that copies later
-    return future
+    def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Write `tensors`; collective on `group`.
+
+        Raises:
+            CheckpointException: a rank could not write; on all of them alike.
+        """
+        save(tensors, storage_writer=self, process_group=group)
+
+    def write_later(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Future[Any]:
+        """Copy `tensors` to the host and write the copies in a thread, as `write` does; return its future."""
+        future = async_save(tensors, storage_writer=self, process_group=group)
+        assert isinstance(future, Future)  # what torch returns unless it is given a stager that copies later
+        return future
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:
@@ -54,19 +81,26 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 
 
 def read(
-    folder: Path, have: Mapping[str, Any], optimizer: Optimizer, names: Names, rests: Sequence[Any], rank: int | None
+    folder: Path,
+    known: Table,
+    have: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Names,
+    rests: Sequence[Any],
+    rank: int | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
     Args:
-        folder: what `write` has written.
+        folder: what a `Writer` has written.
+        known: its table.
         have: the model's state now.
         optimizer: whose state to make.
         names: of its parameters.
         rests: what `split` returned besides tensors, of one rank or of all that had other parameters.
         rank: whose buffers to read; None: those that one of the ranks wrote for all.
     """
-    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    _check(known, folder)
     wanted: dict[str, Tensor] = {}
     model: dict[str, Any] = {}
     for name, value in have.items():
@@ -84,18 +118,17 @@ def read(
     for rest in rests:
         for name, other in rest["other"].items():
             entries.setdefault(name, {}).update(other)
-    state, groups, number = {}, [], 0
+    every = {name for group in names for name in group}
+    state: dict[Any, Any] = {name: entry for name, entry in entries.items() if name not in every}
+    groups, number = [], 0
     for own_names, options in zip(names, rests[0]["groups"], strict=True):
         numbers = list(range(number, number + len(own_names)))
         state.update({n: entries[name] for n, name in zip(numbers, own_names, strict=True) if name in entries})
         groups.append({**options, "params": numbers})
         number += len(own_names)
-    if mismatched := [flat for flat, tensor in wanted.items() if tensor.is_meta]:
-        for flat in mismatched:  # of another shape: the checks of the state name it
-            del wanted[flat]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(wanted, storage_reader=FileSystemReader(folder), no_dist=True)
+    for flat, tensor in wanted.items():
+        if not tensor.is_meta:  # else of another shape: the checks of the state name it
+            _fill(tensor, known[flat], folder, flat)
     return model, {"state": state, "param_groups": groups}
 
 
@@ -114,13 +147,72 @@ def _entries(
         name, _, key = rest.rpartition("/")
         if kind == "optimizer" and name in parameters:
             parameter = parameters[name]
-            like = parameter if tuple(saved.size) == tuple(parameter.shape) else torch.empty(saved.size)
+            like = parameter if tuple(saved["size"]) == tuple(parameter.shape) else torch.empty(saved["size"])
             entries.setdefault(name, {})[key] = wanted[flat] = _empty(saved, like)
     return entries
 
 
-def _empty(saved: Any, like: Tensor) -> Tensor:
+def _empty(saved: Mapping[str, Any], like: Tensor) -> Tensor:
     """Return an empty tensor in the sharding of `like`, or one without memory if it was saved in another shape."""
-    if tuple(saved.size) != tuple(like.shape):
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-    return torch.empty_like(like.detach(), dtype=saved.properties.dtype)
+    if tuple(saved["size"]) != tuple(like.shape):
+        return torch.empty(saved["size"], dtype=saved["dtype"], device="meta")
+    return torch.empty_like(like.detach(), dtype=saved["dtype"])
+
+
+def _refuse(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: {reason}; nothing was loaded")
+
+
+def _check(known: Table, folder: Path) -> None:
+    """Check that no tensor of a table is larger than the parts that it is read from, and these than their files."""
+    sizes: dict[str, int] = {}
+    for flat, saved in known.items():
+        for part in saved["parts"]:
+            if part["file"] not in sizes:
+                sizes[part["file"]] = regular(folder / part["file"], CheckpointError)
+            ends = list(zip(part["at"], part["size"], saved["size"], strict=False))
+            inside = len(part["at"]) == len(part["size"]) == len(saved["size"]) == len(ends)
+            inside = inside and all(at + size <= end for at, size, end in ends)
+            if not inside or part["offset"] + part["length"] > sizes[part["file"]]:
+                raise _refuse(folder, f"a part of {flat!r} lies outside of it, or of its file")
+        if math.prod(saved["size"]) * saved["dtype"].itemsize > sum(part["length"] for part in saved["parts"]):
+            raise _refuse(folder, f"the parts of {flat!r} are smaller than its size {saved['size']}")
+
+
+def _fill(tensor: Tensor, saved: Mapping[str, Any], folder: Path, flat: str) -> None:
+    """Read into `tensor`, or into the part of it that this rank has, what of the saved parts lies there."""
+    inside, own = chunk_of(tensor)
+    found: list[list[range]] = []
+    for part in saved["parts"]:
+        there = [range(at, at + size) for at, size in zip(part["at"], part["size"], strict=True)]
+        both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(there, inside, strict=True)]
+        if not all(both):
+            continue
+        content = _part(folder, part, flat)
+        if list(content.shape) != part["size"] or content.dtype != saved["dtype"]:
+            raise _refuse(folder, f"a part of {flat!r} is not what its table says")
+        own[_within(both, inside)].copy_(content[_within(both, there)])
+        found.append(both)
+    whole_of_it = sum(math.prod(map(len, one)) for one in found) == own.numel()
+    if not whole_of_it or any(all(map(_meet, one, other)) for one, other in combinations(found, 2)):
+        raise _refuse(folder, f"the parts of {flat!r} do not make up the whole of it")
+
+
+def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
+    """Return one saved part of a tensor."""
+    try:
+        with (folder / part["file"]).open("rb") as file:
+            file.seek(part["offset"])
+            content = torch.load(io.BytesIO(file.read(part["length"])), weights_only=True, map_location="cpu")
+        assert isinstance(content, Tensor)
+    except Exception as error:
+        raise _refuse(folder, f"{flat!r} cannot be read ({type(error).__name__}: {first_line(error)})") from error
+    return content
+
+
+def _within(both: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(both, outer, strict=True))
+
+
+def _meet(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)

@@ -23,7 +23,6 @@ last one.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
+from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
@@ -45,6 +44,7 @@ from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.step.statistics import Statistics
 from halfstep.step.update import Culprits, Updater
 from halfstep.trees import map_tensors
+from halfstep.weights import UnkeptWeights
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -122,6 +122,7 @@ class Graphs:
         """Drop all graphs: something they depend on has changed."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._kinds: set[Hashable] = set()
+        self._models: dict[int, nn.Module] = {}  # those that ran: graphs read their tensors, so they stay
         self._static = StaticTensors()
         self._rates = Rates(self._device)
         self._full = False
@@ -181,7 +182,8 @@ class Graphs:
 
     def _modes(self) -> Hashable:
         """Return what Python decides in models besides the batch."""
-        modules = tuple([m.training for other in self._statistics.models.values() for m in other.modules()])
+        self._models.update((key, m) for key, other in self._statistics.models.items() if (m := other()) is not None)
+        modules = tuple([m.training for other in self._models.values() for m in other.modules()])
         return modules, tuple([p.requires_grad for p in self._model.parameters()])
 
     def _graph_of(self, kind: Hashable) -> _Graph | None:
@@ -191,11 +193,10 @@ class Graphs:
             if len(self._kinds) >= KINDS:
                 if not self._full:
                     self._full = True
-                    warnings.warn(
+                    warn(
                         f"cuda_graph=True: this is the {KINDS + 1}th kind of batch (shapes, formats, values that are "
                         f"no tensors), and graphs are kept for {KINDS}; the others run eagerly. Pad batches to fewer "
                         "shapes, and pass numbers that change as tensors",
-                        stacklevel=4,
                     )
                 return None
             self._kinds.add(kind)
@@ -343,6 +344,7 @@ class Graphs:
         store = self._updater.store
         changed = [p for g in self._step.optimizer.param_groups for p in g["params"] if store is None or p not in store]
         torch.autograd.graph.increment_version(changed)
+        UnkeptWeights.stepped(changed)
         torch.clear_autocast_cache()  # torch's own does not look at versions
 
     # ------------------------------------------------------------------ what graphs depend on
@@ -365,11 +367,10 @@ class Graphs:
         self._resets += 1
         LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", what)
         if self._resets == RESETS:
-            warnings.warn(
+            warn(
                 f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
                 "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
                 f"{REMEDY}",
-                stacklevel=5,
             )
 
 

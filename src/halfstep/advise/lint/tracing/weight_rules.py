@@ -104,7 +104,7 @@ def _eps(trace: Trace) -> Iterator[Hit]:
 
 
 def _low_averages(trace: Trace) -> Iterator[Hit]:
-    found = [w for w in trace.weights if not w.trained and not w.stepped and w.moved and w.stored in LOW_DTYPES]
+    found = [w for w in trace.weights if not (w.trained or w.stepped or w.precise) and w.moved]
     if found:
         formats = " and ".join(sorted({DTYPE_NAMES[w.stored] for w in found}))
         what = f"the forward pass updates {len(found)} tensors that are stored in {formats}: "

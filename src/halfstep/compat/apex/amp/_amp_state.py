@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from halfstep.compat.apex.amp._process_optimizer import Session
     from halfstep.compat.apex.amp.frontend import Properties
     from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
     from halfstep.compat.apex.amp.scaler import LossScaler
@@ -24,7 +26,6 @@ class AmpState:
         allow_incoming_model_not_fp32: models may hold parameters that are not fp32.
         verbosity: 0 prints nothing, 2 prints every cast.
         opt_properties: the options of the last `initialize`; None before it.
-        loss_scalers: its scalers, one for each loss.
         handle: the handle of the last `init`, or of an `initialize` with O1.
         min_loss_scale: its argument.
         max_loss_scale: its argument.
@@ -36,11 +37,40 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.opt_properties: Properties | None = None
-        self.loss_scalers: list[LossScaler] = []
+        self._sessions: list[weakref.ref[Session]] = []  # held by their optimizers
+        self._without: list[LossScaler] = []
         self.handle: AmpHandle | NoOpHandle | None = None
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = 2.0**24
         self.loaded: dict[str, Any] = {}
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The calls of `initialize` whose optimizers are in use, the last one first."""
+        return [session for made in self._sessions if (session := made()) is not None and session.in_use]
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The scalers of `sessions`; where there is none, those of a call without optimizers."""
+        return [scaler for session in self.sessions for scaler in session.loss_scalers] or self._without
+
+    def begin(self, properties: Properties, session: Session | None, scalers: list[LossScaler]) -> None:
+        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off.
+
+        Args:
+            properties: its options.
+            session: what it made; None without optimizers, which use its scalers.
+            scalers: its scalers.
+        """
+        self.opt_properties, self.loaded, self._without = properties, {}, scalers
+        for other in self.sessions:
+            if not properties.enabled or (session is not None and other.models and other.models <= session.models):
+                other.in_use = False
+        if session is not None:
+            session.earlier.update(other for other in self.sessions if other.trained)
+            for other in session.earlier:
+                other.trained = False
+            self._sessions = [weakref.ref(session), *(made for made in self._sessions if made() is not None)]
 
 
 _amp_state = AmpState()

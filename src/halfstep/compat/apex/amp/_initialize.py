@@ -57,7 +57,7 @@ def initialize(
     inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
     _check_optimizers(inner)
 
-    session = Session(properties, loss_scalers)
+    session = Session(properties, loss_scalers, model_list)
     close_casts()
     policy = None
     if properties.patch_torch_functions:
@@ -84,6 +84,7 @@ def initialize(
         for optimizer in done:
             release_optimizer(optimizer)
         raise
+    _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
         _initialized.add(model)
         for scaler in loss_scalers:

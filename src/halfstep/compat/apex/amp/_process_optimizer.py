@@ -8,8 +8,9 @@ is taken off, because the subclass's step tells schedulers itself.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, cast
@@ -40,17 +41,33 @@ class Session:
     Attributes:
         properties: its options.
         loss_scalers: one for each loss.
+        models: its models.
+        in_use: whether its scales are saved. What ends that: a call for the same models, amp switched off, a loaded
+            state without them, and a later call whose models train alone. The next `scale_loss` begins it again.
+        trained: whether its models have trained since the last call.
+        earlier: calls whose models had trained when it was made, up to its own first `scale_loss`.
         masters: id of a low parameter -> (the parameter, its fp32 master).
         casts_off: makes a context in which O1's casts are off.
         casts_on: makes a context in which they are on.
     """
 
-    def __init__(self, properties: Any, loss_scalers: list[LossScaler]) -> None:
+    def __init__(self, properties: Any, loss_scalers: list[LossScaler], models: Iterable[nn.Module] = ()) -> None:
         self.properties = properties
         self.loss_scalers = loss_scalers
+        self.models = weakref.WeakSet(models)
+        self.in_use = True
+        self.trained = False
+        self.earlier = weakref.WeakSet[Session]()
         self.masters: dict[int, tuple[Tensor, Tensor]] = {}
         self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.casts_on: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def train(self) -> None:
+        """Note a `scale_loss`."""
+        self.in_use = self.trained = True
+        for other in self.earlier:
+            other.in_use = other.trained
+        self.earlier.clear()
 
 
 class StateOfMasters(defaultdict[Any, Any]):
@@ -106,7 +123,7 @@ class AmpOptimizerState:
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
-        self._groups: Callable[[], list[dict[str, Any]]] = lambda: optimizer.param_groups
+        self._optimizer = weakref.ref(optimizer)  # no cycle: a session ends with its last optimizer
         self.session = session
         self.params_have_scaled_gradients = False
         self.scaled_with: tuple[object, int, Tensor] | None = None
@@ -122,7 +139,8 @@ class AmpOptimizerState:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, which hold the model's own parameters."""
-        return self._groups()
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
 
     def parameters(self) -> Iterator[Tensor]:
         """Iterate over the model's parameters that the optimizer holds."""

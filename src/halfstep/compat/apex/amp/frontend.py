@@ -166,7 +166,8 @@ def initialize(
     """Prepare models and optimizers, in place, as `opt_level` and the overrides say.
 
     Call it before DistributedDataParallel and DataParallel. It may be called again for other models and optimizers, or
-    for the same model with a new optimizer: earlier optimizers keep their own scalers. If it raises, nothing changed.
+    for the same model with a new optimizer: earlier optimizers keep their own scalers, which `state_dict` holds too. If
+    it raises, nothing changed.
 
     Args:
         models: a model or a list of models.
@@ -197,8 +198,7 @@ def initialize(
     if not enabled:
         _initialize.close_casts()
         _amp_state.verbosity = verbosity
-        _amp_state.opt_properties = Properties()
-        _amp_state.loss_scalers, _amp_state.loaded = [], {}
+        _amp_state.begin(Properties(), None, [])
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("amp.initialize needs cuDNN: set torch.backends.cudnn.enabled = True before it")
@@ -223,7 +223,6 @@ def initialize(
     ]
     result = _initialize.initialize(models, optimizers, properties, scalers, cast_model_outputs, loud=verbosity > 1)
     _amp_state.verbosity = verbosity
-    _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.loaded = properties, scalers, {}
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     maybe_print(f"Selected optimization level {level.brief}", True)
     _print_options("Defaults for this optimization level are:", defaults)
@@ -254,7 +253,9 @@ def _print_options(title: str, options: Mapping[str, Any]) -> None:
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
     """Return the loss scales: ``loss_scaler0 -> {"loss_scale": ..., "unskipped": ...}`` and so on.
 
-    With ``initialize(enabled=False)`` it is what was loaded last, so that a checkpoint survives a run without amp.
+    After several calls of `initialize` for other models it holds the scalers of all that are in use, those of the last
+    call first. With ``initialize(enabled=False)`` alone it is what was loaded last, so that a checkpoint survives a run
+    without amp.
 
     Args:
         destination: where to put them; by default a new OrderedDict.
@@ -292,12 +293,14 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     for key, saved in state_dict.items():
         if not isinstance(saved, Mapping) or not {"loss_scale", "unskipped"} <= set(saved):
             raise RuntimeError(f"amp.load_state_dict: {key} is {saved!r}; expected its 'loss_scale' and 'unskipped'")
-    if not _amp_state.opt_properties.enabled:
+    scalers = _amp_state.loss_scalers
+    if not scalers:  # amp is off
         _amp_state.loaded = {key: dict(value) for key, value in state_dict.items()}
         return
-    scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
         print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
+    for session in _amp_state.sessions:  # those of models that the state does not know: an earlier run's, mostly
+        session.in_use = any(scaler in scalers[: len(state_dict)] for scaler in session.loss_scalers)
     for key, saved in state_dict.items():
         index = int(key.removeprefix("loss_scaler"))
         if index >= len(scalers):

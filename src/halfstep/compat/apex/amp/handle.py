@@ -141,7 +141,9 @@ def _session(optimizers: list[Any]) -> Session | None:
             "scale_loss: these optimizers went through different calls of amp.initialize and have scalers of their "
             "own; pass them through one call as a list"
         )
-    return next(iter(found.values()))
+    session = next(iter(found.values()))
+    session.train()
+    return session
 
 
 def step_was_skipped(optimizer: Any) -> bool:

@@ -2,6 +2,10 @@
 
 torch always records; a manager holds the tensors whose gradients are computed, ends recording, and accumulates into
 ``.grad``. Backward runs with autocast off, so that its result does not depend on where it is called.
+
+Note [visibility]: as in MegEngine, the gradients of a manager are functions to the managers around it (recorded
+earlier, and not in one group with it) and constants to the others. torch has one graph for all: it is made if there is
+a manager around, and a hook on each gradient stops the others' backward passes there.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ __all__ = ["GradManager", "GradManagerGroup"]
 
 Self = TypeVar("Self", bound="_Recorder")
 
-Callback = Callable[[Tensor, Tensor], Tensor]
-"""(attached tensor, its gradient of this backward) -> the gradient to accumulate."""
+Callback = Callable[[Tensor, Any], Tensor | None]
+"""(attached tensor, its gradient of this backward) -> the gradient to accumulate; None: nothing is accumulated, and
+further callbacks get None."""
 
 _owners = WeakTensorKeyDictionary()
 """Attached tensor -> the managers it is attached to."""
@@ -38,10 +43,15 @@ _owners = WeakTensorKeyDictionary()
 
 class _Recording(threading.local):
     def __init__(self) -> None:
-        self.managers: list[GradManager] = []
+        self.groups: list[list[GradManager]] = []  # outer ones first; a manager alone is a group of one
 
 
 _recording = _Recording()
+
+
+def nested() -> bool:
+    """Return whether managers are recording in one another, in this thread."""
+    return len(_recording.groups) > 1
 
 
 @dataclass(slots=True)
@@ -109,8 +119,13 @@ class _Recorder:
         Raises:
             StepError: it is recording already.
         """
-        for manager in self._members():
-            manager._record()
+        members = self._members()
+        if any(manager._recording for manager in members):
+            raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
+        for manager in members:
+            manager._recording = True
+            manager._statistics.watch()
+        _recording.groups.append(list(members))
 
     def release(self) -> None:
         """End without gradients; also after `backward`. Nothing happens if it is not recording."""
@@ -160,6 +175,7 @@ class GradManager(_Recorder):
         """Attach nothing yet."""
         self._attached: dict[int, _Attached] = {}
         self._recording = False
+        self._going = False  # whether its backward pass runs
         self._statistics = NormBuffers()
 
     def _members(self) -> list[GradManager]:
@@ -204,37 +220,47 @@ class GradManager(_Recorder):
             _owners.setdefault(tensor, weakref.WeakSet()).add(self)
         return self
 
-    def _record(self) -> None:
-        if self._recording:
-            raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
-        self._recording = True
-        self._statistics.watch()
-        _recording.managers.append(self)
-
     def _release(self) -> None:
         self._recording = False
         self._statistics.unwatch()
-        _recording.managers[:] = [other for other in _recording.managers if other is not self]
+        for group in _recording.groups:
+            group[:] = [other for other in group if other is not self]
+        _recording.groups[:] = [group for group in _recording.groups if group]
 
     @property
     def statistics(self) -> NormBuffers:
         """The buffers of norms before the steps since the last check of a GradScaler."""
         return self._statistics
 
-    def _take(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int]) -> None:
+    def _take(
+        self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int], stop: Callable[..., Any]
+    ) -> None:
         """Send gradients through the callbacks and accumulate them.
 
         Args:
             gradients: one for each tensor; several may be one and the same.
             tensors: attached.
             taken: addresses of memory that is in use already; a gradient there is copied.
+            stop: the hook of note [visibility], for gradients that can be differentiated.
+
+        Raises:
+            StepError: a callback returned neither None nor a tensor of the gradient's shape.
         """
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if gradient is None:
                 continue
             for callback in self._attached[id(tensor)].callbacks:
                 gradient = callback(tensor, gradient)
+            if gradient is None:
+                continue
+            if not isinstance(gradient, Tensor) or gradient.shape != tensor.shape:
+                what = f"a tensor of shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
+                raise StepError(
+                    f"GradManager.backward: a callback returned {what} for a tensor of shape {tuple(tensor.shape)}; "
+                    "expected its gradient, or None to drop it"
+                )
             if gradient.requires_grad:  # an outer manager will differentiate it
+                gradient.register_hook(stop)
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
             elif tensor.grad is not None:
                 tensor.grad += gradient
@@ -309,24 +335,39 @@ def _pairs(y: Any, dy: Any) -> tuple[list[Tensor], list[Tensor]]:
     if ys and not any(one.requires_grad for one in ys):
         raise StepError(
             "GradManager.backward: y depends on no attached tensor; attach before the forward pass, and look for "
-            "no_grad() or detach() in it"
+            "no_grad() or detach() in it. A gradient made by one manager is a constant to those inside it or beside it"
         )
     pairs = [(one, its.to(one)) for one, its in zip(ys, dys, strict=True) if one.requires_grad]
     return [one for one, _ in pairs], [its for _, its in pairs]
 
 
 def _differentiate(managers: Sequence[GradManager], ys: list[Tensor], dys: list[Tensor]) -> None:
-    outer = any(manager not in managers for manager in _recording.managers)
     wanted = [manager.attached_tensors() for manager in managers]
     inputs = [tensor for tensors in wanted for tensor in tensors]
     if not inputs:
         return
+    groups = _recording.groups
+    first = next(place for place, group in enumerate(groups) if any(one in managers for one in group))
+    around = weakref.WeakSet(other for group in groups[:first] for other in group)
+    others = any(manager not in managers for group in groups for manager in group)
     taken = {one.untyped_storage().data_ptr() for one in dys}
     intermediate = [(tensor, tensor.grad) for tensor in inputs if not tensor.is_leaf]
-    with hs.autocast(policy="O0"):
-        gradients = torch.autograd.grad(ys, inputs, dys, allow_unused=True, create_graph=outer)
-        for tensor, gradient in intermediate:  # torch has put something there, because they retain
-            tensor.grad = gradient
-        for manager, tensors in zip(managers, wanted, strict=True):
-            manager._take(gradients[: len(tensors)], tensors, taken)
-            gradients = gradients[len(tensors) :]
+
+    def stop(gradient: Tensor) -> Tensor | None:
+        return None if any(manager._going for manager in around) else torch.zeros_like(gradient)
+
+    for manager in managers:
+        manager._going = True
+    try:
+        with hs.autocast(policy="O0"):
+            gradients = torch.autograd.grad(
+                ys, inputs, dys, allow_unused=True, retain_graph=others, create_graph=bool(around)
+            )
+            for tensor, gradient in intermediate:  # torch has put something there, because they retain
+                tensor.grad = gradient
+            for manager, tensors in zip(managers, wanted, strict=True):
+                manager._take(gradients[: len(tensors)], tensors, taken, stop)
+                gradients = gradients[len(tensors) :]
+    finally:
+        for manager in managers:
+            manager._going = False

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 
+import halfstep as hs
 from halfstep.compat.mindspore import precision
-from halfstep.compat.mindspore.checks import MindSporeTypeError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.errors import UnbuiltError
 
 __all__ = ["Cell", "CellList", "SequentialCell"]
@@ -22,13 +27,32 @@ class Cell(nn.Module):
 
     Override `construct`. As in MindSpore, a cell starts in evaluation mode; `set_train` changes it.
 
+    Args:
+        auto_prefix: kept for MindSpore's signature: torch names parameters by their place.
+        flags: precision flags, as `add_flags` takes them.
+
     Attributes:
         training: whether layers such as BatchNorm behave as in training.
+        cls_name: name of the class, for messages.
     """
 
-    def __init__(self) -> None:
+    _recomputed = False
+
+    def __init__(self, auto_prefix: bool = True, flags: dict[str, bool] | None = None) -> None:
+        check_bool(f"{type(self).__name__}: auto_prefix", auto_prefix)
+        if not (flags is None or isinstance(flags, dict)):
+            raise MindSporeTypeError(
+                f"{type(self).__name__}: flags={flags!r}; expected a dict such as {{'fp16': True}}"
+            )
         nn.Module.__init__(self)
         self.training = False
+        if flags:
+            self.add_flags(**flags)
+
+    @property
+    def cls_name(self) -> str:
+        """Name of the class."""
+        return type(self).__name__
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs; every subclass defines it."""
@@ -36,7 +60,31 @@ class Cell(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""
+        mark = precision.mark_of(self)
+        if mark is not None and mark.casts:
+            inputs, named = hs.trees.map_tensors(
+                (inputs, named), lambda x: x.float() if x.dtype is torch.float64 else x
+            )
+        if self._recomputed and torch.is_grad_enabled():
+            contexts = partial(_recomputing, self)
+            return checkpoint(self.construct, *inputs, use_reentrant=False, context_fn=contexts, **named)
         return self.construct(*inputs, **named)
+
+    def recompute(self, **kwargs: bool) -> None:
+        """Compute this cell again in the backward pass instead of keeping what it computed.
+
+        BatchNorm's statistics move once.
+
+        Args:
+            **kwargs: mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation: kept for
+                MindSpore's signature; they are about its parallel training.
+        """
+        known = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
+        for name, value in kwargs.items():
+            if name not in known:
+                raise MindSporeValueError(f"recompute({name}={value!r}): it takes {', '.join(known)}")
+            check_bool(f"recompute: {name}", value)
+        self._recomputed = True
 
     def to_float(self: Self, dst_type: torch.dtype) -> Self:
         """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
@@ -101,6 +149,26 @@ class Cell(nn.Module):
         self.add_module(child_name, child)
 
 
+def _fp32_of_fp64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
+
+
+def _recomputing(cell: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a recomputed cell's two forward passes; the second leaves norms' statistics alone."""
+    return nullcontext(), _keep_statistics(cell)
+
+
+@contextmanager
+def _keep_statistics(cell: nn.Module) -> Iterator[None]:
+    norms = [module for module in cell.modules() if isinstance(module, _NormBase)]
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
 def _given(where: str, cells: tuple[Any, ...]) -> Any:
     """Return cells that came as arguments or as one list."""
     given = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
@@ -127,7 +195,8 @@ class SequentialCell(Cell, nn.Sequential):
 class CellList(nn.ModuleList):
     """A list of cells: torch's ModuleList under MindSpore's name, with or without a list around the arguments."""
 
-    def __init__(self, *cells: Any) -> None:
+    def __init__(self, *cells: Any, auto_prefix: bool = True) -> None:
+        check_bool("CellList: auto_prefix", auto_prefix)
         nn.ModuleList.__init__(self, _given("CellList", cells))
         self.training = False
 

@@ -33,7 +33,7 @@ from halfstep.compat.mindspore.nn.loss_scale import (
 from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
 
-__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell", "check_optimizer"]
+__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell"]
 
 DEFAULT_SCALE = (2.0**24, 2, 2000)
 """Scale, factor and window where none is given: DynamicLossScaleManager's."""
@@ -71,10 +71,8 @@ class _OneStep(Cell):
     def _train(self, scale: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Train with a scale; return the loss and whether the step was left out."""
         self._by_optimizer = loss_scale_of(self.optimizer)
-        if self._by_optimizer != 1.0:  # the loss is multiplied by what the optimizer divides by
-            check_optimizer(type(self).__name__, self.optimizer, float(scale))
-            scale = torch.ones_like(scale)
-        self._scaler.update(scale)
+        # The loss is multiplied by `scale` in all, the gradients are divided by the rest here and by the optimizer.
+        self._scaler.update(scale / self._by_optimizer)
         result = self._step(*inputs, **named)
         return result.aux, result.skipped
 
@@ -104,7 +102,6 @@ class TrainOneStepCell(_OneStep):
             raise MindSporeValueError("TrainOneStepCell: sens=0 makes every gradient 0; use sens=1.0, or leave it out")
         scale = 1.0 if sens is None else check_scale("TrainOneStepCell: sens", sens, 2.0**-149)
         check_bool("TrainOneStepCell: return_grad", return_grad)
-        check_optimizer(type(self).__name__, optimizer, scale)
         super().__init__(network, optimizer)
         self.sens = scale
         self.return_grad = return_grad
@@ -127,7 +124,7 @@ class TrainOneStepCell(_OneStep):
         loss, _ = self._train(scale, inputs, named)
         if not self.return_grad:
             return loss
-        factor = 1.0 / (float(scale) if self._by_optimizer == 1.0 else self._by_optimizer)
+        factor = 1.0 / float(scale)
         return loss, {name: gradient * factor for name, gradient in self._gradients.items()}
 
 
@@ -173,7 +170,6 @@ class TrainOneStepWithLossScaleCell(_OneStep):
             )
         value: Any = chosen if isinstance(chosen, Tensor) else chosen.get_loss_scale()  # type: ignore[operator]
         start = _scalar("scale_sense", value)
-        check_optimizer(type(self).__name__, optimizer, float(start), chosen)
         super().__init__(network, optimizer)
         self.loss_scaling_manager = None if isinstance(chosen, Tensor) else chosen
         self.register_buffer("scale_sense", start)
@@ -220,24 +216,6 @@ class TrainOneStepWithLossScaleCell(_OneStep):
 def loss_scale_of(optimizer: object) -> float:
     """Return the number by which an optimizer divides gradients in its step; 1 for torch's own."""
     return float(getattr(optimizer, "loss_scale", 1.0))
-
-
-def check_optimizer(where: str, optimizer: object, scale: float, update: object = None) -> None:
-    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by."""
-    own = loss_scale_of(optimizer)
-    if own == 1.0:
-        return
-    if isinstance(update, DynamicLossScaleUpdateCell):
-        raise MindSporeValueError(
-            f"{where}: the scale moves and {type(optimizer).__name__} was built with loss_scale={own!r}, which does "
-            "not; build the optimizer without loss_scale: the training cell unscales by itself"
-        )
-    if scale not in (1.0, own):
-        raise MindSporeValueError(
-            f"{where}: the scale is {scale!r} and {type(optimizer).__name__} was built with loss_scale={own!r}, so "
-            "gradients would be divided by the wrong number; give the optimizer the same loss_scale, or none: the "
-            "training cell unscales by itself"
-        )
 
 
 def _scalar(where: str, value: Any) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
 
 __all__ = [
-    "cast", "conv2d", "depend", "flatten", "log_softmax", "matmul", "max_pool2d", "mean", "one_hot", "ones_like",
-    "partial", "relu", "reshape", "softmax", "square", "stop_gradient", "zeros_like",
+    "cast", "conv2d", "depend", "flatten", "log_softmax", "matmul", "max_pool2d", "mean", "mixed_precision_cast",
+    "one_hot", "ones_like", "partial", "relu", "reshape", "softmax", "square", "stop_gradient", "zeros_like",
 ]  # fmt: skip
 
 Size = int | Sequence[int]
@@ -90,6 +91,15 @@ def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:
     if not isinstance(dtype, torch.dtype):
         raise MindSporeTypeError(f"cast: dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float16")
     return torch.as_tensor(input).to(dtype)
+
+
+def mixed_precision_cast(dst_type: torch.dtype, x: Any) -> Any:
+    """Return `x` with its floating tensors in `dst_type`, also those in tuples, lists and dicts."""
+    if not isinstance(dst_type, torch.dtype) or not dst_type.is_floating_point:
+        raise MindSporeTypeError(
+            f"mixed_precision_cast: dst_type={dst_type!r}; expected the format first: (mstype.float16, x)"
+        )
+    return hs.trees.map_tensors(x, lambda tensor: tensor.to(dst_type) if tensor.is_floating_point() else tensor)
 
 
 def depend(value: Tensor, expr: object) -> Tensor:

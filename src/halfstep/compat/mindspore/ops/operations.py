@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sa
 from halfstep.errors import UnbuiltError
 
 __all__ = [
-    "Add", "BatchMatMul", "BiasAdd", "Cast", "Conv2D", "Conv2DBackpropInput", "Conv2DTranspose", "Conv3D",
+    "Add", "AddN", "BatchMatMul", "BiasAdd", "Cast", "Conv2D", "Conv2DBackpropInput", "Conv2DTranspose", "Conv3D",
     "Conv3DTranspose", "Exp", "Flatten", "Ger", "Log", "MatMul", "MaxPool", "Mul", "PReLU", "Primitive", "ReLU",
     "ReduceMean", "ReduceSum", "Reshape", "Softmax", "Sub",
 ]  # fmt: skip
@@ -44,6 +45,15 @@ class Primitive:
 
 
 # ---------------------------------------------------------------------------------------------------- without settings
+
+
+class AddN(Primitive):
+    """``(xs)``: the sum of a tuple or list of tensors, in the widest of their formats."""
+
+    operators = ("add",)
+
+    def _compute(self, xs: Sequence[Tensor]) -> Tensor:
+        return functools.reduce(torch.add, xs)
 
 
 class PReLU(Primitive):

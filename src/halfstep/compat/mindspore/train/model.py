@@ -133,6 +133,7 @@ class Model:
                     self._manager.update_loss_scale(bool(outputs[1]))  # as MindSpore, a manager on the host counts too
                 for callback in called:
                     callback(Progress(epoch=number, step=count, outputs=outputs))
+            _reset(train_dataset)
             if count == before:
                 raise MindSporeValueError(
                     f"Model.train: epoch {number} had no batch; an iterator is used up after one epoch, pass a list or "
@@ -168,6 +169,7 @@ class Model:
                 count += 1
                 for callback in called:
                     callback(Progress(epoch=1, step=count, outputs=returned))
+        _reset(valid_dataset)
         if count == 0:
             raise MindSporeValueError("Model.eval: the dataset has no batch")
         return {name: total / count for name, total in sorted(totals.items())}
@@ -210,6 +212,12 @@ def _refuse_sink(where: str, dataset_sink_mode: object, sink_size: object) -> No
 def _check_data(where: str, data: object) -> None:
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise MindSporeTypeError(f"{where}: the data is {data!r}; expected batches: a list of tuples or a DataLoader")
+
+
+def _reset(data: Any) -> None:
+    """Begin again with data that is its own iterator, as MindSpore's datasets may be, by its `reset`."""
+    if callable(reset := getattr(data, "reset", None)):
+        reset()
 
 
 def _checked_callbacks(where: str, callbacks: Any) -> list[Callable[[Progress], None]]:

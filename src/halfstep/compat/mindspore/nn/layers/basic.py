@@ -83,7 +83,8 @@ def _activation(activation: Any) -> nn.Module | None:
         return activation
     known = {"relu": ReLU, "sigmoid": Sigmoid, "tanh": Tanh, "gelu": GELU, "softmax": Softmax}
     if isinstance(activation, str) and activation in known:
-        return known[activation]()
+        made: nn.Module = known[activation]()
+        return made
     raise MindSporeValueError(
         f"Dense: activation={activation!r}; expected a cell, None or one of {', '.join(map(repr, known))}"
     )

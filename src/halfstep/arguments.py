@@ -1,0 +1,186 @@
+"""Arguments: what public entries take, refused in one form of words; and attributes that cannot be assigned.
+
+A `Kind` is a set of values with the words that an error uses for it; `|` joins two. bool is no number; numbers of NumPy
+are numbers, and a bool of NumPy is a bool.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import HalfstepError, SettingError, did_you_mean
+
+__all__ = [
+    "CALLABLE",
+    "COUNT",
+    "DEVICE_TYPE",
+    "FLAG",
+    "FRACTION",
+    "INDEX",
+    "MODEL",
+    "NONE",
+    "NOT_NEGATIVE",
+    "OPTIMIZER",
+    "PATH",
+    "POSITIVE",
+    "TENSOR",
+    "TEXT",
+    "WHOLE",
+    "Kind",
+    "a",
+    "check",
+    "fixed",
+    "listed",
+    "one_of",
+    "shown",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Values that an argument may have.
+
+    Attributes:
+        words: what an error says is expected.
+        has: whether a value is one of them.
+        options: names to compare a wrong text with.
+    """
+
+    words: str
+    has: Callable[[Any], bool]
+    options: tuple[str, ...] = ()
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(
+            f"{self.words} or {other.words}",
+            lambda value: self.has(value) or other.has(value),
+            self.options + other.options,
+        )
+
+
+def check(where: str, error: type[HalfstepError], /, **given: tuple[object, Kind]) -> None:
+    """Refuse the first of some arguments that is not of its kind.
+
+    Args:
+        where: the public entry, as its user writes it.
+        error: the class to raise.
+        given: name of an argument -> its value and kind.
+
+    Raises:
+        HalfstepError: of class `error`; it names the entry, the argument, what is expected and what was given.
+    """
+    for name, (value, kind) in given.items():
+        if not kind.has(value):
+            near = did_you_mean(value, kind.options)
+            raise error(f"{where}: {name} must be {kind.words} and is {shown(value)}{near}")
+
+
+def shown(value: object) -> str:
+    """Return a value that may be large as an error shows it."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype)):
+        words = repr(value)
+        return words if len(words) <= 200 else f"{words[:200]}..."
+    if isinstance(value, (list, tuple)) and len(value) < 9 and all(type(one) in {str, int, float} for one in value):
+        return repr(value)
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+# ------------------------------------------------------------------ kinds
+
+
+def a(*classes: type, words: str = "") -> Kind:
+    """Return the instances of classes."""
+    names = " or ".join(f"{'an' if c.__name__[0] in 'AEIOUaeiou' else 'a'} {c.__name__}" for c in classes)
+    return Kind(words or names, lambda value: isinstance(value, classes))
+
+
+def one_of(*options: str) -> Kind:
+    """Return some texts."""
+    return Kind(f"one of {', '.join(map(repr, options))}", lambda v: isinstance(v, str) and v in options, options)
+
+
+def listed(kind: Kind, words: str) -> Kind:
+    """Return lists, tuples and other iterables of a kind, but no text, no mapping and no tensor."""
+
+    def has(value: Any) -> bool:
+        if isinstance(value, (str, bytes, Mapping, Tensor, nn.Module)) or not isinstance(value, Iterable):
+            return False
+        return isinstance(value, (range, map, filter)) or all(map(kind.has, value))
+
+    return Kind(words, has)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"})
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) < 2**63
+
+
+def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    def has(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return False
+        try:
+            return math.isfinite(value) and fits(float(value))
+        except OverflowError:
+            return False
+
+    return has
+
+
+def _is_path(value: object) -> bool:
+    try:
+        text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    except TypeError:
+        return False
+    return isinstance(text, str) and bool(text) and "\0" not in text
+
+
+NONE = Kind("None", lambda value: value is None)
+FLAG = Kind("True or False", _is_flag)
+COUNT = Kind("a whole number from 1", _whole(1))
+WHOLE = Kind("a whole number from 0", _whole(0))
+INDEX = Kind("a whole number", _whole(-(2**63)))
+POSITIVE = Kind("a positive finite number", _real(lambda value: value > 0))
+NOT_NEGATIVE = Kind("a finite number from 0", _real(lambda value: value >= 0))
+FRACTION = Kind("a number from 0 to 1", _real(lambda value: 0 <= value <= 1))
+TEXT = a(str, words="a text")
+PATH = Kind("a path", _is_path)
+CALLABLE = Kind("callable", lambda value: callable(value) and not isinstance(value, type))
+MODEL = a(nn.Module, words="a torch.nn.Module")
+OPTIMIZER = a(Optimizer, words="a torch optimizer")
+TENSOR = a(Tensor, words="a tensor")
+DEVICE_TYPE = a(str, words="a string such as 'cuda'")
+
+
+# ------------------------------------------------------------------ attributes
+
+
+def fixed(name: str, remedy: str, kept: str = "") -> Any:
+    """Return an attribute that refuses to be assigned; reading it costs no Python call.
+
+    Args:
+        name: of the attribute.
+        remedy: what to do instead.
+        kept: the attribute that holds its value; default: `name` after an underscore.
+    """
+
+    def refuse(owner: object, value: object) -> None:
+        raise SettingError(f"{type(owner).__name__}.{name} is fixed when the object is built; {remedy}")
+
+    return property(attrgetter(kept or f"_{name}"), refuse)

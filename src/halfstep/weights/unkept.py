@@ -1,0 +1,174 @@
+"""none: low weights with nothing behind them, whose changes by hand are told if the low format loses them.
+
+Bytes per parameter: 2 (low). Such a parameter is a `kernels.watched.WatchedParameter` as those of a store are:
+outside of regions its methods and copies compute in fp32. A change by hand is rounded to nearest. Optimizers step the
+low values as torch does.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.watched import low_written, owner_of, unwatch, watch
+from halfstep.weights.ranks import training_wrapper
+
+__all__ = ["UnkeptWeights"]
+
+LOST = 0.05  # of the movement that a change by hand makes
+
+
+class UnkeptWeights:
+    """The low parameters of prepared models under `master="none"`; they keep it alive.
+
+    Args:
+        named: (name, low parameter) pairs.
+        in_region: returns whether this thread is in a region.
+    """
+
+    _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], in_region: Callable[[], bool]) -> None:
+        self._in_region = in_region
+        self._names: dict[int, str] = {}
+        self._versions: dict[int, int] = {}  # of low weights when they were last written by an optimizer or a method
+        self._stepping: set[int] = set()  # optimizers
+        self._warned = self._loading = False
+        for name, parameter in named:
+            watch(parameter, self, name, held=True)
+            self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
+        _living().add(self)
+
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether `parameter` is low, and no optimizer is stepping: it sees low values."""
+        return not self._stepping and isinstance(parameter, Tensor) and parameter.dtype in LOW_DTYPES
+
+    def computes(self) -> bool:
+        """Return whether operators run in formats of a policy: in a forward or backward pass."""
+        return self._in_region() or _current_graph_task_id() != -1
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Return the low values in fp32."""
+        return Tensor.detach(parameter).float()
+
+    def moved(self, parameter: nn.Parameter) -> bool:
+        """Return False: there are no fp32 values."""
+        return False
+
+    @contextmanager
+    def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
+        """Give the values of `parameter` in fp32, to be changed, and round them at the end; warn if that loses it."""
+        low = Tensor.detach(parameter)
+        wide, before = low.float(), low.float()
+        self.check(parameter)
+        yield wide
+        with nullcontext() if counted else _unsafe_preserve_version_counter(parameter):
+            low.copy_(wide)
+        self._versions[id(parameter)] = parameter._version
+        if not (fills or self._loading or self._warned):
+            if (wide - low).norm() > LOST * (wide - before).norm():
+                self._warn(parameter)
+
+    def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Do nothing: `writing` compares."""
+
+    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor, *, converted: bool) -> Tensor:
+        """Return the data of `parameter` where it is set to `value`, rounded unless a cast of it was asked for."""
+        if converted or parameter not in self or value.dtype is parameter.dtype or value.shape != parameter.shape:
+            return value
+        with torch.no_grad(), self.writing(parameter, fills=False, counted=False) as wide:
+            wide.copy_(value)
+        return Tensor.detach(parameter)
+
+    def data_read(self) -> None:
+        """Do nothing: `check` looks at it."""
+
+    def check(self, parameter: nn.Parameter) -> None:
+        """Warn if low values were written by no method of `parameter`."""
+        if low_written(parameter) or parameter._version != self._versions[id(parameter)]:
+            self._versions[id(parameter)] = parameter._version
+            self._warn(parameter)
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Let parameters be filled by ``copy_`` in the block."""
+        before, self._loading = self._loading, True
+        try:
+            yield
+        finally:
+            self._loading = before
+
+    def _warn(self, parameter: nn.Parameter) -> None:
+        if not self._warned:
+            self._warned = True
+            kind = str(parameter.dtype).removeprefix("torch.")
+            warnings.warn(
+                f"the weight {self._names[id(parameter)]} was changed by hand, and master='none' keeps only its {kind} "
+                f"value: what {kind} cannot hold of the change is lost; a policy with master='split' keeps it, or give "
+                "its module the rule 'fp32'",
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def of(named: Iterable[tuple[Any, nn.Parameter | None]]) -> list[tuple[Any, nn.Parameter, UnkeptWeights]]:
+        """Return those of (name, parameter) pairs that are such low ones, with what watches them."""
+        owners = [(name, p, owner_of(p)) for name, p in named if p is not None]
+        return [(name, p, owner) for name, p, owner in owners if isinstance(owner, UnkeptWeights)]
+
+    @classmethod
+    def before_forward(cls, module: nn.Module) -> None:
+        """Take note that DistributedDataParallel has sent low values, once for each wrapper of `module` that trains."""
+        if (wrapper := training_wrapper(module)) is not None and wrapper not in cls._wrappers:
+            cls._wrappers.add(wrapper)
+            cls.stepped(module.parameters())
+
+    @staticmethod
+    def stepped(parameters: Iterable[nn.Parameter]) -> None:
+        """Take note that an update has written those of `parameters` that are such low ones."""
+        for _, parameter, owner in UnkeptWeights.of(enumerate(parameters)):
+            owner._versions[id(parameter)] = parameter._version
+
+    @staticmethod
+    def release(parameters: Iterable[nn.Parameter]) -> None:
+        """Give those of `parameters` that are such low ones torch's own class again."""
+        for _, parameter, owner in UnkeptWeights.of(enumerate(parameters)):
+            unwatch(parameter, owner)
+
+
+@cache
+def _living() -> weakref.WeakSet[UnkeptWeights]:
+    """Return all that live; optimizers of any kind write low values, without a word, while they step."""
+    made = weakref.WeakSet[UnkeptWeights]()
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if made:
+            for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
+                owner.check(parameter)
+                owner._stepping.add(id(optimizer))
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for owner in made:
+            owner._stepping.discard(id(optimizer))
+        if made:
+            UnkeptWeights.stepped(_stepped(optimizer))
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return made
+
+
+def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

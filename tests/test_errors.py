@@ -1,0 +1,72 @@
+"""Warnings name the line of the program that led to them, however deep they are given; so do regions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from halfstep.errors import warn
+
+SCRIPT = """
+import _thread, queue, warnings
+import torch
+from torch import nn
+import halfstep as hs
+from halfstep.cast.state import STATE
+
+results = queue.Queue()
+
+def loss_fn(model, x):
+    results.put(STATE.frames[-1].place)
+    return model(x).square().mean()
+
+class Asking(nn.Linear):
+    def forward(self, x):
+        results.put(STATE.frames[-1].place)
+        return super().forward(x)
+
+model, x = nn.Linear(4, 4), torch.randn(2, 4)
+step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="mixed")
+region = hs.autocast("cpu", dtype=torch.bfloat16)
+prepared = hs.prepare(Asking(4, 4), policy=hs.Policy.of("mixed", dtype="bf16"))
+decorated = region(lambda: results.put(STATE.frames[-1].place))
+
+def at(line):
+    assert f"script.py:{line} " in (place := results.get(timeout=60)), (line, place)
+
+step(x); at(28)
+step.evaluate(x); at(29)
+prepared(x); at(30)
+prepared.forward(x); at(31)
+decorated(); at(32)
+with region:
+    assert "script.py:33 " in STATE.frames[-1].place
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    hs.autocast("cpu", dtype=torch.float64)
+assert [one.filename.endswith("script.py") and one.lineno for one in caught] == [37]
+# in these threads no frame of the program lies below
+running = _thread._count()
+for method in (prepared.forward, step.evaluate):
+    _thread.start_new_thread(method, (x,))
+    assert "(in " in results.get(timeout=60)
+    while _thread._count() > running:
+        pass
+"""
+
+
+def test_at_the_top_of_a_script_and_of_a_thread(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert not run.returncode and "Error" not in run.stderr, run.stderr
+
+
+def test_a_warning_is_given_once_for_a_line() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            warn("once for a line", RuntimeWarning)
+    assert [(one.filename, one.category) for one in caught] == [(__file__, RuntimeWarning)]
