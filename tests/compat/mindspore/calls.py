@@ -463,6 +463,7 @@ CALLS: dict[str, Call] = {
         P.Conv3DTranspose(1, 2, 1)(t(np.ones((1, 1, 1, 1, 1))), t(np.ones((1, 2, 1, 1, 1)))).shape, (1, 2, 1, 1, 1),
     ),
     "ops.operations reduced": lambda: (P.ReduceSum(True)(t([[1, 2]]), 1), np.array([[3]], np.float32)),
+    "ops.operations of a list": lambda: (P.AddN()([t([[1, 2]]), t([[3, 4]])]), np.array([[4, 6]], np.float32)),
     "ops.operations with a bias": lambda: (P.BiasAdd("NCHW")(t([[1, 2]]), t([1, 1])), np.array([[2, 3]], np.float32)),
     "ops.GradOperation": lambda: (ops.GradOperation()(square)(t([3.0])), [6.0]),
     "ops.GradOperation from sens": lambda: (

@@ -149,10 +149,6 @@ class Cell(nn.Module):
         self.add_module(child_name, child)
 
 
-def _fp32_of_fp64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
-
-
 def _recomputing(cell: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a recomputed cell's two forward passes; the second leaves norms' statistics alone."""
     return nullcontext(), _keep_statistics(cell)
