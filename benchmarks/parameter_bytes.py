@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from benchmarks.markdown import table
-from halfstep.step.prepare import store_of
+from halfstep.binding.prepare import store_of
 from halfstep.tasks.gpt import GPT
 
 HELD = ("weight", "low copy", "gradient", "master", "optimizer state")

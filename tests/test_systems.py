@@ -18,7 +18,7 @@ from halfstep.cli import run
 from halfstep.errors import HalfstepError
 from halfstep.kernels import pages
 from halfstep.kernels.native import compiler
-from halfstep.step.checkpoints.files import _sync_folder
+from halfstep.checkpoints.files import _sync_folder
 from halfstep.tasks import pitfalls
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.registry import load_task

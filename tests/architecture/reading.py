@@ -32,7 +32,7 @@ HOUR: Sequence[tuple[str, str]] = (
     ("cast/rules/handlers.py", "what a rule does with one operator"),
     ("step/moments.py", "which parts take part in a step, when each is called, and what an exception leaves"),
     ("step/train_step.py", "one training step: where casting, scaling and weights meet"),
-    ("step/update.py", "how gradients become new weights"),
+    ("update/updater.py", "how gradients become new weights"),
 )
 """File -> what a reader knows afterwards, in the order to read."""
 

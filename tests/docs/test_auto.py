@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.step import choose, race
+from halfstep.auto import choose, race
 from tests.snippets import run_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "auto.md"

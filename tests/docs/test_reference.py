@@ -116,7 +116,7 @@ def test_every_public_name_is_on_one_page_of_the_reference() -> None:
 
 
 def test_a_function_in_a_module_of_its_name_is_listed_by_its_whole_path() -> None:
-    """The reference is made from the files, in which ``halfstep.step.save`` is a module."""
+    """The reference is made from the files, in which ``halfstep.checkpoints.save`` is a module."""
     for name in HERE:
         value, last = found(name), name.rpartition(".")[2]
         above, _, leaf = getattr(value, "__module__", "").rpartition(".")

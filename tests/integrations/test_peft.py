@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 import halfstep as hs  # noqa: E402
-from halfstep.step.prepare import store_of  # noqa: E402
+from halfstep.binding.prepare import store_of  # noqa: E402
 from tests.examples.loading import load  # noqa: E402
 
 pytestmark = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.record import History
+from halfstep.step.parts.record import History
 from tests.step.late import late
 
 BYTES = 4 * 8 * 4

@@ -1,4 +1,4 @@
-"""Methods of a prepared model other than forward: see note [methods] of step/bind.py."""
+"""Methods of a prepared model other than forward: see note [methods] of binding/bind.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.step import optimizer_step
+from halfstep.update import optimizer_step
 
 FORMS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p, **k: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **k),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.kernels.choose import cannot_update
-from halfstep.step.fused import FusedUpdate
+from halfstep.update.fused import FusedUpdate
 
 pytestmark = pytest.mark.skipif(bool(cannot_update([torch.zeros(1)])), reason=cannot_update([torch.zeros(1)]))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.step.signals import SAMPLED_EVERY, SAMPLES, Signals
+from halfstep.step.parts.signals import SAMPLED_EVERY, SAMPLES, Signals
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Any:
@@ -52,7 +52,7 @@ def test_losses_norms_weights_and_batches_are_those_of_the_run(settings: dict[st
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.step.signals.UPDATES", 100)
+    monkeypatch.setattr("halfstep.step.parts.signals.UPDATES", 100)
     step = step_of(nn.Linear(2, 1))
     signals, x = step.record.signals, torch.randn(1, 2)
     for _ in range(3 * SAMPLED_EVERY):

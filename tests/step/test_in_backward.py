@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step import in_backward
+from halfstep.step.parts import in_backward
 from halfstep.trees import tensors
 from tests.step.cutting import Run, cut_everywhere, plain, without_warnings
 from tests.step.late import late

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from halfstep.errors import CheckpointError
-from halfstep.step.checkpoints import meeting
-from halfstep.step.checkpoints.meeting import Meeting, announce, store_under
+from halfstep import meeting
+from halfstep.meeting import Meeting, announce, store_under
 
 LIMIT = 500.0  # seconds of a clock that only naps move
 

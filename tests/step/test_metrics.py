@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.metrics import Metrics
+from halfstep.step.parts.metrics import Metrics
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, PolicyError, WeightsError
-from halfstep.step.bind import binding_of
-from halfstep.step.prepare import store_of
+from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import store_of
 from tests.stepping import without_collector
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from halfstep.step.race import MARGIN, Race, Unfit
+from halfstep.auto.race import MARGIN, Race, Unfit
 
 
 def raced(seconds: dict[str, float | Callable[[int], float]], *, most: int = 30, limit: float = 1e9) -> Race:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import CheckpointError, StepError
-from halfstep.step.checkpoints import files, writers
-from halfstep.step.checkpoints.generators import check_generators
+from halfstep.checkpoints import files, writers
+from halfstep.checkpoints.generators import check_generators
 from halfstep.step.saved import check_scheduler
 
 POLICIES = {

@@ -133,7 +133,7 @@ def _apart(rank: int, folder: str) -> None:
 def _full(rank: int, folder: str) -> None:
     step = made("fsdp")
     if rank:
-        from halfstep.step.checkpoints import shards
+        from halfstep.checkpoints import shards
 
         def refuse(*args: object) -> None:
             raise OSError(28, "No space left on device")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.step import train_step
-from halfstep.step.sums import Sums
+from halfstep.step.parts.sums import Sums
 from tests.stepping import without_collector
 
 WIDTH = 264

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.checkpoints import files
+from halfstep.checkpoints import files
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:

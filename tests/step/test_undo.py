@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.step.prepare import store_of
-from halfstep.step.undo import Marks, SchedulerCopy
+from halfstep.binding.prepare import store_of
+from halfstep.update.undo import Marks, SchedulerCopy
 
 Lr = torch.optim.lr_scheduler
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
-from halfstep.step.fused import FusedUpdate
-from halfstep.step.prepare import store_of
+from halfstep.update.fused import FusedUpdate
+from halfstep.binding.prepare import store_of
 from halfstep.weights import SplitWeights
 from tests.stepping import own_step
 

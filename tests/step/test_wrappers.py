@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 import halfstep as hs
 from halfstep.errors import BindError, WeightsError
-from halfstep.step.wrappers import unwrap, unwrap_optimizer
+from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.weights.states import LowStates
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep as hs
-from halfstep.step.prepare import store_of
+from halfstep.binding.prepare import store_of
 from halfstep.weights import STRATEGIES
 from tests.promises.probe import one_rank
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.prepare import store_of
+from halfstep.binding.prepare import store_of
 from halfstep.weights import WeightStore
 
 STRATEGIES = ["master", "split", "kahan", "stochastic"]

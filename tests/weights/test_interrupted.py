@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.step.prepare import store_of
+from halfstep.binding.prepare import store_of
 from tests.step.cutting import is_instant
 
 WEIGHTS = str(Path(hs.__file__).parent / "weights")

@@ -28,7 +28,7 @@ from halfstep.formats import float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
-from halfstep.step.record import generators, generators_of, put_random, random_states
+from halfstep.step.parts.record import generators, generators_of, put_random, random_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [

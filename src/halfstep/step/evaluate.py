@@ -15,7 +15,7 @@ from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
-from halfstep.step.wrappers import unwrap
+from halfstep.binding.wrappers import unwrap
 
 __all__ = ["evaluate"]
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import StepError
 from halfstep.events import StepWatcher
-from halfstep.step.undo import SchedulerCopy
+from halfstep.update.undo import SchedulerCopy
 
 __all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "MICRO_BATCH", "Deferral", "Moments", "Watchers", "one_thread"]
 

@@ -20,24 +20,24 @@ from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step import optimizer_step, update
+from halfstep.update import optimizer_step, updater as update
 from halfstep.step.arguments import check_loss_function, check_optimizer, check_scheduler, limit
-from halfstep.step.bind import binding_of
-from halfstep.step.checkpoint import KEPT, refuse_window
-from halfstep.step.construct import unchanged_on_failure
+from halfstep.binding.bind import binding_of
+from halfstep.step.state import KEPT, refuse_window
+from halfstep.binding.construct import unchanged_on_failure
 from halfstep.step.graph.capturable import refuse_graph
-from halfstep.step.in_backward import InBackward, in_backward
+from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.moments import Moments, Watchers
-from halfstep.step.prepare import prepare_with
-from halfstep.step.record import Record
-from halfstep.step.retry import Retry
-from halfstep.step.scaling import Scaling
-from halfstep.step.unfinished import Unfinished
-from halfstep.step.update import Updater
-from halfstep.step.wrappers import unwrap, unwrap_optimizer
+from halfstep.binding.prepare import prepare_with
+from halfstep.step.parts.record import Record
+from halfstep.step.parts.retry import Retry
+from halfstep.step.parts.scaling import Scaling
+from halfstep.step.parts.unfinished import Unfinished
+from halfstep.update.updater import Updater
+from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 
 if TYPE_CHECKING:
-    from halfstep.step.choose import Choice
+    from halfstep.auto.choose import Choice
 
 __all__ = ["Settings"]
 

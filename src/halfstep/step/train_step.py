@@ -37,7 +37,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step import update
+from halfstep.update import updater as update
 from halfstep.step.arguments import (
     check_arguments,
     check_loss,
@@ -46,34 +46,34 @@ from halfstep.step.arguments import (
     retries,
 )
 from halfstep.step.batch_errors import EXPLAINED, explained
-from halfstep.step.bind import binding_of
+from halfstep.binding.bind import binding_of
 from halfstep.step.byproducts import detached
-from halfstep.step.checkpoint import copied, load_step, save_step
+from halfstep.step.state import copied, load_step, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
-from halfstep.step.construct import unchanged_on_failure
+from halfstep.binding.construct import unchanged_on_failure
 from halfstep.step.evaluate import evaluate
-from halfstep.step.fsdp import is_distributed
+from halfstep.binding.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.metrics import Metrics, MetricsLogger
+from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers, one_thread
-from halfstep.step.phases import profiler_runs, show_phases
-from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
-from halfstep.step.ranks import join, ranks_of, refuse_flush
-from halfstep.step.record import Record
-from halfstep.step.retry import ENOUGH, Retry
-from halfstep.step.scaling import Scaling
-from halfstep.step.schedule import advance
+from halfstep.update.phases import profiler_runs, show_phases
+from halfstep.binding.prepare import prepare_with, prepared_policy, store_of, unwrap
+from halfstep.step.parts.ranks import join, ranks_of, refuse_flush
+from halfstep.step.parts.record import Record
+from halfstep.step.parts.retry import ENOUGH, Retry
+from halfstep.step.parts.scaling import Scaling
+from halfstep.step.parts.schedule import advance
 from halfstep.step.settings import Settings
-from halfstep.step.statistics import Statistics
-from halfstep.step.sums import Sums
-from halfstep.step.unfinished import Unfinished
-from halfstep.step.update import Culprits, Updater
-from halfstep.step.wrappers import unwrap_optimizer
+from halfstep.step.parts.statistics import Statistics
+from halfstep.step.parts.sums import Sums
+from halfstep.step.parts.unfinished import Unfinished
+from halfstep.update.updater import Culprits, Updater
+from halfstep.binding.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
-    from halfstep.step.choose import Choice
+    from halfstep.auto.choose import Choice
 
 __all__ = ["TrainStep"]
 
@@ -156,7 +156,7 @@ class TrainStep(Settings):
         self._update_in_backward = update_in_backward
         self._choice: Choice | None = None
         if isinstance(policy, str) and policy == "auto":
-            from halfstep.step import auto  # which makes training steps
+            from halfstep.step import undecided as auto  # which makes training steps
 
             return auto.undecide(self, scaler, blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)

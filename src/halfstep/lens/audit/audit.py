@@ -30,8 +30,8 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import LOSS, limit
-from halfstep.step.bind import is_bound
-from halfstep.step.prepare import prepared_policy, unprepare, unwrap
+from halfstep.binding.bind import is_bound
+from halfstep.binding.prepare import prepared_policy, unprepare, unwrap
 from halfstep.trees import tensors
 
 __all__ = ["audit"]

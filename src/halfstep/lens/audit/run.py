@@ -30,7 +30,7 @@ from halfstep.lens.calls import copied
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.record import generators, generators_of
+from halfstep.step.parts.record import generators, generators_of
 from halfstep.trees import map_tensors
 
 __all__ = ["Batch", "Run"]

@@ -21,7 +21,7 @@ from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
 from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall
-from halfstep.step.prepare import store_of
+from halfstep.binding.prepare import store_of
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 

@@ -19,8 +19,8 @@ from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.verdict import Cure, Verdict
-from halfstep.step.bind import binding_of
-from halfstep.step.wrappers import unwrap_optimizer
+from halfstep.binding.bind import binding_of
+from halfstep.binding.wrappers import unwrap_optimizer
 
 __all__ = ["UNTRAINED", "Around", "advice", "lost_eps"]
 

@@ -34,9 +34,9 @@ from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.arguments import LOSS
-from halfstep.step.prepare import prepared_policy, unwrap
-from halfstep.step.record import History, MicroBatch, Window
-from halfstep.step.statistics import Statistics
+from halfstep.binding.prepare import prepared_policy, unwrap
+from halfstep.step.parts.record import History, MicroBatch, Window
+from halfstep.step.parts.statistics import Statistics
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["BlackBox", "replay"]

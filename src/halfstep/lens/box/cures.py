@@ -27,8 +27,8 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.step.bind import KEY, Binding, binding_of
-from halfstep.step.prepare import prepare, unprepare
+from halfstep.binding.bind import KEY, Binding, binding_of
+from halfstep.binding.prepare import prepare, unprepare
 
 __all__ = ["cures", "instead", "rebound"]
 

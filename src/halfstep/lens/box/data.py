@@ -29,7 +29,7 @@ from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
 from halfstep.step.batch_errors import inputs, place
-from halfstep.step.record import MicroBatch
+from halfstep.step.parts.record import MicroBatch
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["outlier", "suspects", "wrong_target"]

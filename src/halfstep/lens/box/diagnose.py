@@ -22,8 +22,8 @@ from halfstep.lens.calls import extremes
 from halfstep.lens.verdict import Magnitude, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
-from halfstep.step.record import MicroBatch, versions_of
-from halfstep.step.signals import Signals
+from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
 from halfstep.weights.store import WeightStore
 

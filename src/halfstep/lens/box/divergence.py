@@ -11,7 +11,7 @@ from functools import partial
 
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
-from halfstep.step.signals import Signals
+from halfstep.step.parts.signals import Signals
 
 __all__ = ["poisoned", "runaway"]
 

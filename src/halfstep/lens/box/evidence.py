@@ -26,8 +26,8 @@ from halfstep.lens.box.sharded import is_gathered, whole_state
 from halfstep.lens.calls import PLAIN_TYPES, is_sharded
 from halfstep.lens.verdict import Verdict
 from halfstep.schema import Each, Kind, check, number, regular, text, whole
-from halfstep.step.checkpoints.files import read_state
-from halfstep.step.record import MicroBatch, versions_of
+from halfstep.checkpoints.files import read_state
+from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["buffers_of", "load_evidence", "load_weights", "save_evidence", "window_of"]

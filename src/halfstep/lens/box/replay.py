@@ -23,7 +23,7 @@ from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import PLAIN_TYPES, extremes
-from halfstep.step.record import MicroBatch, generators, generators_of, put_buffers, put_random
+from halfstep.step.parts.record import MicroBatch, generators, generators_of, put_buffers, put_random
 from halfstep.trees import map_tensors
 
 __all__ = ["Attempt", "Replay", "Windows"]

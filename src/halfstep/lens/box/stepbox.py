@@ -47,8 +47,8 @@ from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes, file_of, is_sharded
 from halfstep.lens.verdict import Verdict
 from halfstep.policy.policy import Policy
-from halfstep.step.bind import binding_of
-from halfstep.step.record import History, MicroBatch, Window
+from halfstep.binding.bind import binding_of
+from halfstep.step.parts.record import History, MicroBatch, Window
 
 if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange

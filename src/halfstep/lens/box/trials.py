@@ -34,10 +34,10 @@ from halfstep.lens.box.replay import Attempt, Windows
 from halfstep.lens.box.sharded import is_gathered
 from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
-from halfstep.step.bind import binding_of
-from halfstep.step.record import MicroBatch, versions_of
-from halfstep.step.signals import History
-from halfstep.step.wrappers import unwrap_optimizer
+from halfstep.binding.bind import binding_of
+from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.step.parts.signals import History
+from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 

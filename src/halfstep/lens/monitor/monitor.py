@@ -32,7 +32,7 @@ from halfstep.lens.monitor.sampler import Sampler
 from halfstep.lens.monitor.symptoms import of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
-from halfstep.step.prepare import prepared_policy, store_of, unwrap
+from halfstep.binding.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["Monitor"]

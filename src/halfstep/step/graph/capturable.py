@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import StepError
-from halfstep.step.optimizer_step import can_fuse, is_fused, takes_predicate
-from halfstep.step.prepare import unwrap
-from halfstep.step.recorder import recorder_for
-from halfstep.step.update import suits
+from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
+from halfstep.binding.prepare import unwrap
+from halfstep.step.graph.recorder import recorder_for
+from halfstep.update.updater import suits
 from halfstep.trees import opened
 
 __all__ = ["REMEDY", "kind_of", "place_of", "refuse_graph"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.step.prepare import unwrap
+from halfstep.binding.prepare import unwrap
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep

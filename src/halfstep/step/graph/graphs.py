@@ -38,11 +38,11 @@ from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
-from halfstep.step.prepare import unwrap
-from halfstep.step.record import generators as generators_now
-from halfstep.step.recorder import Recorder, recorder_for
-from halfstep.step.statistics import Statistics
-from halfstep.step.update import Culprits, Updater
+from halfstep.binding.prepare import unwrap
+from halfstep.step.parts.record import generators as generators_now
+from halfstep.step.graph.recorder import Recorder, recorder_for
+from halfstep.step.parts.statistics import Statistics
+from halfstep.update.updater import Culprits, Updater
 from halfstep.trees import map_tensors
 from halfstep.weights import UnkeptWeights
 

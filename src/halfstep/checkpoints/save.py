@@ -32,15 +32,15 @@ from halfstep.kernels.choose import load_kernels
 from halfstep.schema import Each
 from halfstep.schema import check as check_content
 from halfstep.step.arguments import check_saving
-from halfstep.step.checkpoint import check_state
-from halfstep.step.checkpoints import files, writers
-from halfstep.step.checkpoints.foreign import converted, is_foreign
-from halfstep.step.checkpoints.generators import check_generators, generators, set_generators
-from halfstep.step.checkpoints.meeting import WRITE_TIME, Alone, Meeting, meeting
-from halfstep.step.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
-from halfstep.step.checkpoints.writers import Lock
+from halfstep.step.state import check_state
+from halfstep.checkpoints import files, writers
+from halfstep.checkpoints.foreign import converted, is_foreign
+from halfstep.checkpoints.generators import check_generators, generators, set_generators
+from halfstep.meeting import WRITE_TIME, Alone, Meeting, meeting
+from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
+from halfstep.checkpoints.writers import Lock
 from halfstep.step.moments import one_thread
-from halfstep.step.prepare import unwrap
+from halfstep.binding.prepare import unwrap
 from halfstep.step.saved import PLAIN, SHARDED
 from halfstep.trees import map_tensors
 
@@ -313,7 +313,7 @@ class _Write:
         self, step: TrainStep, parts: _Parts, group: Any, plan: Mapping[str, Any], *, wait: bool
     ) -> Callable[[], None]:
         """Return the work of a checkpoint in shards; with ``wait=False`` they are copied to the host first."""
-        from halfstep.step.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
+        from halfstep.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
 
         tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
         state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
@@ -603,7 +603,7 @@ def _read(
     names = names_of(model, optimizer)
     _check_groups(content.get("rests", [content]), names)
     if "rests" in content:
-        from halfstep.step.checkpoints import shards
+        from halfstep.checkpoints import shards
 
         rests = content["rests"]
         check_content(content, {"shards": shards.TABLE, ...: Any}, str(folder / files.STATE), CheckpointError)

@@ -30,7 +30,7 @@ import torch
 
 from halfstep.errors import CheckpointError
 from halfstep.schema import Each, check, is_bounded, read_json, regular, text, whole
-from halfstep.step.checkpoints import writers
+from halfstep.checkpoints import writers
 
 __all__ = [
     "FILE", "MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "read_state",

@@ -26,10 +26,10 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolve, resolved
 from halfstep.ratios import Ratio
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.bind import is_bound
-from halfstep.step.race import Race, Unfit
+from halfstep.binding.bind import is_bound
+from halfstep.auto.race import Race, Unfit
 from halfstep.step.train_step import TrainStep
-from halfstep.step.trial import Ground, Trial
+from halfstep.auto.trial import Ground, Trial
 
 if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss

@@ -26,10 +26,10 @@ from halfstep.policy.match import matches
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.step.bind import binding_of
-from halfstep.step.bindable import check_model
-from halfstep.step.fsdp import is_fsdp
-from halfstep.step.prepare import prepare
+from halfstep.binding.bind import binding_of
+from halfstep.binding.bindable import check_model
+from halfstep.binding.fsdp import is_fsdp
+from halfstep.binding.prepare import prepare
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

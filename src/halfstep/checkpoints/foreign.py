@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
 from halfstep.schema import Each, Kind, check, regular, whole
-from halfstep.step.checkpoints.files import read_state
-from halfstep.step.prepare import unwrap
+from halfstep.checkpoints.files import read_state
+from halfstep.binding.prepare import unwrap
 from halfstep.step.saved import NUMBER, STATE
 
 if TYPE_CHECKING:

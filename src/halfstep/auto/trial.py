@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from halfstep.accelerators import default_generators, empty_cache
 from halfstep.kernels.pages import keep_pages
-from halfstep.step.construct import unbuilt
+from halfstep.binding.construct import unbuilt
 from halfstep.step.moments import Deferral
-from halfstep.step.race import Unfit
-from halfstep.step.record import generators, generators_of
+from halfstep.auto.race import Unfit
+from halfstep.step.parts.record import generators, generators_of
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from halfstep.errors import ScaleError
 from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.fused import check_gradients
+from halfstep.update.fused import check_gradients
 from halfstep.step.moments import Moments
-from halfstep.step.ranks import Ranks
-from halfstep.step.record import History, MicroBatch, Record, versions_of
+from halfstep.step.parts.ranks import Ranks
+from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 
 __all__ = ["ENOUGH", "Retry"]

@@ -21,7 +21,7 @@ from halfstep.accelerators import copies_behind_events
 from halfstep.arguments import COUNT, check
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
-from halfstep.step.update import Culprits
+from halfstep.update.updater import Culprits
 from halfstep.trees import tensors
 
 __all__ = ["Metrics", "MetricsLogger", "StepMetrics"]

@@ -24,9 +24,9 @@ from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.kernels.sharded import local
 from halfstep.step.arguments import check_rates
-from halfstep.step.fused import KNOWN, PLAIN, FusedUpdate, GradientCheck, check_gradients, same
-from halfstep.step.optimizer_step import clip_values_, step_unless
-from halfstep.step.undo import Marks
+from halfstep.update.fused import KNOWN, PLAIN, FusedUpdate, GradientCheck, check_gradients, same
+from halfstep.update.optimizer_step import clip_values_, step_unless
+from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 

@@ -17,9 +17,9 @@ from halfstep.kernels.sharded import local
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.step.bind import KEY, binding_of
-from halfstep.step.fsdp import check_groups, reshard
-from halfstep.step.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
+from halfstep.binding.bind import KEY, binding_of
+from halfstep.binding.fsdp import check_groups, reshard
+from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond

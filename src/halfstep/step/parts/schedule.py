@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import StepError
 from halfstep.step.moments import ADVANCE, Moments
-from halfstep.step.record import Record
-from halfstep.step.undo import SchedulerCopy
+from halfstep.step.parts.record import Record
+from halfstep.update.undo import SchedulerCopy
 
 __all__ = ["advance"]
 

@@ -27,9 +27,9 @@ from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.step.bind import binding_of
-from halfstep.step.prepare import prepare, store_of, unprepare
-from halfstep.step.wrappers import unwrap
+from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import prepare, store_of, unprepare
+from halfstep.binding.wrappers import unwrap
 
 __all__ = ["lowered", "twin"]
 

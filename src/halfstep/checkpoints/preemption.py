@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from halfstep.arguments import NONE, Kind, check
 from halfstep.errors import CheckpointError
 from halfstep.step.arguments import check_saving
-from halfstep.step.checkpoints.meeting import processes, store_under
-from halfstep.step.save import KEEP, check_destination, save
+from halfstep.meeting import processes, store_under
+from halfstep.checkpoints.save import KEEP, check_destination, save
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep

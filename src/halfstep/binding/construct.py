@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.step.bind import binding_of, is_bound
-from halfstep.step.prepare import unprepare, unwrap
+from halfstep.binding.bind import binding_of, is_bound
+from halfstep.binding.prepare import unprepare, unwrap
 from halfstep.weights import WeightStore
 
 __all__ = ["unbuilt", "unchanged_on_failure"]

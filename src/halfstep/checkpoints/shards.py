@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
 from halfstep.schema import Each, regular, whole
-from halfstep.step.checkpoints.files import FILE, first_line
-from halfstep.step.checkpoints.names import Names, chunk_of
+from halfstep.checkpoints.files import FILE, first_line
+from halfstep.checkpoints.names import Names, chunk_of
 
 __all__ = ["TABLE", "Writer", "own_files", "read"]
 

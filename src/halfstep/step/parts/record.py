@@ -25,13 +25,13 @@ from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
-from halfstep.step.landing import Landing
-from halfstep.step.signals import Signals
+from halfstep.step.parts.landing import Landing
+from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:
-    from halfstep.step.checkpoints.preemption import Preemption
-    from halfstep.step.save import Saving
+    from halfstep.checkpoints.preemption import Preemption
+    from halfstep.checkpoints.save import Saving
 
 __all__ = [
     "History",

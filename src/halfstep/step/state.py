@@ -12,11 +12,11 @@ from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.step.moments import LOAD, Moments
-from halfstep.step.prepare import prepared_policy, unwrap
+from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
-from halfstep.step.statistics import Statistics
-from halfstep.step.undo import SchedulerCopy
-from halfstep.step.update import Updater
+from halfstep.step.parts.statistics import Statistics
+from halfstep.update.undo import SchedulerCopy
+from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
     from halfstep.step.settings import Settings

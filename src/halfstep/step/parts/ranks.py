@@ -26,11 +26,11 @@ from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
-from halfstep.step.checkpoints.meeting import announce
-from halfstep.step.fsdp import is_distributed, refuse_other_average
-from halfstep.step.precise import KEY
-from halfstep.step.record import Record
-from halfstep.step.wrappers import unwrap
+from halfstep.meeting import announce
+from halfstep.binding.fsdp import is_distributed, refuse_other_average
+from halfstep.binding.precise import KEY
+from halfstep.step.parts.record import Record
+from halfstep.binding.wrappers import unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 

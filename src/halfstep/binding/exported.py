@@ -26,7 +26,7 @@ from halfstep.errors import BindError, UnbuiltError, warn
 from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
-from halfstep.step.lowered import twin
+from halfstep.binding.lowered import twin
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:

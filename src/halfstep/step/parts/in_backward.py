@@ -28,8 +28,8 @@ from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
 from halfstep.step.moments import Moments
-from halfstep.step.record import Record
-from halfstep.step.update import Culprits, Updater, unsuited
+from halfstep.step.parts.record import Record
+from halfstep.update.updater import Culprits, Updater, unsuited
 
 __all__ = ["InBackward", "in_backward"]
 

@@ -31,7 +31,7 @@ from halfstep.kernels.native.calls import Columns, Kernels, Packed
 from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
 from halfstep.optim import Lion
-from halfstep.step.phases import profiler_runs
+from halfstep.update.phases import profiler_runs
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 

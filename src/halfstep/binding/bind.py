@@ -60,9 +60,9 @@ from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
-from halfstep.step.ranks import refuse_own_loop
-from halfstep.step.wrappers import refuse_flat
+from halfstep.binding.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
+from halfstep.step.parts.ranks import refuse_own_loop
+from halfstep.binding.wrappers import refuse_flat
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates

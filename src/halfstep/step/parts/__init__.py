@@ -1,0 +1,1 @@
+"""Parts of a training step: each keeps one thing consistent through a window of micro-batches."""

@@ -1,0 +1,1 @@
+"""The update: gradients of a window become new weights."""
