@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from benchmarks.run import write
-from halfstep.errors import CheckpointError
 from halfstep.checkpoints import files
+from halfstep.errors import CheckpointError
 from halfstep.tasks import machine
 
 UPDATES, EVERY, WIDTH = 24, 3, 96

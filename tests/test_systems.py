@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import halfstep as hs
+from halfstep.checkpoints.files import _sync_folder
 from halfstep.cli import run
 from halfstep.errors import HalfstepError
 from halfstep.kernels import pages
 from halfstep.kernels.native import compiler
-from halfstep.checkpoints.files import _sync_folder
 from halfstep.tasks import pitfalls
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.registry import load_task

@@ -14,24 +14,14 @@ from halfstep import formats as formats
 from halfstep import policy as policy
 from halfstep import step as step
 from halfstep import trees as trees
+from halfstep.binding import edit_weights, exported, lowered, prepare, prepared_policy, shard, unprepare
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
+from halfstep.checkpoints import load, on_preemption, save
 from halfstep.errors import HalfstepError
 from halfstep.optim import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import (
-    TrainStep,
-    edit_weights,
-    exported,
-    load,
-    lowered,
-    on_preemption,
-    prepare,
-    prepared_policy,
-    save,
-    shard,
-    unprepare,
-)
+from halfstep.step import TrainStep
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 import halfstep as hs
-from halfstep.errors import BindError, PolicyError, StepError, WeightsError
-from halfstep.ratios import Ratio
-from halfstep.step import undecided as auto
 from halfstep.auto import choose, trial
-from halfstep.step.undecided import Undecided
 from halfstep.auto.choose import pays
 from halfstep.auto.race import Race
 from halfstep.auto.trial import Ground
+from halfstep.errors import BindError, PolicyError, StepError, WeightsError
+from halfstep.ratios import Ratio
+from halfstep.step import undecided as auto
+from halfstep.step.undecided import Undecided
 
 SECONDS = {"fp32": 1.0, "mixed": 0.1, "O2": 0.01, "pure": 0.001}  # so far apart that one round is enough
 

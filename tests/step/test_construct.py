@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.update import optimizer_step
 from halfstep.step import train_step
 from halfstep.step.parts.sums import MANY
+from halfstep.update import optimizer_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from halfstep.errors import CheckpointError
 from halfstep import meeting
+from halfstep.errors import CheckpointError
 from halfstep.meeting import Meeting, announce, store_under
 
 LIMIT = 500.0  # seconds of a clock that only naps move

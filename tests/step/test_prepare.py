@@ -20,10 +20,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
-from halfstep.cast.state import STATE
-from halfstep.errors import BindError, PolicyError, WeightsError
 from halfstep.binding.bind import binding_of
 from halfstep.binding.prepare import store_of
+from halfstep.cast.state import STATE
+from halfstep.errors import BindError, PolicyError, WeightsError
 from tests.stepping import without_collector
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32

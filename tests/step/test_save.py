@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.errors import CheckpointError, StepError
 from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.generators import check_generators
+from halfstep.errors import CheckpointError, StepError
 from halfstep.step.saved import check_scheduler
 
 POLICIES = {

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.binding.prepare import store_of
 from halfstep.errors import BindError, UnbuiltError
 from halfstep.kernels.sharded import local
-from halfstep.binding.prepare import store_of
 from tests.distributed.strategies import Net, batches, loss_of, policy
 
 LOW = ("O2:bf16:master=master", "pure:bf16:master=split", "pure:bf16:master=kahan", "pure:fp16", "pure:bf16:state=low")

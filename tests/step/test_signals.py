@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.step.moments import Deferral
+from halfstep.update.deferral import Deferral
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.errors import PolicyError, StepError, WeightsError
 from halfstep.binding.prepare import store_of
+from halfstep.errors import PolicyError, StepError, WeightsError
 from halfstep.weights import STRATEGIES, WeightStore
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32

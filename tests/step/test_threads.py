@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.errors import StepError
 from halfstep.checkpoints import files
+from halfstep.errors import StepError
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:

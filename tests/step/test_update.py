@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.binding.prepare import store_of
 from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
 from halfstep.update.fused import FusedUpdate
-from halfstep.binding.prepare import store_of
 from halfstep.weights import SplitWeights
 from tests.stepping import own_step
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import halfstep as hs
-from halfstep.errors import BindError, WeightsError
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
+from halfstep.errors import BindError, WeightsError
 from halfstep.weights.states import LowStates
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

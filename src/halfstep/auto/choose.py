@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from halfstep.auto.race import Race, Unfit
+from halfstep.auto.trial import Ground, Trial
+from halfstep.binding.bind import is_bound
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolve, resolved
 from halfstep.ratios import Ratio
 from halfstep.scale.scaler import GradScaler
-from halfstep.binding.bind import is_bound
-from halfstep.auto.race import Race, Unfit
 from halfstep.step.train_step import TrainStep
-from halfstep.auto.trial import Ground, Trial
 
 if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss

@@ -24,12 +24,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from halfstep.accelerators import default_generators, empty_cache
-from halfstep.kernels.pages import keep_pages
-from halfstep.binding.construct import unbuilt
-from halfstep.step.moments import Deferral
 from halfstep.auto.race import Unfit
+from halfstep.binding.construct import unbuilt
+from halfstep.kernels.pages import keep_pages
 from halfstep.step.parts.record import generators, generators_of
 from halfstep.trees import map_tensors
+from halfstep.update.deferral import Deferral
 
 if TYPE_CHECKING:
     from halfstep.events import StepResult

@@ -46,6 +46,9 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
+from halfstep.binding.own_loops import refuse_own_loop
+from halfstep.binding.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
+from halfstep.binding.wrappers import refuse_flat
 from halfstep.cast.copies import low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
@@ -60,9 +63,6 @@ from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.binding.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
-from halfstep.step.parts.ranks import refuse_own_loop
-from halfstep.binding.wrappers import refuse_flat
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates

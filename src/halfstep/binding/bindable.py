@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.binding.bind import KEY, binding_of
+from halfstep.binding.fsdp import check_groups, reshard
+from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import local
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.binding.bind import KEY, binding_of
-from halfstep.binding.fsdp import check_groups, reshard
-from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond

@@ -22,11 +22,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from halfstep.arguments import MODEL, NONE, Kind, check
+from halfstep.binding.lowered import twin
 from halfstep.errors import BindError, UnbuiltError, warn
 from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
-from halfstep.binding.lowered import twin
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:

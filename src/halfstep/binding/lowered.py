@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.arguments import MODEL, check
+from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import prepare, store_of, unprepare
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import BindError, PolicyError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import is_sharded, put
@@ -27,9 +30,6 @@ from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.binding.bind import binding_of
-from halfstep.binding.prepare import prepare, store_of, unprepare
-from halfstep.binding.wrappers import unwrap
 
 __all__ = ["lowered", "twin"]
 

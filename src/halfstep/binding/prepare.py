@@ -16,6 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.binding.bind import KEY, Binding, bind_class, binding_of
+from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
+from halfstep.binding.fsdp import has_run, reshard
+from halfstep.binding.precise import low_places, put_back
+from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.state import in_region
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES, format_of
@@ -27,11 +32,6 @@ from halfstep.policy.resolve import device_types_of
 from halfstep.scale.alarm import ExpectedScaler
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
-from halfstep.binding.bind import KEY, Binding, bind_class, binding_of
-from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
-from halfstep.binding.fsdp import has_run, reshard
-from halfstep.binding.precise import low_places, put_back
-from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 

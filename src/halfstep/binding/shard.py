@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from halfstep.arguments import CALLABLE, MODEL, NONE, check
+from halfstep.binding.bind import binding_of
+from halfstep.binding.bindable import check_model
+from halfstep.binding.fsdp import is_fsdp
+from halfstep.binding.prepare import prepare
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.policy.match import matches
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
-from halfstep.binding.bind import binding_of
-from halfstep.binding.bindable import check_model
-from halfstep.binding.fsdp import is_fsdp
-from halfstep.binding.prepare import prepare
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

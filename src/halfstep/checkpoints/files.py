@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 
 import torch
 
+from halfstep.checkpoints import writers
 from halfstep.errors import CheckpointError
 from halfstep.schema import Each, check, is_bounded, read_json, regular, text, whole
-from halfstep.checkpoints import writers
 
 __all__ = [
     "FILE", "MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "read_state",

@@ -24,10 +24,10 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from halfstep.arguments import NONE, Kind, check
-from halfstep.errors import CheckpointError
-from halfstep.step.arguments import check_saving
-from halfstep.meeting import processes, store_under
 from halfstep.checkpoints.save import KEEP, check_destination, save
+from halfstep.errors import CheckpointError
+from halfstep.meeting import processes, store_under
+from halfstep.step.arguments import check_saving
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep

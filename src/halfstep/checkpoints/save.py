@@ -27,21 +27,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.arguments import FLAG, check
-from halfstep.errors import CheckpointError, StepError, warn
-from halfstep.kernels.choose import load_kernels
-from halfstep.schema import Each
-from halfstep.schema import check as check_content
-from halfstep.step.arguments import check_saving
-from halfstep.step.state import check_state
+from halfstep.binding.prepare import unwrap
 from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_generators, generators, set_generators
-from halfstep.meeting import WRITE_TIME, Alone, Meeting, meeting
 from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
 from halfstep.checkpoints.writers import Lock
+from halfstep.errors import CheckpointError, StepError, warn
+from halfstep.kernels.choose import load_kernels
+from halfstep.meeting import WRITE_TIME, Alone, Meeting, meeting
+from halfstep.schema import Each
+from halfstep.schema import check as check_content
+from halfstep.step.arguments import check_saving
 from halfstep.step.moments import one_thread
-from halfstep.binding.prepare import unwrap
 from halfstep.step.saved import PLAIN, SHARDED
+from halfstep.step.state import check_state
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:

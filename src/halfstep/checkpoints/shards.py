@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError
-from halfstep.schema import Each, regular, whole
 from halfstep.checkpoints.files import FILE, first_line
 from halfstep.checkpoints.names import Names, chunk_of
+from halfstep.errors import CheckpointError
+from halfstep.schema import Each, regular, whole
 
 __all__ = ["TABLE", "Writer", "own_files", "read"]
 

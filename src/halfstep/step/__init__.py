@@ -5,7 +5,8 @@ collection of `StepMetrics`.
 """
 
 from halfstep.events import HostStepResult, StepResult
+from halfstep.kernels.choose import cpu_kernels
 from halfstep.step.parts.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.train_step import TrainStep
 
-__all__ = ["HostStepResult", "Metrics", "MetricsLogger", "StepMetrics", "StepResult", "TrainStep"]
+__all__ = ["HostStepResult", "Metrics", "MetricsLogger", "StepMetrics", "StepResult", "TrainStep", "cpu_kernels"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
 from halfstep.errors import CheckpointError, StepError
-from halfstep.kernels.native.calls import number
 from halfstep.scale.scaler import GradScaler
+from halfstep.update.rates import check_rates
 
 __all__ = [
     "LOSS",
-    "RATES",
     "check_arguments",
     "check_loss",
     "check_loss_function",
     "check_optimizer",
-    "check_rates",
     "check_saving",
     "check_scheduler",
     "evidence_folder",
@@ -46,9 +42,6 @@ SEVERAL = (
     "; build one TrainStep for each optimizer with its loss (they may share model and scaler=), or give all of them to "
     "hs.prepare(model, [one, other], policy=...) and step them in your own loop"
 )
-
-RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho", "lambd", "lr_decay")
-"""Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
 
 
 def check_arguments(
@@ -205,38 +198,6 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
 def _is_needed(parameter: inspect.Parameter) -> bool:
     several = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return parameter.default is inspect.Parameter.empty and not several
-
-
-def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
-    """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing.
-
-    Raises:
-        StepError: which one, of which group.
-    """
-    for group in optimizer.param_groups:
-        for name in names:
-            value: Any = group.get(name)
-            kind = type(value)
-            if kind is float:
-                sound = value * 0.0 == 0.0  # nan and infinities, times 0, are nan
-            elif kind is tuple and all(type(one) is float for one in value):
-                sound = sum(value) * 0.0 == 0.0
-            else:
-                sound = kind is int or value is None
-            if not sound:
-                _check_rate(optimizer, group, name, value)
-
-
-def _check_rate(optimizer: Optimizer, group: dict[str, Any], name: str, value: Any) -> None:
-    for one in value if isinstance(value, (tuple, list)) else (value,):
-        if type(one) is Tensor and one.device.type == "cpu" and one.numel() == 1 and not one.is_complex():
-            one = number(one)
-        if isinstance(one, Real) and not math.isfinite(one):
-            place = next(i for i, other in enumerate(optimizer.param_groups) if other is group)
-            raise StepError(
-                f"{type(optimizer).__name__}.param_groups[{place}]['{name}'] is {value!r}, and an update with it would "
-                "leave no weight finite; set it to a finite number, and look at what has changed it (a scheduler?)"
-            )
 
 
 def evidence_folder(blackbox: object) -> Path | None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
-from halfstep.binding.wrappers import unwrap
 
 __all__ = ["evaluate"]
 

@@ -16,25 +16,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.arguments import COUNT, check, fixed
+from halfstep.binding.bind import binding_of
+from halfstep.binding.construct import unchanged_on_failure
+from halfstep.binding.prepare import prepare_with
+from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.update import optimizer_step, updater as update
 from halfstep.step.arguments import check_loss_function, check_optimizer, check_scheduler, limit
-from halfstep.binding.bind import binding_of
-from halfstep.step.state import KEPT, refuse_window
-from halfstep.binding.construct import unchanged_on_failure
 from halfstep.step.graph.capturable import refuse_graph
-from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.moments import Moments, Watchers
-from halfstep.binding.prepare import prepare_with
+from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import Retry
 from halfstep.step.parts.scaling import Scaling
 from halfstep.step.parts.unfinished import Unfinished
+from halfstep.step.state import KEPT, refuse_window
+from halfstep.update import optimizer_step
+from halfstep.update import updater as update
 from halfstep.update.updater import Updater
-from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.auto.choose import Choice

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.step.moments import LOAD, Moments
-from halfstep.binding.prepare import prepared_policy, unwrap
-from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.step.parts.statistics import Statistics
+from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.update.undo import SchedulerCopy
 from halfstep.update.updater import Updater
 

@@ -27,6 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.binding.bind import binding_of
+from halfstep.binding.construct import unchanged_on_failure
+from halfstep.binding.fsdp import is_distributed
+from halfstep.binding.prepare import prepare_with, prepared_policy, store_of, unwrap
+from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
@@ -37,7 +42,6 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.update import updater as update
 from halfstep.step.arguments import (
     check_arguments,
     check_loss,
@@ -46,34 +50,30 @@ from halfstep.step.arguments import (
     retries,
 )
 from halfstep.step.batch_errors import EXPLAINED, explained
-from halfstep.binding.bind import binding_of
 from halfstep.step.byproducts import detached
-from halfstep.step.state import copied, load_step, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
-from halfstep.binding.construct import unchanged_on_failure
 from halfstep.step.evaluate import evaluate
-from halfstep.binding.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers, one_thread
-from halfstep.update.phases import profiler_runs, show_phases
-from halfstep.binding.prepare import prepare_with, prepared_policy, store_of, unwrap
+from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import join, ranks_of, refuse_flush
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import ENOUGH, Retry
 from halfstep.step.parts.scaling import Scaling
 from halfstep.step.parts.schedule import advance
-from halfstep.step.settings import Settings
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.sums import Sums
 from halfstep.step.parts.unfinished import Unfinished
+from halfstep.step.settings import Settings
+from halfstep.step.state import copied, load_step, save_step
+from halfstep.update import updater as update
+from halfstep.update.phases import profiler_runs, show_phases
 from halfstep.update.updater import Culprits, Updater
-from halfstep.binding.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
-    from halfstep.lens.verdict import Verdict
     from halfstep.auto.choose import Choice
+    from halfstep.lens.verdict import Verdict
 
 __all__ = ["TrainStep"]
 

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
+from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
+from halfstep.auto.trial import Ground
+from halfstep.binding.bind import binding_of, is_bound
+from halfstep.binding.fsdp import is_distributed
+from halfstep.binding.prepare import unwrap
 from halfstep.cast.rules.recipe import recipe_for, run_eagerly
 from halfstep.errors import StepError
+from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
 from halfstep.scale.scaler import GradScaler
-from halfstep.binding.bind import binding_of, is_bound
-from halfstep.step.state import CHOICE, check_state
-from halfstep.meeting import processes
-from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
 from halfstep.step.compiled import compile_options, uses_graphs
 from halfstep.step.evaluate import evaluate
-from halfstep.binding.fsdp import is_distributed
-from halfstep.binding.prepare import unwrap
 from halfstep.step.parts.record import Record
+from halfstep.step.state import CHOICE, check_state
 from halfstep.step.train_step import TrainStep
-from halfstep.auto.trial import Ground
 
 if TYPE_CHECKING:
     from halfstep.events import StepResult

@@ -23,9 +23,9 @@ from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.kernels.sharded import local
-from halfstep.step.arguments import check_rates
 from halfstep.update.fused import KNOWN, PLAIN, FusedUpdate, GradientCheck, check_gradients, same
 from halfstep.update.optimizer_step import clip_values_, step_unless
+from halfstep.update.rates import check_rates
 from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates

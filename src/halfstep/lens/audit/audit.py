@@ -20,6 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.arguments import COUNT, FLAG, MODEL, NONE, OPTIMIZER, Kind, check, one_of
+from halfstep.binding.bind import is_bound
+from halfstep.binding.prepare import prepared_policy, unprepare, unwrap
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
@@ -30,8 +32,6 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import LOSS, limit
-from halfstep.binding.bind import is_bound
-from halfstep.binding.prepare import prepared_policy, unprepare, unwrap
 from halfstep.trees import tensors
 
 __all__ = ["audit"]

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.binding.bind import binding_of
+from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.diagnose import MASKED, WRITTEN
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.verdict import Cure, Verdict
-from halfstep.binding.bind import binding_of
-from halfstep.binding.wrappers import unwrap_optimizer
 
 __all__ = ["UNTRAINED", "Around", "advice", "lost_eps"]
 

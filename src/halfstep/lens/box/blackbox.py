@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.arguments import NONE, PATH, check
+from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
@@ -34,7 +35,6 @@ from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.arguments import LOSS
-from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.step.parts.record import History, MicroBatch, Window
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.train_step import TrainStep

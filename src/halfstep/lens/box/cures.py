@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from halfstep.binding.bind import KEY, Binding, binding_of
+from halfstep.binding.prepare import prepare, unprepare
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
@@ -27,8 +29,6 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.binding.bind import KEY, Binding, binding_of
-from halfstep.binding.prepare import prepare, unprepare
 
 __all__ = ["cures", "instead", "rebound"]
 

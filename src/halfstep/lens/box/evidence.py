@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.accelerators import type_here
+from halfstep.checkpoints.files import read_state
 from halfstep.errors import StepError
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.sharded import is_gathered, whole_state
 from halfstep.lens.calls import PLAIN_TYPES, is_sharded
 from halfstep.lens.verdict import Verdict
 from halfstep.schema import Each, Kind, check, number, regular, text, whole
-from halfstep.checkpoints.files import read_state
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.binding.bind import binding_of
 from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
@@ -47,7 +48,6 @@ from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes, file_of, is_sharded
 from halfstep.lens.verdict import Verdict
 from halfstep.policy.policy import Policy
-from halfstep.binding.bind import binding_of
 from halfstep.step.parts.record import History, MicroBatch, Window
 
 if TYPE_CHECKING:

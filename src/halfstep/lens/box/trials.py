@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.binding.bind import binding_of
+from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
@@ -34,10 +36,8 @@ from halfstep.lens.box.replay import Attempt, Windows
 from halfstep.lens.box.sharded import is_gathered
 from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
-from halfstep.binding.bind import binding_of
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import History
-from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 

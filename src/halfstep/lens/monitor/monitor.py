@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.accelerators import copies_behind_events
 from halfstep.arguments import COUNT, FLAG, check
+from halfstep.binding.prepare import prepared_policy, store_of, unwrap
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, Format, format_of
@@ -32,7 +33,6 @@ from halfstep.lens.monitor.sampler import Sampler
 from halfstep.lens.monitor.symptoms import of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
-from halfstep.binding.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["Monitor"]

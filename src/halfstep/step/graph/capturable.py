@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import StepError
-from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
 from halfstep.binding.prepare import unwrap
+from halfstep.errors import StepError
 from halfstep.step.graph.recorder import recorder_for
-from halfstep.update.updater import suits
 from halfstep.trees import opened
+from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
+from halfstep.update.updater import suits
 
 __all__ = ["REMEDY", "kind_of", "place_of", "refuse_graph"]
 

@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.binding.prepare import unwrap
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
+from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
-from halfstep.binding.prepare import unwrap
 from halfstep.step.parts.record import generators as generators_now
-from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.parts.statistics import Statistics
-from halfstep.update.updater import Culprits, Updater
 from halfstep.trees import map_tensors
+from halfstep.update.updater import Culprits, Updater
 from halfstep.weights import UnkeptWeights
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from halfstep.accelerators import copies_behind_events
 from halfstep.arguments import COUNT, check
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
-from halfstep.update.updater import Culprits
 from halfstep.trees import tensors
+from halfstep.update.updater import Culprits
 
 __all__ = ["Metrics", "MetricsLogger", "StepMetrics"]
 

@@ -22,19 +22,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.binding.fsdp import is_distributed, refuse_other_average
+from halfstep.binding.own_loops import asked
+from halfstep.binding.precise import KEY
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
+from halfstep.meeting import announce
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
-from halfstep.meeting import announce
-from halfstep.binding.fsdp import is_distributed, refuse_other_average
-from halfstep.binding.precise import KEY
 from halfstep.step.parts.record import Record
-from halfstep.binding.wrappers import unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 
-__all__ = ["Ranks", "join", "ranks_of", "refuse_flush", "refuse_own_loop"]
+__all__ = ["Ranks", "join", "ranks_of", "refuse_flush"]
 
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
@@ -72,10 +73,10 @@ class Ranks:
         self.averaged, self.joining = True, False
         self._refuse_rivals()
         if reduces_itself(policy):
-            self.refuse_hook(f"{_asked(policy)} needs an average of its own")
+            self.refuse_hook(f"{asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
             raise UnbuiltError(
-                f"{_asked(policy)} needs an average of its own, and static_graph=True makes one in the first backward "
+                f"{asked(policy)} needs an average of its own, and static_graph=True makes one in the first backward "
                 "pass whatever the step says; leave static_graph out, or use reduce='grad' and grads='param'"
             )
 
@@ -329,11 +330,6 @@ def _sparse(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
-def _asked(policy: Policy) -> str:
-    """Return the field that DDP's own average does not satisfy."""
-    return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
-
-
 class Wire:
     """The state of `send_low`.
 
@@ -412,7 +408,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             if reduces_itself(concrete):
-                refuse_other_average(model, concrete, _asked(concrete))
+                refuse_other_average(model, concrete, asked(concrete))
             return None
         model = inner
     return Ranks(model, concrete)
@@ -429,25 +425,3 @@ def refuse_flush(model: nn.Module, done: int, accumulate: int) -> None:
         "gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every window all of "
         "its micro-batches"
     )
-
-
-def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
-    """Refuse a forward pass in the user's own loop if DDP or fully_shard would average its gradients in another format.
-
-    Args:
-        model: the prepared model, called outside of a `TrainStep`.
-        policy: one that `reduces_itself`.
-
-    Raises:
-        UnbuiltError: DDP or fully_shard will average them.
-    """
-    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
-        return
-    ddp = DistributedDataParallel._active_ddp_module  # Dynamo guards on it
-    if ddp is not None and ddp.require_backward_grad_sync:
-        raise UnbuiltError(
-            f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
-            f"{_asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
-            "or use reduce='grad' and grads='param'"
-        )
-    refuse_other_average(model, policy, _asked(policy))

@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 from halfstep.errors import ScaleError
 from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
-from halfstep.update.fused import check_gradients
 from halfstep.step.moments import Moments
 from halfstep.step.parts.ranks import Ranks
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
+from halfstep.update.fused import check_gradients
 
 __all__ = ["ENOUGH", "Retry"]
 

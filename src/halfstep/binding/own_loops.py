@@ -1,0 +1,41 @@
+"""Refuse prepared models in loops of the user's own whose gradients would be averaged in another format."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.binding.fsdp import refuse_other_average
+from halfstep.errors import UnbuiltError
+from halfstep.policy.policy import Policy
+
+__all__ = ["asked", "refuse_own_loop"]
+
+
+def asked(policy: Policy) -> str:
+    """Return the field that DDP's own average does not satisfy."""
+    return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
+
+
+def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
+    """Refuse a forward pass in the user's own loop if DDP or fully_shard would average its gradients in another format.
+
+    Args:
+        model: the prepared model, called outside of a `TrainStep`.
+        policy: one that `reduces_itself`.
+
+    Raises:
+        UnbuiltError: DDP or fully_shard will average them.
+    """
+    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
+        return
+    ddp = DistributedDataParallel._active_ddp_module  # Dynamo guards on it
+    if ddp is not None and ddp.require_backward_grad_sync:
+        raise UnbuiltError(
+            f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
+            f"{asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
+            "or use reduce='grad' and grads='param'"
+        )
+    refuse_other_average(model, policy, asked(policy))
