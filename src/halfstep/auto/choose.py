@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -29,10 +29,6 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolve, resolved
 from halfstep.ratios import Ratio
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.train_step import TrainStep
-
-if TYPE_CHECKING:
-    from halfstep.step.compiled import CompiledLoss
 
 __all__ = ["FP32", "POLICIES", "SETTINGS", "Choice", "choose", "described"]
 
@@ -75,15 +71,17 @@ class Choice:
 
 
 def choose(
-    step: TrainStep,
+    step: Any,
+    make: Callable[..., Any],
     batch: tuple[Any, ...],
     named: dict[str, Any],
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Choice, CompiledLoss | None]:
+) -> tuple[Choice, Any]:
     """Measure the candidates of `step` on a batch, and change nothing.
 
     Args:
-        step: one that has not chosen.
+        step: a `TrainStep` that has not chosen.
+        make: `TrainStep`, which makes the candidates.
         batch: positional arguments of `loss_fn` after the model.
         named: its named arguments.
         clock: returns seconds.
@@ -105,11 +103,9 @@ def choose(
     def add(name: str, compile: Any) -> str:
         loss_fn = step.loss_fn if compile is not False else _counting(step.loss_fn, nodes)
 
-        def build(scaler: GradScaler | None) -> TrainStep:
+        def build(scaler: GradScaler | None) -> Any:
             policy = POLICIES[name.removesuffix(COMPILED)]
-            return TrainStep(
-                step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings
-            )
+            return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
         trials[name] = Trial(ground, build, (batch, named), step, clock)
         return name
@@ -155,7 +151,7 @@ def choose(
     return choice, trials[best].compiled
 
 
-def candidates(step: TrainStep) -> list[str]:
+def candidates(step: Any) -> list[str]:
     """Return the names of candidates that differ for the model of `step`, the most precise first."""
     device = device_types_of([step.model])[0]
     if resolved(Policy.of("mixed"), device).dtype == FP32:

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,11 @@ from torch.optim import Optimizer
 from halfstep.accelerators import default_generators, empty_cache
 from halfstep.auto.race import Unfit
 from halfstep.binding.construct import unbuilt
+from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.step.parts.record import generators, generators_of
 from halfstep.trees import map_tensors
 from halfstep.update.deferral import Deferral
-
-if TYPE_CHECKING:
-    from halfstep.events import StepResult
-    from halfstep.step.compiled import CompiledLoss
-    from halfstep.step.train_step import TrainStep
 
 __all__ = ["Ground", "Trial"]
 
@@ -229,14 +225,14 @@ class Trial:
     def __init__(
         self,
         ground: Ground,
-        build: Callable[[Any], TrainStep],
+        build: Callable[[Any], Any],
         batch: tuple[tuple[Any, ...], Mapping[str, Any]],
         owner: object,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ground, self._build, self._batch, self._owner, self._clock = ground, build, batch, owner, clock
         self._scaler: Any = None
-        self.compiled: CompiledLoss | None = None
+        self.compiled: Any = None
         self.first: float | None = None
         self.seconds, self.calls = math.nan, 0
 
@@ -287,7 +283,7 @@ class Trial:
             times.append(self._step(step, batch, named))
         return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 
-    def _step(self, step: TrainStep, batch: Any, named: Any, *, check: bool = False) -> float:
+    def _step(self, step: Any, batch: Any, named: Any, *, check: bool = False) -> float:
         """Return the seconds of one training step, all micro-batches of it.
 
         Raises:

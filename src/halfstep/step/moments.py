@@ -1,17 +1,7 @@
-"""The moments of a training step: which parts take part in it, when each is called, and what an exception leaves.
+"""The moments of a training step: when each of its parts is called, and what an exception leaves.
 
-A *participant* is an object that keeps something consistent from the first micro-batch of a window to its update:
-BatchNorm's statistics, low copies of weights, fp32 sums of gradients, averages over ranks, the loss scale, watchers,
-the record. It has any of four methods. `Moments` calls each at its moment, the first two in the order of the
-participants, the last two in reverse:
-
-    begin_window()          gradients are dropped, and no forward pass has run
-    before_update()         the backward passes are over, and nothing has been written
-    after_update(bad)       parameters and optimizer state are written, unless `bad`: a 0-dim bool on the device. An
-                            exception that it returns is raised once the update is complete; one that it raises cuts
-                            the update off
-    abort(written=...)      the window was cut off. `written`: its update has begun to write and cannot be undone;
-                            else return to the state before `begin_window`. May be called twice
+`Part` describes the moments. `Moments` has a list of methods for each of them: a part that does not define one is not
+called.
 
 Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
 update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first
@@ -24,7 +14,8 @@ continues from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -33,18 +24,34 @@ from torch import Tensor, nn
 
 from halfstep.errors import StepError
 from halfstep.events import StepWatcher
+from halfstep.step.part import Part
 from halfstep.update.deferral import Deferral
 from halfstep.update.undo import SchedulerCopy
 
-__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "MICRO_BATCH", "Moments", "Watchers", "one_thread"]
-
-REST = ""  # between calls
-MICRO_BATCH = "a micro-batch"
-UPDATE = "the update"
-ADVANCE = "the scheduler's step"
-LOAD = "load_state_dict"
+__all__ = ["Moments", "Phase", "Watchers", "one_thread"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Phase(Enum):
+    """Which part of a call is under way, or was cut off; the value says so in an error."""
+
+    REST = "nothing"
+    MICRO_BATCH = "a micro-batch"
+    UPDATE = "the update"
+    ADVANCE = "the scheduler's step"
+    LOAD = "load_state_dict"
+    UNDECIDED = "the choice of a policy"
+
+
+FORWARD = (
+    "begin_call begin_window begin_micro_batch after_forward seed around_backward end_micro_batch before_update repeats"
+    " again end_call"
+).split()
+"""Moments at which parts are called in their order."""
+
+REVERSE = ("after_update", "abort")
+"""Moments at which they are called in reverse."""
 
 
 def one_thread(function: F) -> F:
@@ -76,90 +83,122 @@ def one_thread(function: F) -> F:
 
 
 class Moments:
-    """Calls the participants of one training step, and keeps how far its current call has come.
+    """Calls the parts of one training step, and keeps how far its current call has come.
 
     Args:
-        participants: in their order.
+        parts: in their order.
         has_written: returns whether an update under way has changed anything, as far as is known.
 
     Attributes:
-        phase: which part of a call is under way, or was cut off; `REST` between calls.
+        parts: in their order.
+        phase: how far a call has come, or where it was cut off.
         grad: whether gradients were recorded where the call came from.
         scheduler: the scheduler before the step it is making.
         interrupted: the phase in which it makes that step.
         critical: the context manager of the critical part.
         cause: what ended a part that cannot be undone.
+        scale: of `Part`, that of the last part which defines it.
+
+    Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
     """
 
     __slots__ = (
-        "_abort",
-        "_after",
-        "_before",
-        "_begin",
+        *FORWARD,
+        *REVERSE,
         "cause",
         "critical",
         "grad",
         "has_written",
         "interrupted",
+        "parts",
         "phase",
+        "scale",
         "scheduler",
     )
 
-    def __init__(self, participants: Iterable[object], has_written: Callable[[], bool]) -> None:
-        self.phase = self.interrupted = REST
+    begin_call: list[Callable[[], None]]
+    begin_window: list[Callable[[], None]]
+    begin_micro_batch: list[Callable[..., None]]
+    after_forward: list[Callable[[Tensor], None]]
+    seed: list[Callable[[Tensor], Tensor]]
+    around_backward: list[Callable[..., None]]
+    end_micro_batch: list[Callable[..., None]]
+    before_update: list[Callable[[], None]]
+    repeats: list[Callable[[Tensor], bool]]
+    again: list[Callable[..., Any]]
+    after_update: list[Callable[[Tensor], Exception | None]]
+    abort: list[Callable[..., None]]
+    end_call: list[Callable[..., None]]
+    scale: Callable[[torch.device], Tensor]
+
+    def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
+        self.phase = self.interrupted = Phase.REST
         self.grad = True
         self.has_written = has_written
         self.scheduler: SchedulerCopy | None = None
         self.critical = Deferral()
         self.cause = ""
-        self._begin: list[Callable[[], None]] = []
-        self._before: list[Callable[[], None]] = []
-        self._after: list[Callable[[Tensor], Exception | None]] = []
-        self._abort: list[Callable[..., None]] = []
-        for participant in participants:
-            self.add(participant)
+        self.parts: tuple[object, ...] = (*parts,)
+        self._list()
 
-    def add(self, participant: object) -> None:
-        """Call `participant` too: it is the last of all."""
-        for name, calls in (("begin_window", self._begin), ("before_update", self._before)):
-            if hasattr(participant, name):
-                calls.append(getattr(participant, name))
-        for name, reverse in (("after_update", self._after), ("abort", self._abort)):
-            if hasattr(participant, name):
-                reverse.insert(0, getattr(participant, name))
+    def _list(self) -> None:
+        """Find the methods to call."""
+        for name in FORWARD:
+            setattr(self, name, [*self._methods(name)])
+        for name in REVERSE:
+            setattr(self, name, [*self._methods(name)][::-1])
+        for method in self._methods("scale"):
+            self.scale = method
 
-    def begin_window(self) -> None:
+    def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
+        """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
+        for part in self.parts:
+            method = getattr(part, name, None)
+            if method is not None and getattr(method, "__func__", None) is not getattr(Part, name):
+                yield method
+
+    def add(self, part: object) -> None:
+        """Call `part` too: it is the last of all."""
+        self.parts = (*self.parts, part)
+        self._list()
+
+    def remove(self, part: object) -> None:
+        """Call `part` no longer, if it is one of the parts."""
+        self.parts = tuple(other for other in self.parts if other is not part)
+        self._list()
+
+    def begin(self) -> None:
         """Begin a window of micro-batches."""
-        for call in self._begin:
+        for call in self.begin_window:
             call()
 
-    def before_update(self) -> None:
+    def complete(self) -> None:
         """Complete the gradients of the window."""
-        for call in self._before:
+        for call in self.before_update:
             call()
 
     def update(self, write: Callable[[], None], bad: Tensor) -> None:
         """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part.
 
         Raises:
-            Exception: what a participant returned.
+            Exception: what a part returned.
         """
         raised: Exception | None = None
         with self.critical:
-            self.phase = UPDATE
+            self.phase = Phase.UPDATE
             write()
-            for call in self._after:
+            for call in self.after_update:
                 raised = call(bad) or raised
-            self.phase = REST
+            self.phase = Phase.REST
         if raised is not None:
             raise raised
 
     def restart(self) -> None:
         """Return to the state before the window, whose update has not begun: it runs again."""
-        for call in self._abort:
+        for call in self.abort:
             call(written=False)
 
-    def abort(self, error: BaseException | None = None) -> None:
+    def cut_off(self, error: BaseException | None = None) -> None:
         """Undo what the phase under way has changed, if that can be done; may be called again.
 
         Args:
@@ -167,18 +206,22 @@ class Moments:
         """
         if error is not None:
             torch._C._set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
-        if self.phase == ADVANCE and self.scheduler is not None:
+        if self.phase is Phase.ADVANCE and self.scheduler is not None:
             self.scheduler.restore()
             self.phase = self.interrupted
-        if self.phase not in {UPDATE, MICRO_BATCH}:
+        if self.phase not in {Phase.UPDATE, Phase.MICRO_BATCH}:
             return
-        written = self.phase == UPDATE and self.has_written()
+        written = self.phase is Phase.UPDATE and self.has_written()
         if written and error is not None and not self.cause:
             self.cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''} "
-        for call in self._abort:
+        for call in self.abort:
             call(written=written)
         if not written:
-            self.phase = REST
+            self.phase = Phase.REST
+
+    def resume(self, done: int, batch: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
+        """Do before a call what an earlier one has left to do, as `refuse`."""
+        self.refuse(done)
 
     def refuse(self, done: int) -> None:
         """Undo what an earlier call has left, and refuse to go on if that cannot be done.
@@ -189,22 +232,22 @@ class Moments:
         Raises:
             StepError: it was cut off where it cannot be undone.
         """
-        self.abort()
-        if self.phase:
+        self.cut_off()
+        if self.phase is not Phase.REST:
             cause = self.cause or "an exception "
             raise StepError(
-                f"{cause}cut off {self.phase} after {done} micro-batches, and weights, optimizer state, loss "
+                f"{cause}cut off {self.phase.value} after {done} micro-batches, and weights, optimizer state, loss "
                 "scale and counters are partly those before it and partly those after it; load a checkpoint with "
                 "step.load_state_dict(...), or build the TrainStep anew to go on from what is there"
             )
 
     def forget(self) -> None:
         """Begin anew: a checkpoint has been loaded."""
-        self.phase, self.scheduler, self.cause = REST, None, ""
+        self.phase, self.scheduler, self.cause = Phase.REST, None, ""
 
 
 class Watchers(list[StepWatcher]):
-    """The watchers of a training step, as a participant of it.
+    """The watchers of a training step, as a part of it.
 
     Attributes:
         parameters: returns the optimizer's parameters that have gradients.

@@ -1,106 +1,145 @@
-"""Settings of a training step: fixed when it is built, or in effect from the next window on; none is ignored.
+"""What a training step is given, and the parts that are made of it.
 
-Reading one costs no Python call: its value is an attribute with an underscore before the name.
+A setting is fixed when the step is built, or in effect from the next window on; none is ignored. Reading one costs no
+Python call.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.arguments import COUNT, check, fixed
-from halfstep.binding.bind import binding_of
+from halfstep.auto.choose import Choice
+from halfstep.binding.bind import Binding, binding_of
 from halfstep.binding.construct import unchanged_on_failure
-from halfstep.binding.prepare import prepare_with
+from halfstep.binding.fsdp import is_distributed
+from halfstep.binding.prepare import prepare_with, prepared_policy, store_of
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import check_loss_function, check_optimizer, check_scheduler, limit
+from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.graph.capturable import refuse_graph
-from halfstep.step.moments import Moments, Watchers
+from halfstep.step.graph.graphs import Graphs
+from halfstep.step.moments import Moments, Phase, Watchers
 from halfstep.step.parts.in_backward import InBackward, in_backward
+from halfstep.step.parts.memory import AddedGradients, KeptPages
+from halfstep.step.parts.ranks import Ranks, ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import Retry
-from halfstep.step.parts.scaling import Scaling
+from halfstep.step.parts.scaling import Scaling, Unscaled
+from halfstep.step.parts.statistics import Statistics
+from halfstep.step.parts.sums import Sums
 from halfstep.step.parts.unfinished import Unfinished
+from halfstep.step.parts.verdicts import Verdicts
 from halfstep.step.state import KEPT, refuse_window
-from halfstep.update import optimizer_step
-from halfstep.update import updater as update
+from halfstep.update import optimizer_step, updater
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
-    from halfstep.auto.choose import Choice
+    from halfstep.step.train_step import TrainStep
 
-__all__ = ["Settings"]
+__all__ = ["Given", "NotChosen", "Settings"]
 
 ANEW = "build the TrainStep anew"
 
 
+class NotChosen(StepError, AttributeError):
+    """Something that a step with policy="auto" does not have before its first call."""
+
+
 def _assigned(name: str, assign: Callable[[Any, Any], None]) -> Any:
-    return property(attrgetter(f"_{name}"), assign)
+    return property(attrgetter(f"_given.{name}"), assign)
 
 
 def _set_clip(name: str, step: Any, value: object) -> None:
     found = limit(name, value)
     if found is not None and step.update_in_backward:
         raise SettingError(f"TrainStep.{name}: update_in_backward=True sees one gradient at a time; {ANEW}")
-    vars(step)[f"_{name}"] = found
+    setattr(step._given, name, found)
 
 
 def _set_accumulate(step: Any, accumulate: int) -> None:
     check("TrainStep", StepError, accumulate=(accumulate, COUNT))
     if accumulate != step.accumulate:
         step._refuse_within("step.accumulate = ...")
-        if step._compiled is not None or (step._unfinished is None and not step.cuda_graph):
+        windows = step.cuda_graph or any(isinstance(part, Unfinished) for part in step.parts)
+        if step.compile or not windows:
             raise SettingError(f"TrainStep.accumulate: the step is compiled, or built for windows of one; {ANEW}")
-    step._accumulate = int(accumulate)
+    step._given.accumulate = int(accumulate)
 
 
 def _set_loss_fn(step: Any, loss_fn: Callable[..., Any]) -> None:
     check_loss_function(loss_fn)
     if loss_fn is not step.loss_fn and (step.compile or step.cuda_graph):
         raise SettingError(f"TrainStep.loss_fn: the one there was is compiled, or captured in a graph; {ANEW}")
-    step._loss_fn = loss_fn
+    step._given.loss_fn = loss_fn
 
 
 def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
     check_scheduler(scheduler, step.optimizer)
-    step._scheduler = scheduler
+    step._given.scheduler = scheduler
+
+
+@dataclass(slots=True, kw_only=True)
+class Given:
+    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
+
+    Attributes:
+        evidence: the folder that `blackbox` names, or None.
+        choice: what policy="auto" has chosen.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Callable[..., Any]
+    policy: Policy | str | Path | None
+    clip_norm: float | None
+    clip_value: float | None
+    accumulate: int
+    scaler: GradScaler | None
+    scheduler: LRScheduler | None
+    compile: bool | Mapping[str, Any] | None
+    cuda_graph: bool
+    blackbox: bool | str | Path
+    evidence: Path | None
+    retry: int
+    update_in_backward: bool
+    choice: Choice | None = None
 
 
 class Settings:
-    """The public attributes of a `TrainStep`, and what happens when one is assigned."""
+    """The public attributes of a `TrainStep`, what happens when one is assigned, and the parts of the step."""
 
-    _updater: Updater
-    _moments: Moments
-    _names: dict[int, str]
-    _alone: bool
-    _scaling: Scaling | None
-    _retry: Retry | None
-    _unfinished: Unfinished | None
+    _calls: threading.RLock
+    _given: Given
+    _moments: Any  # Moments, or `Undecided` under policy="auto" before the first call
     _in_backward: InBackward | None
-    _settle: Callable[..., None]
 
-    model: nn.Module = fixed("model", ANEW)
-    policy: Policy = fixed("policy", f"{ANEW}, after hs.unprepare(model)")
-    compile: bool | Mapping[str, Any] | None = fixed("compile", ANEW)
-    cuda_graph: bool = fixed("cuda_graph", ANEW)
-    retry: int = fixed("retry", ANEW, "_attempts")
-    update_in_backward: bool = fixed("update_in_backward", ANEW)
-    evidence: Path | None = fixed("evidence", f"{ANEW}: blackbox=folder")
+    model: nn.Module = fixed("model", ANEW, "_given.model")
+    policy: Policy = fixed("policy", f"{ANEW}, after hs.unprepare(model)", "_binding.policy")
+    compile: bool | Mapping[str, Any] | None = fixed("compile", ANEW, "_given.compile")
+    cuda_graph: bool = fixed("cuda_graph", ANEW, "_given.cuda_graph")
+    retry: int = fixed("retry", ANEW, "_given.retry")
+    update_in_backward: bool = fixed("update_in_backward", ANEW, "_given.update_in_backward")
+    evidence: Path | None = fixed("evidence", f"{ANEW}: blackbox=folder", "_given.evidence")
     record: Record = fixed("record", "it counts what the step does; load a state by step.load_state_dict(...)")
     copies: Copies = fixed("copies", "step.copies.free() gives their memory back")
-    choice: Choice | None = fixed("choice", f"{ANEW}: policy=...")
-    ordinal: int = fixed("ordinal", "it follows from the order in which steps are built")
+    choice: Choice | None = fixed("choice", f"{ANEW}: policy=...", "_given.choice")
+    ordinal: int = fixed("ordinal", "it follows from the order in which steps are built", "_verdicts.ordinal")
+    parts: tuple[object, ...] = fixed("parts", "step.add_part(...) and step.remove_part(...)", "_moments.parts")
     scaler: GradScaler = fixed("scaler", f"{ANEW}: scaler=..., or step.scaler.load_state_dict(...)")
     watchers: Watchers = fixed("watchers", "change the list in place: step.watchers[:] = [...], append or remove")
     generic: str = fixed("generic", "it says why the last update went through optimizer.step()", "_updater.reason")
@@ -113,13 +152,92 @@ class Settings:
     scheduler: LRScheduler | None = _assigned("scheduler", _set_scheduler)
     optimizer: Optimizer = _assigned("optimizer", lambda step, optimizer: step._replace_optimizer(optimizer))
 
+    def __getattr__(self, name: str) -> Any:
+        moments = vars(self).get("_moments")
+        if name.startswith("__") or getattr(moments, "phase", None) is not Phase.UNDECIDED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise NotChosen(
+            f"step.{name}: policy='auto' chooses in the first call of the step, which has not come yet; call "
+            "step(*batch), or load a checkpoint, before"
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _build(self) -> None:
+        """Prepare model and optimizer, and make the parts of the step; if that fails, nothing has changed."""
+        given: Any = self._given
+        model, optimizer, step = given.model, given.optimizer, cast("TrainStep", self)
+        options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=given.cuda_graph)
+        device = refuse_graph(model, optimizer) if given.cuda_graph else None
+        wanted = Policy.of(given.policy if given.policy is not None else prepared_policy(model) or "mixed")
+        if options is not None:
+            refuse_untraceable(wanted)
+        self._ranks = ranks_of(model, wanted)
+        self._compiled = None if options is None else CompiledLoss(given.loss_fn, options)
+        alone = getattr(model, "no_sync", None) is None and not is_distributed(unwrap(model))
+        with unchanged_on_failure(model, optimizer):
+            # a graph repeats work that Python does not see and could not run again
+            replayable = given.blackbox is not False and not given.cuda_graph
+            self._record = Record(unwrap(model), replayable=replayable)
+            one_pass = given.clip_value is None and updater.suits(optimizer)
+            _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
+            self._binding: Binding = binding_of(unwrap(model))  # type: ignore[assignment]
+            self._scaler = own_scaler if given.scaler is None else given.scaler
+            self._verdicts = Verdicts(step, alone=alone)
+            self._make_parts()
+            self._graphs = None
+            if device is not None:
+                self._graphs = Graphs(step, device, step._micro_batch, self._moments, self._statistics, self._updater)
+            self._take_optimizer()
+            if self._scaler.is_enabled():
+                self._scaler.name_parameters(unwrap(model).named_parameters())
+
+    def _make_parts(self) -> None:
+        """Make the parts of the step: those that have something to do, in their order."""
+        given, record, ranks = self._given, self._record, self._ranks
+        model, optimizer = unwrap(given.model), given.optimizer
+        wrapped = getattr(given.model, "no_sync", None) is not None  # its hooks read each gradient in its place
+        names = {id(p): name for name, p in model.named_parameters()}
+        store = store_of(given.model)
+        self._updater = Updater(optimizer, store, names)
+        windows = given.accumulate > 1 and not given.cuda_graph  # a graph does not repeat what is added by Python
+        wide = self._updater.stepped_parameters() if store is None else ()
+        self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
+        low = store.parameters() if store is not None and self._binding.policy.grads == "fp32" else ()
+        self._watchers = Watchers(self._updater.parameters)
+        parts: list[object] = [self._verdicts, self._updater, record, self._copies]
+        if given.accumulate > 1 and not wrapped:
+            parts.append(AddedGradients(self._copies, record))
+        if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):
+            parts.append(sums)
+        if isinstance(ranks, Ranks):
+            ranks.take_part(store, record)
+            parts.append(ranks)
+        # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
+        parts.append(self._watchers)
+        scales = self._scaler.is_enabled()
+        parts.append(Scaling(self._scaler, optimizer) if scales else Unscaled())
+        if scales and given.retry:
+            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks)
+            self._watchers.discards = retry.discards_unseen
+            parts.append(retry)
+        if windows:
+            parts.append(Unfinished(optimizer, record, names))
+        self._in_backward = self._made_in_backward()
+        self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
+        for part in parts:
+            if isinstance(part, (Verdicts, Retry)):
+                part.moments = self._moments
+        self._statistics = Statistics(model, self._moments.add)
+        self._moments.add(KeptPages(self, self._moments))
+
     def _made_in_backward(self) -> InBackward | None:
-        settings = {name: getattr(self, name) for name in KEPT} | {"alone": self._alone}
+        settings = {name: getattr(self, name) for name in KEPT} | {"alone": self._verdicts.alone}
         return in_backward(unwrap(self.model), self._updater, self.record, self.watchers, settings)
 
     def _take_optimizer(self) -> None:
         """Refuse parameters without masters, and use the optimizer's fused form."""
-        self._updater.refuse_replaced_parameters(self._names)
+        self._updater.refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(self.model).modules()):  # fused forms take none of those
             optimizer_step.prefer_fused(self.optimizer, self._updater.stepped_parameters())
 
@@ -135,7 +253,7 @@ class Settings:
         if optimizer is before:
             return
         self._refuse_within("step.optimizer = ...")
-        self._settle(wait=True)
+        self._verdicts.settle(wait=True)
         if getattr(self.scheduler, "optimizer", optimizer) is not optimizer:
             raise StepError(
                 "step.scheduler moves the learning rate of the optimizer that is replaced; assign step.scheduler = "
@@ -148,7 +266,7 @@ class Settings:
         in_backward = self._in_backward
         with unchanged_on_failure(self.model, optimizer):
             try:
-                prepare_with(self.model, optimizer, binding.wanted, one_pass=update.suits(optimizer))
+                prepare_with(self.model, optimizer, binding.wanted, one_pass=updater.suits(optimizer))
                 self._use(optimizer)
                 self._take_optimizer()
                 if in_backward is not None:
@@ -160,10 +278,10 @@ class Settings:
                 raise
 
     def _use(self, optimizer: Optimizer) -> None:
-        vars(self)["_optimizer"] = optimizer
+        self._given.optimizer = optimizer
         self._updater.use(optimizer)
-        for part in (self._scaling, self._retry, self._unfinished):
-            if part is not None:
+        for part in self.parts:
+            if isinstance(part, (Scaling, Retry, Unfinished)):
                 part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:

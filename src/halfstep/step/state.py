@@ -12,7 +12,7 @@ from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
-from halfstep.step.moments import LOAD, Moments
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.update.undo import SchedulerCopy
@@ -131,7 +131,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         step.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
         if step.scheduler is not None:
             step.scheduler.load_state_dict(state["scheduler"])
-        moments.phase = LOAD
+        moments.phase = Phase.LOAD
         model.load_state_dict(state["model"])
         step.record.done, step.record.micro_batches, step.record.bad = number, 0, None
         step.record.signals.forget()

@@ -1,14 +1,15 @@
 """policy="auto": a training step that measures policies in its first call and runs under the best from then on.
 
-In: a TrainStep made with ``policy="auto"`` and its first batch, or a checkpoint. Out: the same object as a TrainStep
-under the policy that was chosen, with `choice`; bit for bit as if it had been made with that policy.
+In: a TrainStep made with ``policy="auto"`` and its first batch, or a checkpoint. Out: the same object under the policy
+that was chosen, with `choice`; bit for bit as if it had been made with that policy.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
-from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
@@ -18,98 +19,116 @@ from halfstep.auto.trial import Ground
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.fsdp import is_distributed
 from halfstep.binding.prepare import unwrap
-from halfstep.cast.rules.recipe import recipe_for, run_eagerly
+from halfstep.cast.rules.recipe import recipe_for
 from halfstep.errors import StepError
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.compiled import compile_options, uses_graphs
-from halfstep.step.evaluate import evaluate
+from halfstep.step.moments import Phase
 from halfstep.step.parts.record import Record
 from halfstep.step.state import CHOICE, check_state
-from halfstep.step.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from halfstep.events import StepResult
     from halfstep.step.compiled import CompiledLoss
+    from halfstep.step.train_step import TrainStep
 
-__all__ = ["Undecided", "undecide"]
+__all__ = ["Undecided"]
 
 LOG = logging.getLogger("halfstep")
 
 
-class NotChosen(StepError, AttributeError):
-    """Something that a step with policy="auto" does not have before its first call."""
+class Undecided:
+    """The place of `Moments` in a training step with policy="auto", before its first call.
 
+    Args:
+        step: has the user's arguments.
+        make: `TrainStep`, which makes the candidates.
 
-class Undecided(TrainStep):
-    """A TrainStep with policy="auto" before its first call; its class is its own again when the choice is made."""
+    Attributes:
+        phase: as of `Moments`.
+        parts: those that were added; the step has them after its choice.
 
-    _blackbox: Any
+    Raises:
+        StepError: what does not go together with policy="auto".
+        BindError, PolicyError, UnbuiltError: as for a step in fp32.
+    """
 
-    def __call__(self, *batch: Any, **named: Any) -> StepResult:
-        """Choose a policy by measuring on this micro-batch, then train on it under that policy.
+    phase = Phase.UNDECIDED
+
+    def __init__(self, step: TrainStep, make: type[TrainStep]) -> None:
+        self._step, self._make, self.parts = weakref.ref(step), make, tuple[object, ...]()
+        given: Any = step._given
+        _refuse(given)
+        ground = Ground(given.model, given.optimizer)
+        with ground.returning(copied=False):  # raises here what the first call would raise
+            settings = self._settings()
+            make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
+        step._record = Record(given.model, replayable=False)
+        fp32: Any = SimpleNamespace(recipe=recipe_for(Policy.of(POLICIES[FP32]), device_types_of([given.model])))
+        step._binding = fp32
+
+    @property
+    def step(self) -> TrainStep:
+        """The training step."""
+        step = self._step()
+        assert step is not None
+        return step
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self.step, name) for name in SETTINGS}
+
+    def add(self, part: object) -> None:
+        """Give the step `part` when it has chosen."""
+        self.parts = (*self.parts, part)
+
+    def remove(self, part: object) -> None:
+        """Do not give it `part`."""
+        self.parts = tuple(other for other in self.parts if other is not part)
+
+    def refuse(self, done: int) -> None:
+        """Refuse nothing: no call was cut off."""
+
+    cut_off = refuse
+
+    def resume(self, done: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Choose a policy by measuring on a micro-batch, and build the step under it.
 
         Raises:
             StepError: no candidate made a finite step; or the model was prepared since the step was built.
         """
-        choice, compiled = choose(self, batch, named)
-        self._become(choice, compiled)
-        return self(*batch, **named)
+        choice, compiled = choose(self.step, self._make, batch, named)
+        self._build(choice, compiled)
 
-    def _become(self, choice: Choice, compiled: CompiledLoss | None = None) -> None:
-        """Be the training step that was chosen; if that fails, stay what it is."""
-        before, kind = dict(vars(self)), type(self)
-        settings = {name: getattr(self, name) for name in SETTINGS}
-        compile = (self.compile or True) if choice.compiled else False
-        self.__class__ = kind.__bases__[1]
+    def _build(self, choice: Choice, compiled: CompiledLoss | None = None) -> None:
+        """Build the step under what was chosen; if that fails, it stays undecided."""
+        step = self.step
+        given, before = step._given, dict(vars(step))
+        asked, saving = (given.policy, given.compile), step.record.saving
+        given.policy, given.compile = choice.policy, (given.compile or True) if choice.compiled else False
         try:
-            TrainStep.__init__(
-                self,
-                self.model,
-                self.optimizer,
-                self.loss_fn,
-                policy=choice.policy,
-                compile=compile,
-                blackbox=self._blackbox,
-                **settings,
-            )
+            step._build()
         except BaseException:
-            _put(self, before, kind)
+            _put(step, before)
+            given.policy, given.compile = asked
             raise
-        self._metrics, record = before["_metrics"], before["_record"]
-        self.record.saving, self.record.preemption = record.saving, record.preemption
-        self._choice = choice
+        step.record.saving, given.choice = saving, choice
+        for part in self.parts:
+            step._moments.add(part)
         if compiled is not None:
-            self._compiled = compiled
+            step._compiled = compiled
         LOG.warning("%s", choice.line)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotChosen(
-            f"step.{name}: policy='auto' chooses in the first call of the step, which has not come yet; call "
-            "step(*batch), or load a checkpoint, before"
-        )
-
-    def flush(self) -> StepResult | None:
-        """Return None: there is nothing to update with."""
-        return None
-
-    def evaluate(self, *batch: Any, **named: Any) -> Any:
-        """Return what `loss_fn` returns for a batch in fp32, without gradients."""
-        recipe = recipe_for(Policy.of(POLICIES[FP32]), device_types_of([self.model]))
-        return evaluate(self.model, self.loss_fn, recipe, batch, named)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a step that has not chosen, and chooses after it is loaded too."""
+        given = self.step._given
         return {
             CHOICE: None,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": given.model.state_dict(),
+            "optimizer": given.optimizer.state_dict(),
             "scaler": GradScaler(enabled=False).state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler": None if given.scheduler is None else given.scheduler.state_dict(),
             "policy": Policy.of(POLICIES[FP32]).to_toml(),
             "step": 0,
         }
@@ -120,64 +139,54 @@ class Undecided(TrainStep):
         Raises:
             StepError: as `TrainStep.load_state_dict`; nothing was changed.
         """
-        check_state(self, state)
+        step = self.step
+        given = step._given
+        check_state(step, state)
         if CHOICE in state and state[CHOICE] is None:  # it had not chosen
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict({**state["optimizer"], "state": dict(state["optimizer"]["state"])})
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
+            given.model.load_state_dict(state["model"])
+            given.optimizer.load_state_dict({**state["optimizer"], "state": dict(state["optimizer"]["state"])})
+            if given.scheduler is not None:
+                given.scheduler.load_state_dict(state["scheduler"])
             return
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
-        compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile is not False)
-        line = f"auto: {described(policy, device_types_of([self.model])[0], compiled)}, as in the checkpoint"
-        before, kind, ground = dict(vars(self)), type(self), Ground(self.model, self.optimizer)
-        self._become(Choice(policy=policy, compiled=compiled, line=line))
+        compiled = bool(saved.get("compiled", False) if given.compile is None else given.compile is not False)
+        line = f"auto: {described(policy, device_types_of([given.model])[0], compiled)}, as in the checkpoint"
+        before, asked, ground = dict(vars(step)), (given.policy, given.compile), Ground(given.model, given.optimizer)
+        self._build(Choice(policy=policy, compiled=compiled, line=line))
         try:
-            self.load_state_dict(state)
+            step.load_state_dict(state)
         except BaseException:
-            if not self._moments.phase:  # else it refuses to go on until another state is loaded
+            if step._moments.phase is Phase.REST:  # else it refuses to go on until another state is loaded
                 ground.restore()
-                _put(self, before, kind)
+                _put(step, before)
+                given.policy, given.compile = asked
+                given.choice = None
             raise
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def copied(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer, which chooses for itself."""
-        named = {name: getattr(self, name) for name in (*SETTINGS, "compile")} | {"blackbox": self._blackbox}
-        return _rebuild, (type(self).__bases__[1], self.model, self.optimizer, self.loss_fn, named)
+        given = self.step._given
+        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox}
+        return _rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named)
 
 
-run_eagerly(Undecided.__call__)
-
-
-def _put(step: TrainStep, values: Mapping[str, Any], kind: type[TrainStep]) -> None:
+def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
     vars(step).clear()
     vars(step).update(values)
-    step.__class__ = kind
 
 
 def _rebuild(kind: type[TrainStep], model: Any, optimizer: Any, loss_fn: Any, named: dict[str, Any]) -> TrainStep:
     return kind(model, optimizer, loss_fn, policy="auto", **named)
 
 
-@cache
-def _undecided(kind: type[TrainStep]) -> type[TrainStep]:
-    """Return the class of a step of class `kind` before its choice."""
-    return type(kind.__name__, (Undecided, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-def undecide(step: TrainStep, scaler: object, blackbox: object) -> None:
-    """Make of a training step that is being built, and has the user's arguments, one that has not chosen.
-
-    Raises:
-        StepError: what does not go together with policy="auto".
-        BindError, PolicyError, UnbuiltError: as for a step in fp32.
-    """
-    model, optimizer = step.model, step.optimizer
-    options = compile_options(step.compile, accumulate=step.accumulate, cuda_graph=False)
+def _refuse(given: Any) -> None:
+    """Refuse arguments of a training step that do not go together with policy="auto"."""
+    model = given.model
+    options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=False)
     remedy = ""
-    if scaler is not None:
+    if given.scaler is not None:
         remedy = "scaler=: the policy that is chosen brings its own loss scale; leave scaler out"
-    elif step.cuda_graph or (options is not None and uses_graphs(options)):
+    elif given.cuda_graph or (options is not None and uses_graphs(options)):
         remedy = "CUDA graphs are captured under one policy; leave them out, or give the policy that was chosen"
     elif is_distributed(model) or processes()[1] > 1:
         remedy = (
@@ -194,11 +203,3 @@ def undecide(step: TrainStep, scaler: object, blackbox: object) -> None:
         remedy = f"parameter {lazy[0]} has no values yet; run one batch before"
     if remedy:
         raise StepError(f"policy='auto': {remedy}")
-    settings = {name: getattr(step, name) for name in SETTINGS}
-    with Ground(model, optimizer).returning(copied=False):  # raises here what the first call would raise
-        TrainStep(model, optimizer, step.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
-    step._metrics = None
-    step._record = Record(model, replayable=False)
-    kind: Any = type(step)  # hashable, which a class with Tensors in it is not to mypy
-    step.__class__ = _undecided(kind)
-    vars(step)["_blackbox"] = blackbox

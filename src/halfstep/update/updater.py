@@ -34,6 +34,7 @@ __all__ = ["Culprits", "Updater", "refusal", "suits", "unsuited"]
 
 LOG = logging.getLogger("halfstep")
 
+NO_GRADIENT = {NoneType}
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 
 
@@ -66,16 +67,17 @@ class Updater:
     Args:
         optimizer: a torch optimizer.
         store: what stands behind its low parameters, or None.
+        names: of the model's parameters, by id.
 
     Attributes:
-        store: as above.
+        store, names: as above.
         states: what keeps the optimizer's states in bf16, or None.
         reason: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
         host_read: whether the last one had to wait for the device.
     """
 
-    def __init__(self, optimizer: Optimizer, store: WeightStore | None) -> None:
-        self.store = store
+    def __init__(self, optimizer: Optimizer, store: WeightStore | None, names: Mapping[int, str]) -> None:
+        self.store, self.names = store, names
         self.use(optimizer)
 
     def use(self, optimizer: Optimizer) -> None:
@@ -94,11 +96,8 @@ class Updater:
         store = self.store
         return own if store is None else [store.value(p) if p in store else p for p in own]
 
-    def refuse_replaced_parameters(self, names: Mapping[int, str]) -> None:
+    def refuse_replaced_parameters(self) -> None:
         """Refuse low parameters that took the place of prepared ones: they would be stepped without masters.
-
-        Args:
-            names: of the model's parameters, by id.
 
         Raises:
             StepError: there is one.
@@ -106,11 +105,15 @@ class Updater:
         store = self.store
         for parameter in [p for g in self.optimizer.param_groups for p in g["params"]] if store is not None else ():
             if store is not None and parameter.dtype is store.dtype and parameter not in store:
-                name = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+                name = self.names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
                 raise StepError(
                     f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
                     "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
+
+    def culprits(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Culprits:
+        """Return who names the parameters whose norm is not finite."""
+        return Culprits(norms=norms, parameters=parameters, names=self.names)
 
     def check_optimizer(self) -> None:
         """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one.
@@ -161,6 +164,13 @@ class Updater:
     def parameters(self) -> list[nn.Parameter]:
         """Return the first of `gradients`."""
         return self.gradients()[0]
+
+    def begin_window(self) -> None:
+        """Drop what another step's loss, or one that failed, left in the gradients."""
+        for group in self.optimizer.param_groups:  # zero_grad enters the profiler: 1 % of a step of LeNet-5
+            if {*map(type, map(_grad, group["params"]))} - NO_GRADIENT:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def plan(
         self,

@@ -39,7 +39,7 @@ from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
-from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import generators as generators_now
 from halfstep.step.parts.statistics import Statistics
 from halfstep.trees import map_tensors
@@ -243,7 +243,7 @@ class Graphs:
             with self._rates_as_tensors(updates=updates):
                 graph.replay, (outputs, numbers, skipped) = self._recorder.capture(work, generators)
         except BaseException as error:
-            self._moments.phase = MICRO_BATCH
+            self._moments.phase = Phase.MICRO_BATCH
             step.record.position, self._statistics.open = before, statistics
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -266,7 +266,7 @@ class Graphs:
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = self._statistics.open
         step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
-        self._moments.phase = MICRO_BATCH
+        self._moments.phase = Phase.MICRO_BATCH
         self.captures += 1
         shapes = [*map(_shape, graph.inputs)]
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, shapes)
@@ -294,10 +294,10 @@ class Graphs:
             graph.replay()
             return self._done(graph, updates=False)
         with self._moments.critical:
-            self._moments.phase = UPDATE
+            self._moments.phase = Phase.UPDATE
             graph.replay()
             result = self._done(graph, updates=True)
-            self._moments.phase = REST
+            self._moments.phase = Phase.REST
         for watcher in step.watchers:
             watcher.pass_update()
         step.scaler.check_alarm(step.optimizer)

@@ -50,11 +50,10 @@ class InBackward:
         updater: of the step.
         record: of the step.
         watchers: of the step; refused, because they are shown all gradients.
-        names: of the model's parameters, by id.
     """
 
-    def __init__(self, updater: Updater, record: Record, watchers: Sequence[object], names: dict[int, str]) -> None:
-        self._updater, self._record, self._watchers, self._names = updater, record, watchers, names
+    def __init__(self, updater: Updater, record: Record, watchers: Sequence[object]) -> None:
+        self._updater, self._record, self._watchers = updater, record, watchers
         store = updater.store
         self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
         self._written = self._looked = False
@@ -98,7 +97,7 @@ class InBackward:
                 f"update_in_backward=True frees each gradient when it has been used, and a watcher "
                 f"({type(self._watchers[0]).__name__}) is shown all of them; leave one of the two out"
             )
-        moments.before_update()
+        moments.complete()
         if not self._looked and _recomputes(loss):
             raise StepError(REENTRANT)
         self._looked = True
@@ -110,8 +109,7 @@ class InBackward:
         self._found.sort(key=lambda pair: order[id(pair[0])])
         parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
         self._found = []
-        culprits = Culprits(norms=norms, parameters=parameters, names=self._names)
-        return check_norms(norms, None, None)[0], self._bad, culprits
+        return check_norms(norms, None, None)[0], self._bad, self._updater.culprits(norms, parameters)
 
     def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
         self._watch()
@@ -222,4 +220,4 @@ def in_backward(
                 f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of "
                 "the two out"
             )
-    return InBackward(updater, record, watchers, {id(p): n for n, p in model.named_parameters()})
+    return InBackward(updater, record, watchers)

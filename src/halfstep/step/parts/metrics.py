@@ -21,6 +21,7 @@ from halfstep.accelerators import copies_behind_events
 from halfstep.arguments import COUNT, check
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
+from halfstep.step.part import Part
 from halfstep.trees import tensors
 from halfstep.update.updater import Culprits
 
@@ -74,7 +75,7 @@ class MetricsLogger(Protocol):
         """Log a record at its step."""
 
 
-class Metrics:
+class Metrics(Part):
     """Collects what `TrainStep` returns; made by `TrainStep.metrics`.
 
     Attributes:
@@ -107,18 +108,21 @@ class Metrics:
         self._culprits: Culprits | None = None  # of the last update since the record before that was not applied
         self._waiting: deque[tuple[int, float, Tensor, Any, Culprits | None]] = deque()
 
-    def see(self, result: StepResult, batch: Any, *, updated: bool) -> None:
-        """Take in one micro-batch; `updated` says whether an update was due after it."""
+    def end_call(self, result: StepResult, batch: Any) -> None:
+        """Take in one micro-batch, or the update of an unfinished window."""
+        if batch is not None:
+            self._see(result, batch)
+        if result.due:
+            self._count(result)
+
+    def _see(self, result: StepResult, batch: Any) -> None:
         loss = result.loss.to(torch.float32)
         self._loss = loss if self._loss is None else self._loss + loss
         self._losses += 1
         first = next(iter(tensors(batch)), None)
         self._samples += 1 if first is None or not first.dim() else first.shape[0]
-        if updated:
-            self.count(result)
 
-    def count(self, result: StepResult) -> None:
-        """Take in an update, also that of an unfinished window."""
+    def _count(self, result: StepResult) -> None:
         skipped = result.skipped.to(torch.float32)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._updates += 1

@@ -31,22 +31,25 @@ from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.meeting import announce
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
+from halfstep.step.part import Part
 from halfstep.step.parts.record import Record
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 
-__all__ = ["Ranks", "join", "ranks_of", "refuse_flush"]
+__all__ = ["OneRank", "Ranks", "join", "ranks_of"]
 
+WHOLE = nullcontext()
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
 """Parts of the names of torch's communication hooks that update parameters."""
 
 
-class Ranks:
+class Ranks(Part):
     """The processes over which a DistributedDataParallel averages.
 
     Args:
-        ddp: around the model.
+        model: the wrapped model, as it was given to `TrainStep`.
+        ddp: in it, around the user's model.
         policy: resolved.
 
     Attributes:
@@ -61,8 +64,8 @@ class Ranks:
         StepError: DistributedDataParallel casts or updates parameters itself.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Policy) -> None:
-        self.ddp, self._policy = ddp, policy
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel, policy: Policy) -> None:
+        self.ddp, self._policy, self._model = ddp, policy, model
         self._store: WeightStore | None = None
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
@@ -95,6 +98,11 @@ class Ranks:
                 f"the communication hook {hook!r} updates parameters in the backward pass, before gradients are "
                 "unscaled, checked and clipped; leave it out: the step updates"
             )
+
+    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context in which a forward and a backward pass average gradients over ranks, or do not."""
+        no_sync: Callable[[], AbstractContextManager[Any]] = self._model.no_sync
+        return no_sync() if self.postpones(last=last) else nullcontext()
 
     def postpones(self, *, last: bool) -> bool:
         """Return whether DDP must not average in the backward pass of the next micro-batch.
@@ -362,11 +370,49 @@ send_low.__annotations__ = {}  # register_comm_hook compares types with those, w
 # ------------------------------------------------------------------ which ranks, and refusals
 
 
-def join(ranks: Ranks | None, model: nn.Module, flush: Callable[[], object]) -> AbstractContextManager[None]:
+class OneRank:
+    """The place of `Ranks` in a step whose gradients the step itself does not average.
+
+    Args:
+        model: as it was given to `TrainStep`; a wrapper with `no_sync` averages gradients itself.
+    """
+
+    own = joining = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.averaged = model, True
+        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+
+    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a forward and a backward pass: a wrapper averages in the last of a window only."""
+        return WHOLE if last or self._no_sync is None else self._no_sync()
+
+    def window(self, accumulate: int) -> float:
+        """Return how many micro-batches a window has."""
+        return accumulate
+
+    def keep_up(self) -> None:
+        """Do nothing: no other rank waits."""
+
+    def refuse_flush(self, done: int, accumulate: int) -> None:
+        """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's.
+
+        Raises:
+            StepError: the wrapper has put their average off, which cannot be made later.
+        """
+        if done and self._no_sync is not None and dist.is_available() and dist.is_initialized():
+            raise StepError(
+                f"flush() of {done} of {accumulate} micro-batches: {type(self._model).__name__} has put the average of "
+                "their gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every "
+                "window all of its micro-batches"
+            )
+
+
+def join(ranks: Ranks | OneRank, model: nn.Module, flush: Callable[[], object]) -> AbstractContextManager[None]:
     """Return the context in which ranks may run out of batches one after the other.
 
     Args:
-        ranks: of DistributedDataParallel, or None.
+        ranks: of the step.
         model: as it was given to `TrainStep`.
         flush: makes an update with the others; returns None once none of them has a micro-batch.
 
@@ -377,23 +423,23 @@ def join(ranks: Ranks | None, model: nn.Module, flush: Callable[[], object]) -> 
     why = ""
     if is_distributed(model):
         why = "a sharded model, whose passes gather weights from all ranks"
-    elif ranks is not None and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    elif isinstance(ranks, Ranks) and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         why = "SyncBatchNorm, which sends statistics in each forward pass"
-    elif ranks is not None and ranks.ddp.static_graph:
+    elif isinstance(ranks, Ranks) and ranks.ddp.static_graph:
         why = "DistributedDataParallel(static_graph=True), which averages in its first backward pass"
     if why:
         raise StepError(
             f"join() of {why}: a rank without batches would be missing there; give all ranks as many batches "
             "(DistributedSampler(drop_last=True))"
         )
-    if ranks is None:
+    if isinstance(ranks, OneRank):
         return nullcontext()
     ranks.refuse_hook("join() averages gradients outside of the backward pass")
     return ranks.join(flush)
 
 
-def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
-    """Return the ranks of the DistributedDataParallel around the user's model; None without one; `announce` this one.
+def ranks_of(model: nn.Module, policy: Policy) -> Ranks | OneRank:
+    """Return the ranks over which DistributedDataParallel averages, or one rank without it; `announce` this one.
 
     Args:
         model: as it was given to `TrainStep`.
@@ -404,24 +450,12 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
     """
     announce()
     concrete = resolved(policy, device_types_of([model])[0])
+    given = model
     while not isinstance(model, DistributedDataParallel):
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             if reduces_itself(concrete):
                 refuse_other_average(model, concrete, asked(concrete))
-            return None
+            return OneRank(given)
         model = inner
-    return Ranks(model, concrete)
-
-
-def refuse_flush(model: nn.Module, done: int, accumulate: int) -> None:
-    """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's.
-
-    Raises:
-        StepError: always.
-    """
-    raise StepError(
-        f"flush() of {done} of {accumulate} micro-batches: {type(model).__name__} has put the average of their "
-        "gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every window all of "
-        "its micro-batches"
-    )
+    return Ranks(given, model, concrete)

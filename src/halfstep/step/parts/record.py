@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,10 @@ from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
+from halfstep.step.part import Part
 from halfstep.step.parts.landing import Landing
 from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
-
-if TYPE_CHECKING:
-    from halfstep.checkpoints.preemption import Preemption
-    from halfstep.checkpoints.save import Saving
 
 __all__ = [
     "History",
@@ -135,7 +132,7 @@ class Window:
         return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
 
 
-class Record:
+class Record(Part):
     """What a training step has done.
 
     Args:
@@ -153,7 +150,6 @@ class Record:
         signals: losses, norms and magnitudes of the last updates.
         history: the micro-batches; None: not kept.
         saving: the last `hs.save`, whose writing may be under way.
-        preemption: the open `hs.on_preemption`.
     """
 
     __slots__ = (
@@ -163,7 +159,6 @@ class Record:
         "host_reads",
         "landing",
         "micro_batches",
-        "preemption",
         "saving",
         "scale",
         "scheduled",
@@ -175,8 +170,7 @@ class Record:
         self.scale = torch.ones(())
         self.bad: Tensor | None = None
         self.scheduled = False
-        self.saving: Saving | None = None
-        self.preemption: Preemption | None = None
+        self.saving: Any = None
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
@@ -195,6 +189,21 @@ class Record:
         if self.history is not None:
             self.history.begin()
 
+    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Keep the micro-batch, if the window may run again."""
+        if self.history is not None:
+            self.history.keep(number, batch, named)
+
+    def after_forward(self, loss: Tensor) -> None:
+        """Keep the loss of the micro-batch."""
+        if self.history is not None:
+            self.history.window.batches[-1].loss = loss
+
+    def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
+        """Keep what the backward pass began with."""
+        if self.history is not None:
+            self.history.window.batches[-1].seed = seed
+
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the micro-batches of the window as done; return what keeping them raised."""
         self.bad = bad
@@ -210,12 +219,14 @@ class Record:
             return error
         return None
 
-    def note(self, result: StepResult) -> None:
+    def end_call(self, result: StepResult, batch: Any) -> None:
         """Remember loss and gradient norm of an update: on a CPU their values, on another device a reference to them.
 
         Some hundred small tensors that stay alive on a CPU would keep a step's own out of its caches: 4 % of a step of
         a small network.
         """
+        if not result.due or batch is None:  # a flush has no loss
+            return
         loss, norm = result.loss, result.grad_norm
         if loss.is_cpu and norm.is_cpu and type(loss) is type(norm) is Tensor:
             self.signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))

@@ -29,7 +29,8 @@ from halfstep.errors import ScaleError
 from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.moments import Moments
-from halfstep.step.parts.ranks import Ranks
+from halfstep.step.part import Part
+from halfstep.step.parts.ranks import OneRank, Ranks
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 from halfstep.update.fused import check_gradients
@@ -42,7 +43,7 @@ ENOUGH = 16
 """Attempts of ``retry=True``: as many halvings as lead from 2**16, where most scales begin, to 1."""
 
 
-class Retry:
+class Retry(Part):
     """Decides which windows of one training step run again; a participant of it, after its scaler.
 
     Args:
@@ -51,33 +52,45 @@ class Retry:
         optimizer: the step's own.
         record: the step's own; gets a `History` if it has none, and its history keeps all generators from now on.
         model: the user's model.
+        ranks: over which gradients are averaged.
 
     Attributes:
+        moments: of the step; assigned when they are made.
         due: whether the last attempt was discarded, and the window must run again.
         retries: how often the window of the current call has run again.
-        scale: the loss scale that the window runs with again; None: the scaler's.
+        fallen: the loss scale that the window runs with again; None: the scaler's.
         poisoned: whether backward passes start from nan; see note [ranks].
     """
 
-    def __init__(self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, model: nn.Module) -> None:
+    def __init__(
+        self,
+        most: int,
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        record: Record,
+        model: nn.Module,
+        ranks: Ranks | OneRank,
+    ) -> None:
+        self.moments: Moments
+        self._ranks = ranks
         self.most, self.scaler, self.optimizer, self.record = most, scaler, optimizer, record
         if record.history is None:
             record.history = History(model, examined=False, signals=record.signals)
         record.history.keep_generators()
         self.history = record.history
         self._warned = False
-        self.begin()
+        self.begin_call()
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Begin a call of the step; forget what an earlier call has left if it was cut off."""
         self.due = self.poisoned = False
         self.retries = self._uncounted = 0
-        self.scale: float | None = None
+        self.fallen: float | None = None
 
     # ------------------------------------------------------------------ the decision
 
-    def discards(self, bad: Tensor) -> bool:
-        """Return whether the window runs again instead of being updated; waits for the device.
+    def repeats(self, bad: Tensor) -> bool:
+        """Return whether the window runs again in the place of its update; waits for the device.
 
         Args:
             bad: 0-dim bool, the verdict on the window.
@@ -90,14 +103,14 @@ class Retry:
             return False
         found = self._lower() if self.retries < self.most else None
         self.due = found is not None
-        self._uncounted, self.scale = found or (0, self.scale)
+        self._uncounted, self.fallen = found or (0, self.fallen)
         return self.due
 
     def discards_unseen(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return what `discards` will, from the gradients themselves: before watchers are shown them."""
+        """Return what `repeats` will, from the gradients themselves: before watchers are shown them."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         divisor = self.record.scale.to(gradients[0].device)
-        return self.discards(check_gradients(gradients, divisor, None).bad)
+        return self.repeats(check_gradients(gradients, divisor, None).bad)
 
     def _lower(self) -> tuple[int, float] | None:
         """Return how many bad steps of the scaler lead to a lower scale, and that scale; None: the step is skipped."""
@@ -137,40 +150,39 @@ class Retry:
 
     # ------------------------------------------------------------------ another attempt
 
-    def scale_on(self, device: torch.device) -> Tensor:
+    def scale(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window as a 0-dim fp32 tensor of its own on `device`."""
-        if self.scale is None:
+        if self.fallen is None:
             return self.scaler.scale_on(device).clone()
-        return torch.full((), self.scale, dtype=torch.float32, device=device)
+        return torch.full((), self.fallen, dtype=torch.float32, device=device)
 
-    def run(
+    def seed(self, seed: Tensor) -> Tensor:
+        """Return nan where the window must be skipped on all ranks; see note [ranks]."""
+        return seed * float("nan") if self.poisoned else seed
+
+    def again(
         self,
-        moments: Moments,
-        ranks: Ranks | None,
-        begin_window: Callable[[], None],
-        micro_batch: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
-    ) -> StepResult | None:
-        """Run the micro-batches of a window that was discarded again; return what the last one gave, None for none.
-
-        Args:
-            moments: of the step.
-            ranks: of DistributedDataParallel, or None.
-            begin_window: begins a window of the step.
-            micro_batch: runs one micro-batch of it.
-        """
-        batches, result = self.history.window.batches, None
-        moments.restart()
-        self.history.restore()
-        self.retries += 1
-        if not batches:  # a flush, and other ranks have some
-            if ranks is not None:
-                ranks.keep_up()
-            begin_window()
-            self.record.scale = self.scale_on(self.record.scale.device)
-        for kept in batches:
-            if kept.put_generators is not None:
-                kept.put_generators()
-            result = micro_batch(kept.batch, kept.named)
+        result: StepResult,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
+        finish: Callable[[], StepResult] | None,
+    ) -> StepResult:
+        """Run the micro-batches of a window that was discarded again, as often as it is."""
+        while self.due:
+            batches = self.history.window.batches
+            self.moments.restart()
+            self.history.restore()
+            self.retries += 1
+            if not batches:  # a flush, and other ranks have some
+                self._ranks.keep_up()
+                self.moments.begin()
+                self.record.scale = self.scale(self.record.scale.device)
+            for kept in batches:
+                if kept.put_generators is not None:
+                    kept.put_generators()
+                result = run(kept.batch, kept.named)
+            if finish is not None:
+                result = finish()
+        result.retries = self.retries
         return result
 
     def after_update(self, bad: Tensor) -> Exception | None:

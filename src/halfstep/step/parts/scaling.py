@@ -1,21 +1,32 @@
-"""The loss scale as a participant of a training step."""
+"""The loss scale as a part of a training step."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
 from halfstep.scale.scaler import GradScaler
+from halfstep.step.part import Part
 
-__all__ = ["Scaling"]
+__all__ = ["Scaling", "Unscaled"]
 
 
-class Scaling:
-    """The loss scale as a participant of a training step."""
+class Scaling(Part):
+    """The loss scale of a GradScaler, which moves with each update.
+
+    Args:
+        scaler: of the step, possibly shared with other steps.
+        optimizer: may be assigned between two windows.
+    """
 
     def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self.scaler, self.optimizer = scaler, optimizer
+
+    def scale(self, device: torch.device) -> Tensor:
+        """Return a copy of the scale: a window has one, also if another step moves the scaler's meanwhile."""
+        return self.scaler.scale_on(device).clone()
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the update and move the scale; return the scale's alarm, if its rule raises one."""
@@ -25,3 +36,16 @@ class Scaling:
         except (ScaleError, Warning) as error:
             return error
         return None
+
+
+class Unscaled(Part):
+    """A loss scale of 1."""
+
+    def __init__(self) -> None:
+        self._one = torch.ones(())
+
+    def scale(self, device: torch.device) -> Tensor:
+        """Return 1, the same tensor each time."""
+        if self._one.device != device:
+            self._one = torch.ones((), dtype=torch.float32, device=device)
+        return self._one

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import StepError
-from halfstep.step.moments import ADVANCE, Moments
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
 from halfstep.update.undo import SchedulerCopy
 
@@ -35,15 +35,15 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, reco
     try:
         if not bad:
             moments.scheduler, moments.interrupted = SchedulerCopy(scheduler, optimizer), moments.phase
-            moments.phase = ADVANCE
+            moments.phase = Phase.ADVANCE
             scheduler.step()
         record.bad = None
         if not bad:
             moments.phase = moments.interrupted
     except BaseException as error:
-        if moments.phase == ADVANCE:
+        if moments.phase is Phase.ADVANCE:
             record.bad = flag
-        moments.abort()
+        moments.cut_off()
         if isinstance(error, MemoryError) or not isinstance(error, Exception):
             raise  # the next call tries again
         record.bad = None

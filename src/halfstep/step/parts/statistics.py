@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from halfstep.step.part import Part
+
 __all__ = ["Statistics"]
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -37,7 +39,7 @@ class _Kind:
         torch._foreach_copy_(self.buffers, self.kept)
 
 
-class Statistics:
+class Statistics(Part):
     """Keeps the running statistics of a model's norms, and restores them where a verdict on the device is bad.
 
     A participant of a training step, from the first norm it finds. Many small buffers are copied in one call for each

@@ -9,7 +9,7 @@ That is also how a backward pass outside of a step finds every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.events import hook_weakly
 from halfstep.kernels.eager.accumulate import add_low_
+from halfstep.step.part import Part, Run
 
 __all__ = ["Sums"]
 
@@ -24,7 +25,7 @@ MANY = 1 << 16  # elements of a gradient from which a hook and a look at the gra
 RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, made in the backward pass
 
 
-class Sums:
+class Sums(Part):
     """The fp32 gradients of one training step's low parameters.
 
     Args:
@@ -57,8 +58,8 @@ class Sums:
         self._totals.clear()
         self._widen()
 
-    def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
-        """Let `run` do the backward pass of `loss` from `seed`."""
+    def around_backward(self, loss: Tensor, seed: Tensor, run: Run) -> None:
+        """Run the backward pass; gradients of large parameters are taken as they come."""
         several = _reached_by_several_ways(loss)
         for key, parameter in self._large.items() if several is not None else ():
             if key not in several:  # type: ignore[operator]

@@ -13,34 +13,39 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import StepError
+from halfstep.step.part import Part
+from halfstep.step.parts.record import Record
 
 __all__ = ["Unfinished"]
 
 
-class Unfinished:
+class Unfinished(Part):
     """The gradients that one training step has left for its next micro-batch.
 
     Args:
         optimizer: whose parameters they belong to; may be assigned between two windows.
+        record: of the step.
         names: id of a parameter -> its name.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self.optimizer, self._names = optimizer, names
+    def __init__(self, optimizer: Optimizer, record: Record, names: Mapping[int, str]) -> None:
+        self.optimizer, self._record, self._names = optimizer, record, names
         self._seen: list[tuple[Tensor, Tensor | None, int]] = []
 
-    def note(self) -> None:
+    def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
         """Note the gradients as they are; torch counts the writes to each."""
+        if last:
+            return
         gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
 
-    def check(self) -> None:
-        """Compare the gradients with what was noted.
+    def begin_call(self) -> None:
+        """Compare the gradients of a window that has begun with what was noted.
 
         Raises:
             StepError: one was dropped or written to since.
         """
-        for parameter, noted, version in self._seen:
+        for parameter, noted, version in self._seen if self._record.micro_batches else ():
             now = parameter.grad
             if now is not noted or (now is not None and now._version != version):
                 raise StepError(

@@ -1,0 +1,139 @@
+"""A part of a training step: what keeps one thing consistent from the first micro-batch of a window to its update.
+
+The loss scale is a part, and so are BatchNorm's statistics, low copies of weights, fp32 sums of gradients, averages
+over ranks, retries, the black box and metrics. A step has a part only for what is switched on. `Moments` calls the
+parts; users add their own with ``TrainStep.add_part``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.events import StepResult
+
+__all__ = ["Part", "Run"]
+
+Run = Callable[[Tensor, Tensor], None]
+"""Runs the backward pass of a loss from a seed, both 0-dim."""
+
+
+class Part:
+    """One part of a training step; every method does nothing, and a subclass overrides the moments that it needs.
+
+    The moments of a call, in their order. Those of a window come once in `accumulate` calls, the others in each:
+
+    1. `begin_call`
+    2. `begin_window`: gradients are dropped, and no forward pass has run
+    3. `begin_micro_batch`, `after_forward`, `scale`, `seed`, `around_backward`, `end_micro_batch`
+    4. `before_update`, `repeats`, `after_update`; if the window runs again, `again`
+    5. `end_call`
+
+    `abort` is called in the place of the rest where an exception cuts a call off, and before a window runs again. Parts
+    are called in their order, at `after_update` and `abort` in reverse. A method must not wait for the device unless
+    its part says so.
+
+    Examples:
+        >>> class Largest(hs.step.Part):
+        ...     value = 0.0
+        ...     def end_call(self, result, batch):
+        ...         self.value = max(self.value, float(result.loss))
+        >>> step = hs.TrainStep(model, optimizer, loss_fn)
+        >>> largest = step.add_part(Largest())
+        >>> result = step(x, y)
+        >>> largest.value > 0.0
+        True
+    """
+
+    def begin_call(self) -> None:
+        """Begin a call of the step; an earlier one may have been cut off."""
+
+    def begin_window(self) -> None:
+        """Begin a window of micro-batches."""
+
+    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """See a micro-batch before its forward pass.
+
+        Args:
+            number: of the micro-batch in the run, from 1.
+            batch: positional arguments of the loss function.
+            named: its named arguments.
+        """
+
+    def after_forward(self, loss: Tensor) -> None:
+        """See the detached, unscaled loss: a 0-dim tensor on the device."""
+
+    def scale(self, device: torch.device) -> Tensor:
+        """Return the loss scale of the window, 0-dim fp32 on `device`; the last part that defines this decides."""
+        raise NotImplementedError
+
+    def seed(self, seed: Tensor) -> Tensor:
+        """Return what the backward pass begins with in the place of `seed`."""
+        return seed
+
+    def around_backward(self, loss: Tensor, seed: Tensor, run: Run) -> None:
+        """Run the backward pass: ``run(loss, seed)``."""
+        run(loss, seed)
+
+    def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
+        """See the gradients after a backward pass.
+
+        Args:
+            seed: what it began with.
+            last: whether the update of the window comes next.
+        """
+
+    def before_update(self) -> None:
+        """Complete the gradients: the backward passes are over, and nothing has been written."""
+
+    def repeats(self, bad: Tensor) -> bool:
+        """Return whether the window runs again in the place of its update.
+
+        Args:
+            bad: 0-dim bool on the device: a gradient is not finite.
+        """
+        return False
+
+    def again(
+        self,
+        result: StepResult,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
+        finish: Callable[[], StepResult] | None,
+    ) -> StepResult:
+        """Run the window again if `repeats` has said so, and return the result of the call.
+
+        Args:
+            result: so far.
+            run: runs one micro-batch, and the update after the last one of a window.
+            finish: updates with an unfinished window, as `TrainStep.flush` does; None in other calls.
+        """
+        return result
+
+    def after_update(self, bad: Tensor) -> Exception | None:
+        """See what was updated: parameters and optimizer state are written, unless `bad`.
+
+        Signals are deferred. An exception that this returns is raised once the update is complete; one that it raises
+        cuts the update off.
+
+        Args:
+            bad: 0-dim bool on the device.
+        """
+        return None
+
+    def abort(self, *, written: bool) -> None:
+        """Return to the state before `begin_window`; may be called twice.
+
+        Args:
+            written: the update has begun to write and cannot be undone: leave its state as it is.
+        """
+
+    def end_call(self, result: StepResult, batch: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        """See the result of a call.
+
+        Args:
+            result: of the call; ``result.due`` says whether its window was updated.
+            batch: positional and named arguments; None after `TrainStep.flush`.
+        """

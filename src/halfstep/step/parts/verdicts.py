@@ -1,0 +1,104 @@
+"""The verdict on the last update, and who is given it: the learning-rate scheduler and the black box.
+
+The host learns it as late as it can (note [bad steps] in `train_step`): on a CPU at once, else when the next forward
+and backward pass are queued, or when a method of the step needs it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cast.state import STATE
+from halfstep.events import StepResult
+from halfstep.step.moments import Moments
+from halfstep.step.part import Part
+from halfstep.step.parts.schedule import advance
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["Verdicts"]
+
+NUMBERS = count(1)
+
+
+class Verdicts(Part):
+    """Gives the verdict on each update of one training step to its scheduler and its black box.
+
+    Args:
+        step: the training step.
+        alone: whether no other ranks make its updates with it. Ranks that do examine a bad one together: each rank
+            reaches the same place of the same step.
+
+    Attributes:
+        ordinal: number of the step among those of this process that several ranks make together, from 1; 0 for a step
+            that this process makes alone.
+        box: the black box; None before the first step that is not finite.
+        moments: of the step; assigned when they are made.
+    """
+
+    def __init__(self, step: TrainStep, *, alone: bool) -> None:
+        self._step, self.alone = weakref.ref(step), alone
+        self.moments: Moments
+        self._record = step.record
+        self.ordinal = 0 if alone else next(NUMBERS)
+        self.box: Any = None
+
+    def end_micro_batch(self, seed: Any, *, last: bool) -> None:
+        """Wait for the verdict while the device has two passes to run."""
+        if self._record.bad is not None or self._judged():
+            self.settle(wait=True)
+
+    def before_update(self) -> None:
+        """Examine the last update with the other ranks, while the parameters are those that it left."""
+        if not self.alone and self._judged():
+            self._examine(wait=True, together=True)
+
+    def end_call(self, result: StepResult, batch: Any) -> None:
+        """Examine an update on a CPU at once, before weights or batch can be written to."""
+        if result.due and result.skipped.device.type == "cpu" and self._judged():
+            self._examine(wait=False, together=True)
+
+    def settle(self, *, wait: bool) -> None:
+        """Give the verdict to black box and scheduler, if it is known or `wait`."""
+        step, record = self._step(), self._record
+        assert step is not None
+        record.scheduled = step.scheduler is not None
+        if self._judged():
+            self._examine(wait=wait, together=self.alone)
+        if step.scheduler is None:
+            record.bad = None
+        elif record.bad is not None:
+            advance(step.scheduler, step.optimizer, self.moments, record, wait=wait)
+
+    def black_box(self) -> Any:
+        """Return the black box, made at the first call."""
+        if self.box is None:
+            from halfstep.lens.box.stepbox import StepBox
+
+            self.box = StepBox(self._step())
+            if self._record.history is not None:
+                self._record.history.watched = True
+        return self.box
+
+    def _judged(self) -> bool:
+        history = self._record.history
+        return history is not None and history.judged is not None
+
+    def _examine(self, *, wait: bool, together: bool) -> None:
+        """Give the last update to the black box once its verdict is known; a bad one only with `together`."""
+        history = self._record.history
+        assert history is not None
+        if (window := history.arrived(wait=wait)) is None or (window.wrong and not together):
+            return
+        window.seen = True
+        if window.wrong or self.box is not None:
+            copies, STATE.copies = STATE.copies, None  # a replay has its own
+            try:
+                self.black_box().see(window)
+            finally:
+                STATE.copies = copies
+        if self._record.micro_batches:
+            history.judged = None
