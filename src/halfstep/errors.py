@@ -41,7 +41,10 @@ __all__ = [
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 HERE = str(Path(__file__).parent) + os.sep
-FOLDERS = ("advise", "cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights")
+FOLDERS = (
+    *("advise", "auto", "binding", "cast", "checkpoints", "compat", "kernels", "lens", "policy", "scale", "step"),
+    *("update", "weights"),
+)
 FILES = ("arguments.py", "errors.py", "events.py", "schema.py", "trees.py")
 OURS = (TORCH, "<frozen", *(HERE + part for part in (*FOLDERS, *FILES)))
 """Where files begin whose lines no message names: those of torch and of halfstep."""

@@ -29,6 +29,7 @@ from torch.overrides import _pop_mode
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
+from halfstep.step.moments import Phase
 from tests.step.late import late
 
 HERE = str(Path(hs.__file__).parent)
@@ -237,7 +238,7 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
     before = micro // run.accumulate
     try:
         done = step.record.done + step.record.micro_batches
-        if step.record.micro_batches and not step._moments.phase:
+        if step.record.micro_batches and step._moments.phase is Phase.REST:
             outcomes.append("within a window")
         else:
             saved = step.state_dict()

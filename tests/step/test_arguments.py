@@ -148,7 +148,7 @@ def test_a_rate_on_a_device_is_not_read() -> None:
 def test_a_check_looks_again_at_what_has_changed() -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters[:2]], 0.1)
-    check = Updater(optimizer, None).check_optimizer
+    check = Updater(optimizer, None, {}).check_optimizer
     for _ in range(2):
         check()
     optimizer.param_groups[1]["momentum"] = NAN
@@ -171,7 +171,7 @@ def test_infinities_under_other_names_are_left_alone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["growth_rate"] = INF
     check_rates(optimizer)
-    Updater(optimizer, None).check_optimizer()
+    Updater(optimizer, None, {}).check_optimizer()
 
 
 @pytest.mark.parametrize("policy", ["mixed", "O2", "O0"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step import train_step
+from halfstep.step import settings
 from halfstep.step.parts.sums import MANY
 from halfstep.update import optimizer_step
 
@@ -81,7 +81,7 @@ def test_what_fails_late_is_undone(stage: str, policy: str, error: Any, monkeypa
     Fails.of = Fails  # type: ignore[assignment]
     chosen = hs.Policy.of(policy, dtype="bf16")
     with monkeypatch.context() as patch:
-        patch.setattr(train_step, stage, Fails)
+        patch.setattr(settings, stage, Fails)
         with pytest.raises(error):
             hs.TrainStep(model, optimizer, square, policy=chosen)
     assert facts(model, optimizer) == before
@@ -116,7 +116,7 @@ def test_a_model_that_was_prepared_stays_prepared(monkeypatch: pytest.MonkeyPatc
     policy = hs.Policy.of("O2", dtype="bf16")
     hs.prepare(model, optimizer, policy=policy)
     before = facts(model, optimizer)
-    monkeypatch.setattr(train_step, "Statistics", lambda *args: 1 / 0)
+    monkeypatch.setattr(settings, "Statistics", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hs.TrainStep(model, optimizer, square)
     assert facts(model, optimizer) == before and hs.prepared_policy(model) == policy
@@ -132,7 +132,7 @@ def test_an_activation_of_another_prepared_model_stays_that_models(
     model.add_module("3", shared)
     expected, before = other(X), facts(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(train_step, "Statistics", lambda *args: 1 / 0)
+        patch.setattr(settings, "Statistics", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hs.TrainStep(model, optimizer, square, policy=hs.Policy.of(policy, dtype="bf16"))
     assert facts(model, optimizer) == before and hs.prepared_policy(model) is None

@@ -90,7 +90,7 @@ def test_samples_are_counted_by_the_hosts_clock() -> None:
     metrics = Metrics(1, clock=lambda: next(times))
     step = make()
     for x in batches(2):
-        metrics.see(step(x), (x,), updated=True)
+        metrics.end_call(step(x), ((x,), {}))
     assert [r.samples_per_second for r in metrics.poll()] == [2.5, 10.0]
 
 
@@ -156,8 +156,8 @@ def test_records_that_are_not_polled_do_not_pile_up() -> None:
     step = make()
     result = step(torch.ones(5, 3))
     for _ in range(1000):
-        metrics.see(result, (), updated=True)
+        metrics.end_call(result, ((), {}))
     with pytest.warns(UserWarning, match=r"1000 records .* the oldest are dropped; call metrics\.poll\(\)"):
-        metrics.see(result, (), updated=True)
-    metrics.see(result, (), updated=True)  # one warning
+        metrics.end_call(result, ((), {}))
+    metrics.end_call(result, ((), {}))  # one warning
     assert metrics.dropped == 2 and len(metrics.poll()) == 1000

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StepError
-from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, UPDATE, Moments
+from halfstep.step.moments import Moments, Phase
 
 BAD = torch.zeros((), dtype=torch.bool)
 
 
-class Participant:
+class Noting:
     """Notes its calls; `answers` holds what a method raises (an exception class) or returns."""
 
     def __init__(self, name: str, calls: list[str], **answers: Any) -> None:
@@ -52,16 +52,16 @@ class Begins:
 
 
 def moments_of(calls: list[str], *, written: bool = True, **answers: Any) -> Moments:
-    participants = [Participant("a", calls), Participant("b", calls, **answers)]
-    return Moments(participants, lambda: written)
+    parts = [Noting("a", calls), Noting("b", calls, **answers)]
+    return Moments(parts, lambda: written)
 
 
-def test_participants_are_called_in_order_and_in_reverse_after_the_update() -> None:
+def test_parts_are_called_in_order_and_in_reverse_after_the_update() -> None:
     calls: list[str] = []
     moments = moments_of(calls)
-    moments.add(Participant("late", calls))
-    moments.begin_window()
-    moments.before_update()
+    moments.add(Noting("late", calls))
+    moments.begin()
+    moments.complete()
     moments.update(lambda: calls.append("write"), BAD)
     assert calls == [
         *("a.begin_window", "b.begin_window", "late.begin_window"),
@@ -69,13 +69,13 @@ def test_participants_are_called_in_order_and_in_reverse_after_the_update() -> N
         "write",
         *("late.after_update", "b.after_update", "a.after_update"),
     ]
-    assert moments.phase == REST
+    assert moments.phase == Phase.REST
 
 
-def test_a_participant_has_the_methods_it_needs() -> None:
+def test_a_part_has_the_methods_it_needs() -> None:
     begins = Begins()
     moments = Moments([begins], lambda: True)
-    for call in (moments.begin_window, moments.before_update, moments.abort):
+    for call in (moments.begin, moments.complete, moments.cut_off):
         call()
     moments.update(lambda: None, BAD)
     assert begins.begun == 1
@@ -86,7 +86,7 @@ def test_a_returned_exception_is_raised_when_the_update_is_complete() -> None:
     moments = moments_of(calls, after_update=ValueError("alarm"))
     with pytest.raises(ValueError, match="alarm"):
         moments.update(lambda: None, BAD)
-    assert calls == ["b.after_update", "a.after_update"] and moments.phase == REST
+    assert calls == ["b.after_update", "a.after_update"] and moments.phase == Phase.REST
     moments.refuse(1)
 
 
@@ -95,7 +95,7 @@ def test_an_exception_in_after_update_cuts_the_update_off() -> None:
     moments = moments_of(calls, after_update=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError) as caught:
         moments.update(lambda: None, BAD)
-    moments.abort(caught.value)
+    moments.cut_off(caught.value)
     assert calls == ["b.after_update", "b.abort True", "a.abort True"]
     with pytest.raises(StepError, match=r"ZeroDivisionError \(after_update\) cut off the update after 7 micro-batches"):
         moments.refuse(7)
@@ -103,22 +103,22 @@ def test_an_exception_in_after_update_cuts_the_update_off() -> None:
     moments.refuse(7)
 
 
-@pytest.mark.parametrize("phase", [MICRO_BATCH, UPDATE])
-def test_what_has_not_been_written_is_undone(phase: str) -> None:
+@pytest.mark.parametrize("phase", [Phase.MICRO_BATCH, Phase.UPDATE])
+def test_what_has_not_been_written_is_undone(phase: Phase) -> None:
     calls: list[str] = []
     moments = moments_of(calls, written=False)
     moments.phase = phase
     moments.refuse(0)
-    assert calls == ["b.abort False", "a.abort False"] and moments.phase == REST
+    assert calls == ["b.abort False", "a.abort False"] and moments.phase == Phase.REST
 
 
 def test_an_undo_that_is_cut_off_is_made_again() -> None:
     calls: list[str] = []
     moments = moments_of(calls, written=False, **{"abort False": KeyboardInterrupt})
-    moments.phase = MICRO_BATCH
+    moments.phase = Phase.MICRO_BATCH
     with pytest.raises(KeyboardInterrupt):
-        moments.abort()
-    assert moments.phase == MICRO_BATCH and calls == ["b.abort False"]
+        moments.cut_off()
+    assert moments.phase == Phase.MICRO_BATCH and calls == ["b.abort False"]
 
 
 def test_a_scheduler_is_restored_before_anything_else_is_refused() -> None:
@@ -129,6 +129,6 @@ def test_a_scheduler_is_restored_before_anything_else_is_refused() -> None:
             restored.append("scheduler")
 
     moments = moments_of([])
-    moments.phase, moments.scheduler = ADVANCE, Copy()  # type: ignore[assignment]
+    moments.phase, moments.scheduler = Phase.ADVANCE, Copy()  # type: ignore[assignment]
     moments.refuse(0)
-    assert restored == ["scheduler"] and moments.phase == REST
+    assert restored == ["scheduler"] and moments.phase == Phase.REST

@@ -317,7 +317,7 @@ def test_a_save_between_forward_and_backward_changes_no_weight() -> None:
 class Cut:
     """Raises at the n-th line of the code that shows fp32 weights in the place of low ones."""
 
-    FILES = ("/step/precise.py", "/step/prepare.py")
+    FILES = ("/binding/precise.py", "/binding/prepare.py")
 
     def __init__(self, at: int) -> None:
         self.at, self.seen = at, 0

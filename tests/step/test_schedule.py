@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.moments import REST
+from halfstep.step.moments import Phase
 from halfstep.testing import count_step
 from tests.step.cutting import Run, cut_everywhere, without_warnings
 from tests.step.late import late
@@ -160,7 +160,7 @@ def test_a_scheduler_that_fails_in_the_middle_of_a_call(error: Any, accumulate: 
     step.scheduler.errors, twin.scheduler.errors = [error], []  # type: ignore[attr-defined]
     with pytest.raises((KeyboardInterrupt, StepError)):
         step(2 * X)
-    assert repr(step.model.state_dict()) == before and step._moments.phase == REST
+    assert repr(step.model.state_dict()) == before and step._moments.phase is Phase.REST
     assert step.scheduler.last_epoch == 0 and step.optimizer.param_groups[0]["lr"] == 0.1
     if error is not KeyboardInterrupt:
         twin.record.bad = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.update.deferral import Deferral
+from halfstep.update.updater import Deferral
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 

@@ -30,7 +30,7 @@ from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.step.parts.record import generators, generators_of
 from halfstep.trees import map_tensors
-from halfstep.update.deferral import Deferral
+from halfstep.update.updater import Deferral
 
 __all__ = ["Ground", "Trial"]
 

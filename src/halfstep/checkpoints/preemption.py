@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any
 from halfstep.arguments import NONE, Kind, check
 from halfstep.checkpoints.save import KEEP, check_destination, save
 from halfstep.errors import CheckpointError
+from halfstep.events import StepResult
 from halfstep.meeting import processes, store_under
 from halfstep.step.arguments import check_saving
+from halfstep.step.part import Part
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -100,7 +102,7 @@ def _takes_nothing(function: object) -> bool:
     return True
 
 
-class Preemption:
+class Preemption(Part):
     """What `on_preemption` returns.
 
     Attributes:
@@ -129,11 +131,11 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError("hs.on_preemption sets signal handlers, which Python allows in the main thread alone")
-        if self._step.record.preemption is not None:
+        if any(isinstance(part, Preemption) for part in self._step.parts):
             raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
         if processes()[1] > 1:
             self._ranks = _Ranks(self)
-        self._step.record.preemption = self
+        self._step._moments.add(self)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -143,7 +145,7 @@ class Preemption:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._step.record.preemption = None
+        self._step.remove_part(self)
         if self._ranks is not None:
             self._ranks.leave()
         if kind is None and self.requested:
@@ -164,7 +166,7 @@ class Preemption:
 
     # ------------------------------------------------------------------ called by the step
 
-    def after_update(self) -> None:
+    def end_call(self, result: StepResult, batch: Any) -> None:
         """Count an update; after the last one, save and end the run.
 
         If it may have been the last one, this waits for the agreement of the ranks: here and not where the next update
@@ -173,6 +175,8 @@ class Preemption:
         Raises:
             SystemExit: it was the last one, or the ranks have not agreed.
         """
+        if not result.due:
+            return
         with self._lock:
             self._finished += 1
             may_be_last = self._may_begin is not None and self._finished >= self._may_begin

@@ -6,7 +6,17 @@ collection of `StepMetrics`.
 
 from halfstep.events import HostStepResult, StepResult
 from halfstep.kernels.choose import cpu_kernels
+from halfstep.step.part import Part
 from halfstep.step.parts.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.train_step import TrainStep
 
-__all__ = ["HostStepResult", "Metrics", "MetricsLogger", "StepMetrics", "StepResult", "TrainStep", "cpu_kernels"]
+__all__ = [
+    "HostStepResult",
+    "Metrics",
+    "MetricsLogger",
+    "Part",
+    "StepMetrics",
+    "StepResult",
+    "TrainStep",
+    "cpu_kernels",
+]

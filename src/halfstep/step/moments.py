@@ -15,6 +15,7 @@ continues from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from halfstep.errors import StepError
 from halfstep.events import StepWatcher
 from halfstep.step.part import Part
-from halfstep.update.deferral import Deferral
 from halfstep.update.undo import SchedulerCopy
+from halfstep.update.updater import Deferral
 
 __all__ = ["Moments", "Phase", "Watchers", "one_thread"]
 
@@ -45,9 +46,9 @@ class Phase(Enum):
 
 
 FORWARD = (
-    "begin_call begin_window begin_micro_batch after_forward seed around_backward end_micro_batch before_update repeats"
-    " again end_call"
-).split()
+    *("begin_call", "begin_window", "begin_micro_batch", "passes", "after_forward", "seed", "around_backward"),
+    *("end_micro_batch", "before_update", "repeats", "again", "end_call"),
+)
 """Moments at which parts are called in their order."""
 
 REVERSE = ("after_update", "abort")
@@ -97,7 +98,7 @@ class Moments:
         interrupted: the phase in which it makes that step.
         critical: the context manager of the critical part.
         cause: what ended a part that cannot be undone.
-        scale: of `Part`, that of the last part which defines it.
+        scale: of `Part`, that of the last part which defines it; 1 where none does.
 
     Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
     """
@@ -105,6 +106,7 @@ class Moments:
     __slots__ = (
         *FORWARD,
         *REVERSE,
+        "_one",
         "cause",
         "critical",
         "grad",
@@ -119,6 +121,7 @@ class Moments:
     begin_call: list[Callable[[], None]]
     begin_window: list[Callable[[], None]]
     begin_micro_batch: list[Callable[..., None]]
+    passes: list[Callable[..., AbstractContextManager[Any]]]
     after_forward: list[Callable[[Tensor], None]]
     seed: list[Callable[[Tensor], Tensor]]
     around_backward: list[Callable[..., None]]
@@ -138,6 +141,7 @@ class Moments:
         self.scheduler: SchedulerCopy | None = None
         self.critical = Deferral()
         self.cause = ""
+        self._one = torch.ones(())
         self.parts: tuple[object, ...] = (*parts,)
         self._list()
 
@@ -147,15 +151,21 @@ class Moments:
             setattr(self, name, [*self._methods(name)])
         for name in REVERSE:
             setattr(self, name, [*self._methods(name)][::-1])
+        self.scale = self._unscaled
         for method in self._methods("scale"):
             self.scale = method
 
     def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
         """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
         for part in self.parts:
-            method = getattr(part, name, None)
-            if method is not None and getattr(method, "__func__", None) is not getattr(Part, name):
-                yield method
+            found = getattr(type(part), name, None)
+            if callable(found) and found is not getattr(Part, name):
+                yield getattr(part, name)
+
+    def _unscaled(self, device: torch.device) -> Tensor:
+        if self._one.device != device:
+            self._one = torch.ones((), dtype=torch.float32, device=device)
+        return self._one
 
     def add(self, part: object) -> None:
         """Call `part` too: it is the last of all."""

@@ -8,6 +8,7 @@ parts; users add their own with ``TrainStep.add_part``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Part:
 
     1. `begin_call`
     2. `begin_window`: gradients are dropped, and no forward pass has run
-    3. `begin_micro_batch`, `after_forward`, `scale`, `seed`, `around_backward`, `end_micro_batch`
+    3. `begin_micro_batch`, `passes`, `after_forward`, `scale`, `seed`, `around_backward`, `end_micro_batch`
     4. `before_update`, `repeats`, `after_update`; if the window runs again, `again`
     5. `end_call`
 
@@ -62,6 +63,14 @@ class Part:
             batch: positional arguments of the loss function.
             named: its named arguments.
         """
+
+    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return a context for a forward and a backward pass.
+
+        Args:
+            last: whether the update of the window comes next.
+        """
+        return nullcontext()
 
     def after_forward(self, loss: Tensor) -> None:
         """See the detached, unscaled loss: a 0-dim tensor on the device."""

@@ -39,7 +39,7 @@ from halfstep.step.parts.memory import AddedGradients, KeptPages
 from halfstep.step.parts.ranks import Ranks, ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import Retry
-from halfstep.step.parts.scaling import Scaling, Unscaled
+from halfstep.step.parts.scaling import Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.sums import Sums
 from halfstep.step.parts.unfinished import Unfinished
@@ -91,6 +91,11 @@ def _set_loss_fn(step: Any, loss_fn: Callable[..., Any]) -> None:
 def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
     check_scheduler(scheduler, step.optimizer)
     step._given.scheduler = scheduler
+    record = step.record
+    record.scheduled = scheduler is not None
+    if record.micro_batches:  # the verdict on the update before the window is not for it
+        record.bad = None
+    record.look()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,18 +210,19 @@ class Settings:
         self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self._binding.policy.grads == "fp32" else ()
         self._watchers = Watchers(self._updater.parameters)
-        parts: list[object] = [self._verdicts, self._updater, record, self._copies]
+        parts: list[object] = [] if self._verdicts.alone else [self._verdicts]
+        parts += [self._updater, record, self._copies]
         if given.accumulate > 1 and not wrapped:
             parts.append(AddedGradients(self._copies, record))
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):
             parts.append(sums)
         if isinstance(ranks, Ranks):
             ranks.take_part(store, record)
-            parts.append(ranks)
+        parts += [ranks] if wrapped else []
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         parts.append(self._watchers)
-        scales = self._scaler.is_enabled()
-        parts.append(Scaling(self._scaler, optimizer) if scales else Unscaled())
+        self._scales = scales = self._scaler.is_enabled()
+        parts += [Scaling(self._scaler, optimizer)] if scales else []
         if scales and given.retry:
             retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks)
             self._watchers.discards = retry.discards_unseen
@@ -225,8 +231,10 @@ class Settings:
             parts.append(Unfinished(optimizer, record, names))
         self._in_backward = self._made_in_backward()
         self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
+        self._verdicts.moments = self._moments
+        record.scheduled = given.scheduler is not None
         for part in parts:
-            if isinstance(part, (Verdicts, Retry)):
+            if isinstance(part, Retry):
                 part.moments = self._moments
         self._statistics = Statistics(model, self._moments.add)
         self._moments.add(KeptPages(self, self._moments))

@@ -82,8 +82,8 @@ def copied(step: TrainStep, updater: Updater) -> tuple[Any, ...]:
     """Return what `TrainStep.__reduce__` returns: how to build the same step of a copied model and optimizer."""
     refuse_window(step, "a copy")
     named = {name: getattr(step, name) for name in KEPT} | {"policy": prepared_policy(step.model)}
-    made = type(step), step.model, step.optimizer, step.loss_fn, named, step.record.done, rounding(updater)
-    return rebuild, made, {"_choice": step.choice}
+    done, choice = step.record.done, step.choice
+    return rebuild, (type(step), step.model, step.optimizer, step.loss_fn, named, done, rounding(updater), choice)
 
 
 def rebuild(
@@ -94,12 +94,13 @@ def rebuild(
     named: dict[str, Any],
     step: int,
     weights: dict[str, Any],
+    choice: Any,
 ) -> TrainStep:
     """Make the copy of a training step: `copied` returns the arguments."""
     made = kind(model, optimizer, loss_fn, **named)
     if weights:
         load_rounding(made._updater, weights)
-    made.record.done = step
+    made.record.done, made._given.choice = step, choice
     return made
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainStep"]
 
 P = TypeVar("P", bound=Part)
+WHOLE: Any = nullcontext()
 
 
 class TrainStep(Settings):
@@ -165,7 +166,8 @@ class TrainStep(Settings):
         moments.grad = torch.is_grad_enabled()
         if profiler_runs():
             show_phases(self)
-        self._verdicts.settle(wait=self.cuda_graph)  # a graph reads its learning rate when it begins
+        if self.cuda_graph or self.record.awaited:  # a graph reads its learning rate when it begins
+            self._verdicts.settle(wait=self.cuda_graph)
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
@@ -181,6 +183,8 @@ class TrainStep(Settings):
             raise
         finally:
             STATE.copies = copies
+        if result.due and self.record.awaited:
+            self._verdicts.examine_at_once(result)
         for end in moments.end_call:
             end(result, (batch, named))
         return result
@@ -194,7 +198,9 @@ class TrainStep(Settings):
         for begin in moments.begin_micro_batch:
             begin(number, batch, named)
         last = record.micro_batches + 1 == self.accumulate
-        with self._ranks.passes(last=last):
+        with ExitStack() if moments.passes else WHOLE as stack:
+            for passes in moments.passes:
+                stack.enter_context(passes(last=last))
             loss, aux = self.run_forward(self.model, batch, named)
             if aux is not None:
                 aux = detached(aux, loss, check=not record.done)
@@ -207,10 +213,14 @@ class TrainStep(Settings):
                 return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
             scale, seed = self.run_backward(loss)
         record.micro_batches += 1
+        if record.awaited:
+            self._verdicts.settle(wait=True)  # while the device has the passes to run
         for end in moments.end_micro_batch:
             end(seed, last=last)
         if last:
-            norm, bad, culprits = self._update(self._ranks.window(self.accumulate))
+            norm, bad, culprits = self._update(
+                self._ranks.window(self.accumulate) if self._ranks.joining else self.accumulate
+            )
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
@@ -276,7 +286,7 @@ class TrainStep(Settings):
         moments.complete()
         parameters, gradients = updater.gradients()
         device = parameters[0].device
-        divisor = record.scale.to(device) if self.scaler.is_enabled() else None
+        divisor = record.scale.to(device) if self._scales else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
@@ -376,6 +386,8 @@ class TrainStep(Settings):
             raise
         finally:
             ranks.averaged = True
+        if record.awaited:
+            self._verdicts.examine_at_once(result)
         for end in moments.end_call:
             end(result, None)
         return result

@@ -370,7 +370,7 @@ send_low.__annotations__ = {}  # register_comm_hook compares types with those, w
 # ------------------------------------------------------------------ which ranks, and refusals
 
 
-class OneRank:
+class OneRank(Part):
     """The place of `Ranks` in a step whose gradients the step itself does not average.
 
     Args:

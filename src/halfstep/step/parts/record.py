@@ -145,6 +145,7 @@ class Record(Part):
         scale: 0-dim fp32, the loss scale of the current window, or of the last one.
         bad: 0-dim bool, whether the last update was not applied, until the scheduler has read it; None: read, or none.
         scheduled: whether a scheduler will read it.
+        awaited: whether a scheduler or a black box waits for it.
         host_reads: how often the host had to wait until the device had done all of its work.
         landing: what of the last update is on its way to the host.
         signals: losses, norms and magnitudes of the last updates.
@@ -153,6 +154,7 @@ class Record(Part):
     """
 
     __slots__ = (
+        "awaited",
         "bad",
         "done",
         "history",
@@ -169,7 +171,7 @@ class Record(Part):
         self.done = self.micro_batches = self.host_reads = 0
         self.scale = torch.ones(())
         self.bad: Tensor | None = None
-        self.scheduled = False
+        self.scheduled = self.awaited = False
         self.saving: Any = None
         self.landing = Landing()
         self.signals = Signals()
@@ -217,6 +219,9 @@ class Record(Part):
                     self.landing.send([bad])
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
+        finally:
+            judged = self.history is not None and self.history.judged is not None
+            self.awaited = self.scheduled or judged
         return None
 
     def end_call(self, result: StepResult, batch: Any) -> None:
@@ -235,6 +240,11 @@ class Record(Part):
             loss = loss.clone()
         versions = loss._version, norm._version
         self.signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
+
+    def look(self) -> None:
+        """Find out whether a scheduler or a black box waits for the verdict on the last update."""
+        judged = self.history is not None and self.history.judged is not None
+        self.awaited = judged or (self.scheduled and self.bad is not None)
 
     def verdict(self, *, wait: bool) -> bool | None:
         """Return whether the last update was not applied; None: that is not known yet.

@@ -10,7 +10,7 @@ from halfstep.errors import ScaleError
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.part import Part
 
-__all__ = ["Scaling", "Unscaled"]
+__all__ = ["Scaling"]
 
 
 class Scaling(Part):
@@ -36,16 +36,3 @@ class Scaling(Part):
         except (ScaleError, Warning) as error:
             return error
         return None
-
-
-class Unscaled(Part):
-    """A loss scale of 1."""
-
-    def __init__(self) -> None:
-        self._one = torch.ones(())
-
-    def scale(self, device: torch.device) -> Tensor:
-        """Return 1, the same tensor each time."""
-        if self._one.device != device:
-            self._one = torch.ones((), dtype=torch.float32, device=device)
-        return self._one

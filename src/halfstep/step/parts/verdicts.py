@@ -46,32 +46,27 @@ class Verdicts(Part):
         self.ordinal = 0 if alone else next(NUMBERS)
         self.box: Any = None
 
-    def end_micro_batch(self, seed: Any, *, last: bool) -> None:
-        """Wait for the verdict while the device has two passes to run."""
-        if self._record.bad is not None or self._judged():
-            self.settle(wait=True)
-
     def before_update(self) -> None:
         """Examine the last update with the other ranks, while the parameters are those that it left."""
         if not self.alone and self._judged():
             self._examine(wait=True, together=True)
 
-    def end_call(self, result: StepResult, batch: Any) -> None:
-        """Examine an update on a CPU at once, before weights or batch can be written to."""
-        if result.due and result.skipped.device.type == "cpu" and self._judged():
+    def examine_at_once(self, result: StepResult) -> None:
+        """Examine an update on a CPU before weights or batch can be written to."""
+        if result.skipped.device.type == "cpu" and self._judged():
             self._examine(wait=False, together=True)
 
     def settle(self, *, wait: bool) -> None:
         """Give the verdict to black box and scheduler, if it is known or `wait`."""
         step, record = self._step(), self._record
         assert step is not None
-        record.scheduled = step.scheduler is not None
         if self._judged():
             self._examine(wait=wait, together=self.alone)
         if step.scheduler is None:
             record.bad = None
         elif record.bad is not None:
             advance(step.scheduler, step.optimizer, self.moments, record, wait=wait)
+        record.look()
 
     def black_box(self) -> Any:
         """Return the black box, made at the first call."""
