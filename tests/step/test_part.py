@@ -52,7 +52,7 @@ def test_every_moment_of_a_window_comes_in_its_order() -> None:
     for _ in range(2):
         step(X)
         plain(X)
-    passes = ["begin_micro_batch", "after_forward", "seed", "around_backward", "end_micro_batch"]
+    passes = ["begin_micro_batch", "passes", "after_forward", "seed", "around_backward", "end_micro_batch"]
     first = ["begin_call", "begin_window", *passes, "again", "end_call"]
     last = ["begin_call", *passes, "before_update", "repeats", "after_update", "again", "end_call"]
     assert part.calls == first + last

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.step import train_step
+from halfstep.step import settings
 from halfstep.step.parts.sums import Sums
 from tests.stepping import without_collector
 
@@ -55,7 +55,7 @@ def stepper(net: nn.Module, *, dtype: str = "bf16", accumulate: int = 3) -> hs.T
 def by_autograd(net: nn.Module, **named: Any) -> hs.TrainStep:
     """Return a step whose gradients autograd casts and adds: in the format of each parameter's `grad_dtype`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "Sums", lambda low, hooked, windows: Sums(low, hooked=False, windows=windows))
+        patch.setattr(settings, "Sums", lambda low, hooked, windows: Sums(low, hooked=False, windows=windows))
         return stepper(net, **named)
 
 

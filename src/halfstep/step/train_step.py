@@ -205,6 +205,8 @@ class TrainStep(Settings):
             if aux is not None:
                 aux = detached(aux, loss, check=not record.done)
             shown = loss.detach()
+            if record.kept is not None:
+                record.kept.loss = shown
             for see in moments.after_forward:
                 see(shown)
             if self._in_backward is not None:
@@ -212,6 +214,8 @@ class TrainStep(Settings):
                 norm, bad, culprits = self._update(1, loss)
                 return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
             scale, seed = self.run_backward(loss)
+        if record.kept is not None:
+            record.kept.seed = seed
         record.micro_batches += 1
         if record.awaited:
             self._verdicts.settle(wait=True)  # while the device has the passes to run

@@ -150,6 +150,7 @@ class Record(Part):
         landing: what of the last update is on its way to the host.
         signals: losses, norms and magnitudes of the last updates.
         history: the micro-batches; None: not kept.
+        kept: the micro-batch under way; None: not kept.
         saving: the last `hs.save`, whose writing may be under way.
     """
 
@@ -159,6 +160,7 @@ class Record(Part):
         "done",
         "history",
         "host_reads",
+        "kept",
         "landing",
         "micro_batches",
         "saving",
@@ -173,6 +175,7 @@ class Record(Part):
         self.bad: Tensor | None = None
         self.scheduled = self.awaited = False
         self.saving: Any = None
+        self.kept: MicroBatch | None = None
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
@@ -194,17 +197,7 @@ class Record(Part):
     def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Keep the micro-batch, if the window may run again."""
         if self.history is not None:
-            self.history.keep(number, batch, named)
-
-    def after_forward(self, loss: Tensor) -> None:
-        """Keep the loss of the micro-batch."""
-        if self.history is not None:
-            self.history.window.batches[-1].loss = loss
-
-    def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
-        """Keep what the backward pass began with."""
-        if self.history is not None:
-            self.history.window.batches[-1].seed = seed
+            self.kept = self.history.keep(number, batch, named)
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the micro-batches of the window as done; return what keeping them raised."""
