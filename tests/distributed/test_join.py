@@ -84,7 +84,7 @@ def run(rank: int, name: str) -> dict[str, Any]:
 def _alone(name: str) -> dict[str, Any]:
     """Make the updates in one process, each from the micro-batches that ranks have left."""
     wanted, accumulate, counts, _ = RUNS[name]
-    step, scheduler = _step(wanted, 1, name, lambda net: net)
+    step, scheduler = _step(wanted, 2, name, lambda net: net)  # windows of several, whose number is assigned
     start = whole(step.model)
 
     def update(micro_batches: list[Any]) -> None:

@@ -25,7 +25,7 @@ class HalfUpMasters(MasterWeights):
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         for key in keys:
-            self._parameters[key].copy_(split_bf16(self._masters[key])[0])
+            Tensor.detach(self._parameters[key]).copy_(split_bf16(self._masters[key])[0])
         return keys
 
 
@@ -85,7 +85,7 @@ def train(store_type: type[MasterWeights | SplitWeights], make: Callable[..., to
     noise = torch.randn(STEPS, generator=generator).tolist()
     for step in range(STEPS):
         for p, t in zip(parameters, target, strict=True):
-            p.grad = (p.detach() - t).mul_(1.0 + 0.5 * noise[step])
+            p.grad = (Tensor.detach(p) - t).mul_(1.0 + 0.5 * noise[step])
         optimizer.step()
     return [*(p.detach() for p in parameters), *(store.read(p) for p in parameters)]
 
