@@ -102,7 +102,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         **lens_blocks(reports.lens),
         **lint_blocks(),
         **engine_blocks(load("engines.json")),
-        **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
+        **scale_blocks(*(load(f"{name}.json") for name in ("parity", "collectives"))),
         "kills": kills_table(load("kills.json")),
         "matrix": matrix_table(load("matrix.json")),
         "source auto": f"{source(auto)} Commit {auto['commit']}." if auto else "",
