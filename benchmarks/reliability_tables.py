@@ -40,11 +40,11 @@ def conclusions() -> str:
         "sends what a good one does.",
         f"**Kills.** {killed} runs were killed, also while they wrote, and the disk was full in "
         f"{kills['disk']['runs']} more: {alike} of {runs} ended with the bits of an undisturbed run, and {damaged} "
-        f"checkpoints were damaged ({link('kills', 'runs', 'kills')}).",
+        f"checkpoints were damaged ([kills](checkpoints.md#kills-full-disks)).",
         f"**Architectures.** {len(zoo)} architectures of transformers train under five presets in two formats: "
         f"{presets - len(outside)} of {presets} combinations are within all bounds, every other one has a known "
         f"reason, and {len(alone)} raise where torch.amp does not ({link('architectures', 'architectures')}).",
         f"**Long runs.** Over {soak['steps']:,} steps with overflows, retries, checkpoints and evidence, {sum(flat)} "
         f"of {len(flat)} quantities (memory, objects, files, threads) stay flat "
-        f"({link('long runs', 'runs', 'long-runs')}).",
+        f"({link('long runs', 'runs')}).",
     )
