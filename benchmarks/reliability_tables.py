@@ -36,7 +36,7 @@ def conclusions() -> str:
         f"the others deviate by at most {share:.2f} of their bound ([below](#one-process-and-many)).",
         f"**Ranks agree.** In {same} of {len(ranks)} runs of 1,000 updates, about a tenth of them bad, all ranks skip "
         f"the same updates, have the same scales and end with equal weights.",
-        "**Collectives.** `TrainStep` itself adds none to DDP and one reduction to sharded models; a skipped step "
+        "**Collectives.** `TrainStep` adds no collective to DDP and one reduction to sharded models; a skipped step "
         "sends what a good one does.",
         f"**Kills.** {killed} runs were killed, also while they wrote, and the disk was full in "
         f"{kills['disk']['runs']} more: {alike} of {runs} ended with the bits of an undisturbed run, and {damaged} "
