@@ -56,10 +56,11 @@ def others(part: str, source: Path = SOURCE) -> list[Path]:
 
 def _defines(file: Path) -> bool:
     body = ast.parse(file.read_text(encoding="utf-8")).body
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    if file.name == "__init__.py":  # one that only imports and exports defines nothing
-        kinds = (ast.FunctionDef, ast.ClassDef, ast.AnnAssign)
-    return any(isinstance(node, kinds) for node in body)
+    exports = () if file.name != "__init__.py" else (ast.Assign,)  # ``__all__`` alone defines nothing
+    return any(
+        isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)) and not isinstance(node, exports)
+        for node in body
+    )
 
 
 def contributing(text: str) -> str:
