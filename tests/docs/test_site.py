@@ -16,6 +16,8 @@ OUTSIDE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"]
 OUTSIDE += [name for name in ("SECURITY.md",) if (ROOT / name).exists()]
 WORDS = 4
 """An alternative text states what a picture shows, in so many words at least."""
+ALL_WORDS = 90_000
+"""The most words of all pages together, as they are in docs/: without the long tables of the site."""
 
 
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -54,6 +56,10 @@ def test_links_lead_somewhere_and_pictures_have_words(page: str) -> None:
     assert broken(text, page) == []
     assert [target for alt, target in images(text) if len(alt.split()) < WORDS] == []
     assert text.startswith("# ") and len(re.findall(r"^# ", masked(text), re.MULTILINE)) == 1
+
+
+def test_the_pages_have_no_more_words_than_a_person_can_keep_right() -> None:
+    assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in PAGES) <= ALL_WORDS
 
 
 def test_a_long_table_is_on_one_page_and_every_table_is_on_a_page() -> None:
