@@ -1,12 +1,16 @@
 """The long tables of the site: where a page in docs/ has ``{{ name }}`` on a line of its own.
 
+    python -m docs_site.tables docs/lint.md   # prints the page with its tables, without building the site
+
 They are not kept in the tree. They are made when the site is built, from benchmarks/results/ and from the code: what
 `benchmarks.tables` makes, the matrix of promises and the options of the commands.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
+from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.markdown import complete
@@ -30,3 +34,7 @@ def completed(text: str) -> str:
         KeyError: the page asks for a table that does not exist.
     """
     return complete(text, made()) if "{{ " in text else text
+
+
+if __name__ == "__main__":
+    print(completed(Path(sys.argv[1]).read_text(encoding="utf-8")))
