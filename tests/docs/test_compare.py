@@ -9,17 +9,12 @@ import pytest
 
 from benchmarks import compare_tables
 from benchmarks.compare_tables import OPEN, OWN, cell_of
+from docs_site.links import anchors
 from docs_site.tables import completed
 
 DATA = compare_tables.read()
 DOCS = compare_tables.FILE.parent
 TABLES = [pytest.param(made, id=made["name"]) for made in DATA["table"]]
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings."""
-    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("made", TABLES)
