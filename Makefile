@@ -93,7 +93,7 @@ $(PAGES): $(READY)
 	touch $@
 
 docs: $(PAGES)  ## build the documentation site, a warning is an error -> out/site/index.html
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:. $(BIN)/mkdocs build --strict
 
 docs-look: docs  ## photograph every page at 390 and 1200 px, light and dark, and check them (node, npm, Chromium) -> out/look
 	npm install --silent --no-fund --no-audit --prefix out/look playwright-core
@@ -162,12 +162,9 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
 
-tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
+tables: $(READY)  ## write the short tables and the pictures of README and docs, from benchmarks/results/ and from the code
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concept_pictures
-	$(BIN)/python -m benchmarks.concepts
-	$(BIN)/python -m docs_site.commands
-	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading
 	$(BIN)/python -m tests.architecture.picture
 

@@ -1,10 +1,8 @@
-"""Write the tables of docs/concepts/, docs/tables/weights.md and weight_rules.md from the package; `make tables`.
-
-    python -m benchmarks.concepts [--check]
+"""Tables of docs/concepts/ and on weights, made from the package.
 
 What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes
 per parameter are counted by `benchmarks.parameter_bytes`. What training under `lean` loses is read from
-`benchmarks/results/lean.json`. `tests/docs/test_concepts.py` holds the pages to it.
+`benchmarks/results/lean.json`.
 """
 
 from __future__ import annotations
@@ -13,18 +11,14 @@ import dataclasses
 import inspect
 import math
 import re
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import torch
 
 import halfstep as hs
 from benchmarks.concept_pictures import links
 from benchmarks.lean_tables import lean_blocks
-from benchmarks.markdown import fill, table
+from benchmarks.markdown import table
 from benchmarks.parameter_bytes import byte_blocks
 from benchmarks.reports import load
 from benchmarks.writes import writes_table
@@ -34,16 +28,6 @@ from halfstep.policy.optable import RULES, TABLES
 from halfstep.policy.optable import table as operators
 from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES
 from halfstep.step import StepMetrics
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def pages() -> list[Path]:
-    """Return the pages that this script writes."""
-    return [*sorted((DOCS / "concepts").glob("*.md")), *sorted((DOCS / "tables").glob("weight*.md"))]
-
-
-# ------------------------------------------------------------------ tables from the code
 
 
 def number(value: float) -> str:
@@ -153,11 +137,9 @@ def _plain(value: Any) -> str:
     )
 
 
-# ------------------------------------------------------------------ pages
-
-
 @cache
 def blocks() -> dict[str, str]:
+    """Return the tables by their names."""
     return {
         "formats": formats(),
         "policy fields": policy_fields(),
@@ -172,29 +154,3 @@ def blocks() -> dict[str, str]:
         "writes": writes_table(),
         **links(),
     }
-
-
-def stale_pages(*, write: bool = False) -> list[str]:
-    """Return the pages whose tables differ from the code; `write` corrects them."""
-    made, stale = blocks(), []
-    for path in pages():
-        text = path.read_text(encoding="utf-8")
-        if (new := fill(text, made)) != text:
-            stale.append(path.name)
-            if write:
-                path.write_text(new, encoding="utf-8")
-    return stale
-
-
-def main() -> int:
-    torch.set_num_threads(1)
-    check = "--check" in sys.argv
-    stale = stale_pages(write=not check)
-    if stale and check:
-        print(f"tables that differ from the code: {', '.join(stale)}; run `make tables`", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

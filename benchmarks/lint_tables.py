@@ -1,4 +1,4 @@
-"""The tables of docs/lint.md and docs/tables/lint_*.md; `make tables`.
+"""The tables of docs/lint.md and docs/tables/lint_scripts.md; `make tables`.
 
 They are made from the linter's registry and from benchmarks/results/lint.json.
 """

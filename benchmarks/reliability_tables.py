@@ -33,18 +33,18 @@ def conclusions() -> str:
     flat = [quantity["flat"] for quantity in soak["growths"].values()]
     return bullets(
         f"**One process and many.** {equal} of {len(parity)} runs on 2 and 4 processes have the bits of one process; "
-        f"the others deviate by at most {share:.2f} of their bound ({link('parity', 'strategies', 'parity')}).",
+        f"the others deviate by at most {share:.2f} of their bound ([below](#one-process-and-many)).",
         f"**Ranks agree.** In {same} of {len(ranks)} runs of 1,000 updates, about a tenth of them bad, all ranks skip "
-        f"the same updates, have the same scales and end with equal weights ({link('ranks', 'strategies', 'ranks')}).",
-        "**Collectives.** `TrainStep` itself adds none to DDP and one reduction to sharded models; a skipped step "
-        f"sends what a good one does ({link('collectives', 'strategies', 'collectives')}).",
+        f"the same updates, have the same scales and end with equal weights.",
+        "**Collectives.** `TrainStep` adds no collective to DDP and one reduction to sharded models; a skipped step "
+        "sends what a good one does.",
         f"**Kills.** {killed} runs were killed, also while they wrote, and the disk was full in "
         f"{kills['disk']['runs']} more: {alike} of {runs} ended with the bits of an undisturbed run, and {damaged} "
-        f"checkpoints were damaged ({link('kills', 'runs', 'kills')}).",
+        f"checkpoints were damaged ([kills](checkpoints.md#kills-full-disks)).",
         f"**Architectures.** {len(zoo)} architectures of transformers train under five presets in two formats: "
         f"{presets - len(outside)} of {presets} combinations are within all bounds, every other one has a known "
         f"reason, and {len(alone)} raise where torch.amp does not ({link('architectures', 'architectures')}).",
         f"**Long runs.** Over {soak['steps']:,} steps with overflows, retries, checkpoints and evidence, {sum(flat)} "
         f"of {len(flat)} quantities (memory, objects, files, threads) stay flat "
-        f"({link('long runs', 'runs', 'long-runs')}).",
+        f"({link('long runs', 'runs')}).",
     )

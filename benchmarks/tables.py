@@ -2,17 +2,18 @@
 
     python -m benchmarks.tables [--check]
 
-Numbers in documents are never typed: this script puts them between the markers ``<!-- name -->`` and ``<!-- end -->``,
-and draws docs/pictures/. A test runs it with --check, which compares a picture by the data it states it was drawn from:
-another matplotlib draws other lines. `benchmarks.concepts` does the same for what is read from the code.
+Numbers in documents are never typed: this script puts short tables between the markers ``<!-- name -->`` and
+``<!-- end -->``, and draws docs/pictures/. Long tables are only on the site (`docs_site.tables`). A test runs it with
+--check, which compares a picture by the data it states it was drawn from: another matplotlib draws other lines.
 """
 
 from __future__ import annotations
 
 import html
-import re
 import sys
 from pathlib import Path
+
+import torch
 
 from benchmarks import concepts
 from benchmarks.accuracy_tables import metrics, spread
@@ -28,7 +29,7 @@ from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks, lens_source
 from benchmarks.lint_tables import lint_blocks
 from benchmarks.losses import losses_table
-from benchmarks.markdown import BLOCK, fill
+from benchmarks.markdown import fill, names
 from benchmarks.matrix import matrix_table
 from benchmarks.memory_tables import counted, faults, memory, process_memory, task_memory
 from benchmarks.pictures import picture_blocks, pictures
@@ -57,22 +58,22 @@ from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = {*concepts.pages(), ROOT / "docs" / "promises.md"}  # written by benchmarks.concepts and tests.promises
 
 
 def pages() -> list[Path]:
-    """Return the README and every page of docs with a marker, in order."""
-    found = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path not in ELSEWHERE]
-    return [path for path in (ROOT / "README.md", *found) if BLOCK.search(path.read_text(encoding="utf-8"))]
+    """Return the README and every page of docs with a table or a place for one, in order."""
+    found = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    return [path for path in found if names(path.read_text(encoding="utf-8"))]
 
 
 def blocks(reports: Reports) -> dict[str, str]:
-    """Return what stands between the markers, by their names."""
+    """Return every table by its name: those of the JSON files, and those that are read from the code."""
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses, auto = reports.cpu, load("serving.json"), load("losses.json"), load("auto.json")
     wheel = load("wheel.json")
     return {
+        **concepts.blocks(),
         **conclusion_blocks(reports),
         **picture_blocks(reports),
         **reliability_blocks(),
@@ -101,7 +102,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         **lens_blocks(reports.lens),
         **lint_blocks(),
         **engine_blocks(load("engines.json")),
-        **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
+        **scale_blocks(*(load(f"{name}.json") for name in ("parity", "collectives"))),
         "kills": kills_table(load("kills.json")),
         "matrix": matrix_table(load("matrix.json")),
         "source auto": f"{source(auto)} Commit {auto['commit']}." if auto else "",
@@ -126,11 +127,12 @@ def blocks(reports: Reports) -> dict[str, str]:
 
 
 def main() -> int:
+    torch.set_num_threads(1)
     check, reports = "--check" in sys.argv, committed()
     made, stale, shown = blocks(reports), [], set[str]()
     for path in pages():
         text = path.read_text(encoding="utf-8")
-        shown |= set(re.findall(BLOCK, text))
+        shown |= names(text)
         new = fill(text, made)
         if new != text:
             stale.append(path.name)

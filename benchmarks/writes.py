@@ -1,4 +1,4 @@
-"""What becomes of weights that a loop writes by hand: the table of docs/tables/weight_rules.md; `make tables`.
+"""What becomes of weights that a loop writes by hand: the table of docs/concepts/weights.md; `make tables`.
 
 `fate` moves weights 12 times by a 32nd of an ulp of bf16, or lets an average follow weights that moved, and compares
 the way with that of fp32 weights. `outcome` is what the page says; tests/weights/test_write_table.py compares both.

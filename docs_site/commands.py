@@ -1,7 +1,4 @@
-"""The page of the command line, docs/reference/command-line.md, made from the program; ``make tables`` writes it.
-
-python -m docs_site.commands
-"""
+"""The commands of `halfstep` with all their arguments and options, for docs/reference/command-line.md."""
 
 from __future__ import annotations
 
@@ -12,25 +9,18 @@ from typing import Any
 import typer
 
 from benchmarks.markdown import table
-from docs_site.links import ROOT
 from halfstep.cli import app
 
-PAGE = ROOT / "docs" / "reference" / "command-line.md"
-HEAD = """# Command line
 
-The commands of `halfstep`, with all arguments and options. `halfstep COMMAND --help` prints the same, and
-`python -m halfstep` stands for `halfstep`. This page is made from the program by `make tables`."""
-
-
-def page() -> str:
-    """Return the page."""
+def described_all() -> str:
+    """Return a table of the commands, and a section for each."""
     group = typer.main.get_command(app)
     commands: dict[str, Any] = getattr(group, "commands", {})
     rows = [[f"[`{name}`](#halfstep-{name})", first_sentence(command.help)] for name, command in commands.items()]
-    parts = [HEAD, table(["command", "what it does"], rows)]
+    parts = [table(["command", "what it does"], rows)]
     for name, command in commands.items():
         parts += [f"## halfstep {name}", *described(name, command)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def described(name: str, command: Any) -> Iterator[str]:
@@ -70,7 +60,3 @@ def escaped(text: str) -> str:
 def first_sentence(text: str | None) -> str:
     """Return the first paragraph of a help page in one line."""
     return escaped(" ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split()))
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

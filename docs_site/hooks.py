@@ -1,7 +1,7 @@
 """Hooks of mkdocs: they make pages written for a code host into pages of the site (mkdocs.yml names this file).
 
-Files outside docs/ to which a page links become pages below ``source/``, links follow, and Markdown that a code host
-reads otherwise than Python-Markdown does is written for the latter.
+Long tables are put in (`docs_site.tables`). Files outside docs/ to which a page links become pages below ``source/``,
+links follow, and Markdown that a code host reads otherwise than Python-Markdown does is written for the latter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from docs_site.links import CODE, ROOT, links, repository_path, rewritten, site_uri
+from docs_site.tables import completed
 
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".cpp": "cpp", ".cff": "yaml"}
 CELL = re.compile(r"<(table|tr|th|td)>")
@@ -55,7 +56,7 @@ def page_of(path: Path, name: str) -> str:
         return notebook(path)
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return text
+        return completed(text)
     head = f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n"
     return f"{head}````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
 
@@ -79,8 +80,8 @@ def notebook(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, and set apart lists and tables that follow a line directly."""
-    text = rewritten(markdown, repository_path(page.file.src_uri))
+    """Put in long tables, rewrite the links of a page, and set apart lists and tables that follow a line directly."""
+    text = rewritten(completed(markdown), repository_path(page.file.src_uri))
     pieces, end = [], 0
     for block in CODE.finditer(text):
         if block.group(2):

@@ -1,17 +1,16 @@
-"""The reading lists of CONTRIBUTING.md and docs/reading.md, made from the files; ``make tables`` writes them.
+"""The reading list of CONTRIBUTING.md and the count of the other files; ``make tables`` writes both.
 
     python -m tests.architecture.reading [--check]
 
-A file takes a minute for 45 of its lines, docstrings and blank lines included. `HOUR` is the first list, in the order
-to read; every other file of the core and of the lens is on the second, with the first sentence of its docstring.
+A file takes a minute for 45 of its lines, docstrings and blank lines included. `HOUR` is the list, in the order to
+read.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.markdown import fill, table
@@ -20,7 +19,6 @@ from tests.architecture.imports import LAYERS
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "halfstep"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGE = ROOT / "docs" / "reading.md"
 LINES_A_MINUTE = 45
 
 HOUR: Sequence[tuple[str, str]] = (
@@ -43,77 +41,39 @@ PARTS = sorted((name for name, layer in LAYERS.items() if layer <= 3 or name == 
 """The parts of the core, and the lens, from the lowest layer up."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One file: its path below src/halfstep, its lines, what it is for."""
-
-    file: str
-    lines: int
-    purpose: str
-
-    @property
-    def minutes(self) -> int:
-        """How long it takes to read."""
-        return max(1, round(self.lines / LINES_A_MINUTE))
+def minutes(file: Path) -> int:
+    """Return how long it takes to read a file."""
+    return max(1, round(len(file.read_text(encoding="utf-8").splitlines()) / LINES_A_MINUTE))
 
 
-def row(path: Path, source: Path, purpose: str = "") -> Row:
-    """Return the row of a file; without a purpose, that of the first sentence of its docstring."""
-    text = path.read_text(encoding="utf-8")
-    doc = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    return Row(path.relative_to(source).as_posix(), len(text.splitlines()), purpose or doc.removesuffix("."))
-
-
-def hour(source: Path = SOURCE) -> list[Row]:
-    """Return the rows of the first list."""
-    return [row(source / file, source, purpose) for file, purpose in HOUR]
-
-
-def others(part: str, source: Path = SOURCE) -> Iterator[Row]:
-    """Yield the rows of the second list that are files of `part`; files without a definition are left out."""
+def others(part: str, source: Path = SOURCE) -> list[Path]:
+    """Return the files of `part` that are not on the list and define something."""
     path = source / part
-    first = {file for file, _ in HOUR}
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else sorted(source.glob(f"{part}.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        defines = any(isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)) for n in tree.body)
-        exports = all(isinstance(n, (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign)) for n in tree.body)
-        if (
-            defines
-            and not (file.name == "__init__.py" and exports)
-            and file.relative_to(source).as_posix() not in first
-        ):
-            yield row(file, source)
+    listed = {source / file for file, _ in HOUR}
+    files = sorted(path.rglob("*.py")) if path.is_dir() else sorted(source.glob(f"{part}.py"))
+    return [file for file in files if file not in listed and _defines(file)]
+
+
+def _defines(file: Path) -> bool:
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    exports = () if file.name != "__init__.py" else (ast.Assign,)  # ``__all__`` alone defines nothing
+    return any(
+        isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)) and not isinstance(node, exports)
+        for node in body
+    )
 
 
 def contributing(text: str) -> str:
     """Return CONTRIBUTING.md with its two tables made again."""
-    first = hour()
-    listed = [[f"`src/halfstep/{r.file}`", str(r.minutes), r.purpose] for r in first]
-    total = ["**together**", f"**{sum(r.minutes for r in first)}**", ""]
-    parts = [(part, list(others(part))) for part in PARTS]
-    summary = [[f"`{p}`", str(len(rows)), str(sum(r.minutes for r in rows))] for p, rows in parts if rows]
+    listed = [[f"`src/halfstep/{file}`", str(minutes(SOURCE / file)), purpose] for file, purpose in HOUR]
+    total = ["**together**", f"**{sum(minutes(SOURCE / file) for file, _ in HOUR)}**", ""]
+    parts = [(part, others(part)) for part in PARTS]
+    summary = [[f"`{part}`", str(len(files)), str(sum(map(minutes, files)))] for part, files in parts if files]
     made = {
         "reading hour": table(["file", "minutes", "what you know afterwards"], [*listed, total]),
         "reading rest": table(["part", "files", "minutes"], summary),
     }
     return fill(text, made)
-
-
-def page() -> str:
-    """Return docs/reading.md."""
-    lines = [
-        "# What each file is for",
-        "",
-        "The files of the core and of the lens, from the lowest layer up, without those of the first hour in",
-        "[CONTRIBUTING.md](../CONTRIBUTING.md). Made by `make tables` from the first sentence of each file.",
-    ]
-    for part in PARTS:
-        if rows := list(others(part)):
-            lines += ["", f"## {part}: {sum(r.minutes for r in rows)} minutes", ""]
-            lines.append(
-                table(["file", "minutes", "what it is for"], [[f"`{r.file}`", str(r.minutes), r.purpose] for r in rows])
-            )
-    return "\n".join(lines) + "\n"
 
 
 def write(made: Mapping[Path, str]) -> None:
@@ -126,4 +86,4 @@ def write(made: Mapping[Path, str]) -> None:
 
 
 if __name__ == "__main__":
-    write({CONTRIBUTING: contributing(CONTRIBUTING.read_text(encoding="utf-8")), PAGE: page()})
+    write({CONTRIBUTING: contributing(CONTRIBUTING.read_text(encoding="utf-8"))})

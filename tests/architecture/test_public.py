@@ -8,7 +8,7 @@ from pathlib import Path
 import halfstep as hs
 
 ROOT = Path(__file__).parent.parent.parent
-EXCEPT = ("decisions.md", "reading.md")
+EXCEPT = ("decisions.md",)
 
 UNDOCUMENTED = frozenset(
     {

@@ -17,9 +17,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
 
 import halfstep as hs
 from docs_site import commands
+from halfstep.cli import app
 from tests.snippets import snippets
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -144,8 +146,13 @@ def test_the_examples_of_integrations_are_python() -> None:
                 compile(example.source, str(path), "exec")
 
 
-def test_the_page_of_the_command_line_is_that_of_the_program() -> None:
-    assert commands.page() == TEXT["command-line"], "run `make tables`"
+def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
+    text = commands.described_all()
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        section = text.partition(f"\n## halfstep {name}\n")[2].partition("\n## ")[0]
+        options = [p.opts[0] for p in command.params if p.param_type_name == "option" and p.name != "help"]
+        assert section and [o for o in options if f"| `{o}`" not in section] == [], name
 
 
 @pytest.mark.parametrize("text", [">>> 1 + 1\n3", ">>> 1 / 0", ">>> hs.Policy.of('mixed').name\n'O2'"])

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from benchmarks.markdown import BLOCK, PLACE
 from docs_site.links import ROOT, anchors, images, links, masked, repository_path, rewritten, site_uri
+from docs_site.tables import completed, made
 
 DOCS = ROOT / "docs"
 PAGES = [p.relative_to(ROOT).as_posix() for p in sorted(DOCS.rglob("*.md"))]
@@ -14,6 +16,8 @@ OUTSIDE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"]
 OUTSIDE += [name for name in ("SECURITY.md",) if (ROOT / name).exists()]
 WORDS = 4
 """An alternative text states what a picture shows, in so many words at least."""
+ALL_WORDS = 90_000
+"""The most words of all pages together, as they are in docs/: without the long tables of the site."""
 
 
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -28,7 +32,7 @@ def broken(text: str, page: str) -> list[str]:
         if (not path.exists() and link.file != page) or ROOT not in [path, *path.parents]:
             found.append(link.target)
         elif link.anchor and path.suffix == ".md":
-            there = text if link.file == page else path.read_text(encoding="utf-8")
+            there = text if link.file == page else completed(path.read_text(encoding="utf-8"))
             if link.anchor not in anchors(there) and not link.anchor.startswith("halfstep."):
                 found.append(link.target)
     return found
@@ -48,10 +52,21 @@ def source(uri: str) -> str:
 
 @pytest.mark.parametrize("page", [*PAGES, *OUTSIDE])
 def test_links_lead_somewhere_and_pictures_have_words(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = completed((ROOT / page).read_text(encoding="utf-8"))
     assert broken(text, page) == []
     assert [target for alt, target in images(text) if len(alt.split()) < WORDS] == []
     assert text.startswith("# ") and len(re.findall(r"^# ", masked(text), re.MULTILINE)) == 1
+
+
+def test_the_pages_have_no_more_words_than_a_person_can_keep_right() -> None:
+    assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in PAGES) <= ALL_WORDS
+
+
+def test_a_long_table_is_on_one_page_and_every_table_is_on_a_page() -> None:
+    texts = [(ROOT / page).read_text(encoding="utf-8") for page in ["README.md", *PAGES]]
+    long = [name for text in texts for name in PLACE.findall(text)]
+    assert len(long) == len(set(long)) > 30
+    assert {*long, *(name for text in texts for name in BLOCK.findall(text))} == set(made())
 
 
 def test_a_broken_link_is_found_and_code_has_none() -> None:

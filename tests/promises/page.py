@@ -1,19 +1,16 @@
-"""The page docs/promises.md, made of the cells that the tests check."""
+"""The tables of docs/promises.md, made of the cells that the tests check."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from benchmarks.markdown import fill, table
+from benchmarks.markdown import table
 from tests.promises.entries import ENTRIES
 from tests.promises.fields import FIELDS
 from tests.promises.matrix import cell_of
 from tests.promises.options import OPTIONS
 
-__all__ = ["PAGE", "made"]
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
+__all__ = ["blocks"]
 
 
 def _noted(columns: list[str], rows: list[list[str]]) -> str:
@@ -50,7 +47,6 @@ def tests() -> str:
     return table(["field", "what is observed", "values"], rows)
 
 
-def made() -> str:
-    """Return the page with its tables as the cells are."""
-    blocks = {"entry points": entry_points(), "front ends": front_ends(), "observed": tests()}
-    return fill(PAGE.read_text(encoding="utf-8"), blocks)
+def blocks() -> dict[str, str]:
+    """Return the tables by their names."""
+    return {"entry points": entry_points(), "front ends": front_ends(), "observed": tests()}

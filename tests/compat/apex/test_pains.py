@@ -1,4 +1,4 @@
-"""What hurt users of Apex, by the numbers of docs/from_apex.md: each is cured here."""
+"""What hurt users of Apex, by the numbers of docs/compat_apex.md: each is cured here."""
 
 from __future__ import annotations
 

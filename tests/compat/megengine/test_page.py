@@ -11,6 +11,7 @@ import pytest
 import halfstep.compat.megengine as mge
 from halfstep.compat.megengine import amp, autodiff, functional, hub, optimizer
 from tests.compat.name_table import DOCS, NameRow, exists, repeated, rows
+from tests.snippets import run_page
 
 PAGE = "compat_megengine.md"
 TABLE = rows(PAGE)
@@ -41,10 +42,9 @@ def test_every_name_has_one_row() -> None:
     assert not list(repeated(TABLE))
 
 
-def test_the_snippet_runs() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / PAGE).read_text(encoding="utf-8"), re.S)
-    names: dict[str, Any] = {}
-    exec(snippet, names)
+def test_the_snippets_run_and_give_the_same_losses() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    assert run_page(DOCS / PAGE, names) == 1
     assert all(bool(p.isfinite().all()) for p in names["net"].parameters())
     assert all(p.grad is None for p in names["net"].parameters())
 
