@@ -126,7 +126,7 @@ def test_weights_are_merged_in_fp32_and_rounded_once(name: str, *, unload: bool)
         down, up = (state[f"{path}.lora_{side}.default.weight"] for side in "AB")
         delta = up @ down * layer.scaling["default"]
         wide = weight.float() + delta
-        wanted[path] = split_bf16(wide)[0] if name == "split" else wide.to(weight.dtype)  # which differ half way between
+        wanted[path] = split_bf16(wide)[0] if name == "split" else wide.to(weight.dtype)  # ties differ
     before = logits(model)
     with hs.edit_weights(model):
         if unload:
