@@ -144,10 +144,10 @@ soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and 
 	$(BIN)/python -m benchmarks.soak --json benchmarks/results/soak.json
 
 faults: $(READY)  ## score the instruments on seeded faults and healthy controls
-	$(BIN)/python -m tests.faults.scored
+	$(BIN)/python -m benchmarks.faults.scored
 
 stories: $(READY)  ## score the instruments on stories from public trackers, some 10 minutes on a core -> benchmarks/results/stories.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.stories_scored --json benchmarks/results/stories.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults.stories_scored --json benchmarks/results/stories.json
 
 fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour; FUZZ="--only contents --programs 2000")
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)

@@ -1,12 +1,13 @@
 """Whom each instrument names, on one and the same fault: operator, module and source line.
 
-The faults are those of list A of the fault bench (`tests/faults`) that have a producer and that torch alone has too.
+The faults are those of list A of the fault bench (`benchmarks/faults`) that have a producer and that torch alone has
+too.
 halfstep runs them in its own step, the others in the same loop written with torch.autocast. The report of an instrument
 is graded in three parts, generously where it is near: a node of the graph counts as the operator that it belongs to,
 and the innermost line of the program in any traceback counts as the line that was named.
 
 The peers take a `Run`, a program in torch alone: ``run(attach)`` builds it, calls ``attach(model)`` and trains to its
-bad step. `tests.faults.stories_scored` asks them about its stories too.
+bad step. `benchmarks.faults.stories_scored` asks them about its stories too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.faults import case as frame_of_faults
+from benchmarks.faults.case import Fault, marked_line
+from benchmarks.faults.catalog import LIST_A, SECOND_A
+from benchmarks.faults.plain import plain_bad_steps
+from benchmarks.faults.scored import verdict_on
 from benchmarks.instruments import CheckEveryOperator, NotFinite, watch_modules
-from tests.faults import case as frame_of_faults
-from tests.faults.case import Fault, marked_line
-from tests.faults.catalog import LIST_A, SECOND_A
-from tests.faults.plain import plain_bad_steps
-from tests.faults.scored import verdict_on
 
 SHOWN = (
     "attention_logits",

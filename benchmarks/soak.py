@@ -125,7 +125,7 @@ class Program:
         self.monitor = hs.Monitor(self.step, every=10, activations=windows)
         self.metrics = self.step.metrics(every=10)
 
-    def train(self, chance: random.Random, number: int) -> hs.StepResult | None:
+    def train(self, chance: random.Random, number: int) -> hs.step.StepResult | None:
         """Run one micro-batch; None if it was interrupted."""
         x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
         if chance.random() < 0.008:
@@ -239,7 +239,7 @@ def growths(samples: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
 
 
 def soak(
-    steps: int, samples_taken: int = SAMPLES, after: Callable[[hs.StepResult | None], object] = lambda result: None
+    steps: int, samples_taken: int = SAMPLES, after: Callable[[hs.step.StepResult | None], object] = lambda result: None
 ) -> dict[str, Any]:
     """Train for so many micro-batches; return counts, samples and growths.
 

@@ -1,4 +1,4 @@
-"""Tables of the score on stories from public trackers, from the JSON of `tests.faults.stories_scored`."""
+"""Tables of the score on stories from public trackers, from the JSON of `benchmarks.faults.stories_scored`."""
 
 from __future__ import annotations
 

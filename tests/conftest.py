@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Small tensors on few cores: more threads only wait for each other, and sums keep one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_not_searched() -> None:
+    """Let the garbage collector look at what the tests of a file make: torch and other tests are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_runs_that_are_killed_while_they_write_end_with_the_same_bits",
     ),
     "tests/step/test_two_ranks.py": ("both",),
-    "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
+    "tests/step/test_compiled.py": (
+        "test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",
+        "test_the_gpt_of_the_benchmarks_is_one_graph",
+    ),
+    "tests/tasks/test_measure.py": ("test_student_quantiles_are_scipys",),
     "tests/test_package.py": ("wheel",),
     "tests/testing/test_host_device.py": ("found",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),

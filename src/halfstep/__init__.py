@@ -5,7 +5,6 @@ One frozen `Policy` states in which number format every operator, module, parame
 `hs.lens`, `hs.formats`, `hs.errors`, `hs.trees`, `hs.integrations` and `halfstep.testing`.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -80,25 +79,6 @@ _LATER = {
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 
-DEPRECATED = {
-    "Audit": ("lens.Audit", "0.2.0"),
-    "Cure": ("lens.Cure", "0.2.0"),
-    "HostStepResult": ("step.HostStepResult", "0.2.0"),
-    "Metrics": ("step.Metrics", "0.2.0"),
-    "PRESETS": ("policy.PRESETS", "0.2.0"),
-    "Plan": ("policy.Plan", "0.2.0"),
-    "StepMetrics": ("step.StepMetrics", "0.2.0"),
-    "StepResult": ("step.StepResult", "0.2.0"),
-    "Units": ("policy.Units", "0.2.0"),
-    "Verdict": ("lens.Verdict", "0.2.0"),
-    "map_tensors": ("trees.map_tensors", "0.2.0"),
-    "operator_of": ("policy.operator_name", "0.2.0"),
-    "operators": ("policy.operator_names", "0.2.0"),
-    "replay": ("lens.replay", "0.2.0"),
-    "units": ("policy.units", "0.2.0"),
-}
-"""Old name -> (its new place below `halfstep`, the version without the old one)."""
-
 
 def __getattr__(name: str) -> Any:
     if name in ("integrations", "lens"):
@@ -106,10 +86,4 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
         return value
-    if name in DEPRECATED:
-        place, removed_in = DEPRECATED[name]
-        message = f"hs.{name} is deprecated and goes in halfstep {removed_in}: use hs.{place}"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        part, _, new = place.partition(".")
-        return getattr(import_module(f"{__name__}.{part}"), new)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,8 @@ from benchmarks import blame
 from benchmarks.blame import Said, anomaly_mode, answer, in_torch, instruments, judged, meant
 from benchmarks.candidates import start
 from benchmarks.cases import AMP, mlp_case
+from benchmarks.faults.case import Fault, marked_line
+from benchmarks.faults.catalog import LIST_A
 from benchmarks.goal_tables import goal_row
 from benchmarks.goals import Reached, dearest_audit, instrument, instrument_goals
 from benchmarks.instruments import BASELINES, BOXED, LABELS, OFF, ON, NotFinite, sampled, watch_modules
@@ -21,8 +23,6 @@ from benchmarks.lens_tables import NOTHING, lens_blocks, lens_source
 from benchmarks.measure import QUICK
 from benchmarks.reports import Reports
 from benchmarks.turns import Track
-from tests.faults.case import Fault, marked_line
-from tests.faults.catalog import LIST_A
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 

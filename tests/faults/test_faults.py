@@ -1,23 +1,27 @@
-"""The seeded faults are faults, the controls are healthy, and what is written about them is so."""
+"""The seeded faults are faults, the controls are healthy, and what is written about them is so.
+
+The programs are those of benchmarks/faults, whose instruments `make faults` scores. A sample of them runs here; the
+rest is marked `hours`, and a file that changes has to be frozen again, after ``pytest -m "" tests/faults``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import halfstep as hs
-from tests.faults import score
-from tests.faults.case import Case, Control, Fault, marked_line, run
-from tests.faults.catalog import (
+from benchmarks.faults import catalog, score, scored
+from benchmarks.faults.case import Case, Control, Fault, marked_line, run
+from benchmarks.faults.catalog import (
     CONTROLS,
     DEFINITIONS,
     LIST_A,
@@ -27,21 +31,39 @@ from tests.faults.catalog import (
     SECOND_B,
     SECOND_CONTROLS,
 )
-from tests.faults.observe import bad_steps, bad_tensors, finite, first_sight, loss_of_the_bad_step, unhelped, unwatched
-from tests.faults.plain import plain_bad_steps
+from benchmarks.faults.observe import (
+    bad_steps,
+    bad_tensors,
+    finite,
+    first_sight,
+    loss_of_the_bad_step,
+    unhelped,
+    unwatched,
+)
+from benchmarks.faults.plain import plain_bad_steps
 from tests.two_processes import in_two_processes
 
 # halfstep says, once, what it thinks of a static scale that cannot help
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
 
 ALL_A, ALL_B, ALL_CONTROLS = (*LIST_A, *SECOND_A), (*LIST_B, *SECOND_B), (*CONTROLS, *SECOND_CONTROLS)
+Entry = TypeVar("Entry", Fault, Control)
 HARM = {"fp16": 0.002, "bf16": 0.02}
 """Largest relative error of a healthy gradient: a few roundings of the format."""
 
 
 def each(name: str, entries: Iterable[Fault | Control]) -> Any:
-    """Return the decorator that runs a test with each entry."""
-    return pytest.mark.parametrize(name, [pytest.param(entry, id=entry.name) for entry in entries])
+    """Return the decorator that runs a test with each entry: a sample of them in `make test`, all with `-m ''`."""
+    listed = list(entries)
+    sample = {entry.name for entry in sampled(listed)}
+    marks = {False: (), True: (pytest.mark.hours,)}
+    cases = [pytest.param(entry, id=entry.name, marks=marks[entry.name not in sample]) for entry in listed]
+    return pytest.mark.parametrize(name, cases)
+
+
+def sampled(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return every tenth: the lists go through the files, so all kinds come."""
+    return entries[::10]
 
 
 def of_kind(kind: str) -> list[Fault]:
@@ -230,12 +252,30 @@ def test_a_control_is_alarmed_by_an_accusation_only() -> None:
     assert score.Share.of([("a", True), ("b", False)]) == score.Share(right=1, wrong=("b",))
 
 
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in sampled(ALL_A)])
+def test_the_black_box_scores_on_a_sample(fault: Fault) -> None:
+    verdict = scored.verdict_on(fault)
+    assert score.located(verdict, fault) and score.cured_right(verdict, fault)
+    assert score.kind_right(verdict, fault) == (fault.name != "long_audio")  # told as a scale that is too high
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in sampled(ALL_B)])
+def test_audit_or_monitor_score_on_a_sample(fault: Fault) -> None:
+    assert score.flagged([*scored.flags(fault), *scored.watched(fault)], fault)
+
+
+@pytest.mark.parametrize("control", [pytest.param(control, id=control.name) for control in sampled(ALL_CONTROLS)])
+def test_nothing_is_said_of_a_sample_of_healthy_programs(control: Control) -> None:
+    assert not score.alarmed(scored.accusations(control))
+    assert scored.flags(control) == [] and scored.watched(control) == []
+
+
 # ------------------------------------------------------------------ frozen
 
 
 def test_the_definitions_are_those_that_were_frozen() -> None:
     """After a change: a fault is wrong only if torch or halfstep proves it; then freeze again, with the new date."""
-    here = Path(__file__).parent
+    here = Path(catalog.__file__).parent
     head, *lines = (here / "frozen.txt").read_text(encoding="utf-8").splitlines()
     date.fromisoformat(head.removeprefix("# frozen "))
     kept = {line.split()[1]: line.split()[0] for line in lines}

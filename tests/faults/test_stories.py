@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.blame import PEERS
+from benchmarks.faults import stories_scored
+from benchmarks.faults.case import MIXED
+from benchmarks.faults.catalog import LIST_A, LIST_B, SECOND_A, SECOND_B, THIRD
+from benchmarks.faults.stories_scored import Listener, alarms, scored, told_of, verdict_on
+from benchmarks.faults.story import Course, Place, Story, changed, checked, form, near, place_of
+from benchmarks.faults.story_score import cure_right, place_right, unsaid
 from benchmarks.stories_tables import story_blocks
-from tests.faults import stories_scored
-from tests.faults.case import MIXED
-from tests.faults.catalog import LIST_A, LIST_B, SECOND_A, SECOND_B, THIRD
-from tests.faults.stories_scored import Listener, alarms, scored, told_of, verdict_on
-from tests.faults.story import Course, Place, Story, changed, checked, form, near, place_of
-from tests.faults.story_score import cure_right, place_right, unsaid
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # halfstep and torch say what they think of the faults
 
@@ -45,7 +45,7 @@ def test_every_story_has_a_source_a_cause_and_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_story_is_what_is_written_about_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.faults.story.TWIN_STEPS", 20)
+    monkeypatch.setattr("benchmarks.faults.story.TWIN_STEPS", 20)
     assert checked(found(name)) == []
 
 
@@ -71,13 +71,13 @@ def test_each_story_is_what_is_written_about_it(told: Story) -> None:
     ],
 )
 def test_a_wrong_label_is_found(truth: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.faults.story.TWIN_STEPS", 8)
-    monkeypatch.setattr("tests.faults.story.CURED_STEPS", 16)
+    monkeypatch.setattr("benchmarks.faults.story.TWIN_STEPS", 8)
+    monkeypatch.setattr("benchmarks.faults.story.CURED_STEPS", 16)
     assert any(complaint in wrong for wrong in checked(labelled(found("scale_doubles_in_every_step"), **truth)))
 
 
 def test_a_cure_that_does_not_train_and_a_twin_that_breaks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.faults.story.TWIN_STEPS", 20)
+    monkeypatch.setattr("benchmarks.faults.story.TWIN_STEPS", 20)
     told = labelled(found("scale_doubles_in_every_step"), cures=("scale: 1e9",))
     assert any("the cure 'scale: 1e9' does not train" in wrong for wrong in checked(told))
     sick = found("statistics_of_a_skipped_step")
@@ -137,7 +137,7 @@ def said(**fields: Any) -> Any:
 
 def test_a_place_is_right_only_if_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told = labelled(found("scale_doubles_in_every_step"), kind="overflow", op="linear", module="0", phase="forward")
-    monkeypatch.setattr("tests.faults.story_score.place_of", lambda told: Place("loops.py", 11, 13))
+    monkeypatch.setattr("benchmarks.faults.story_score.place_of", lambda told: Place("loops.py", 11, 13))
     assert place_right(said(), told) and place_right(said(kind="invalid"), told)
     wrong = ({"op": "add"}, {"module": ""}, {"phase": "backward"}, {"line": "loops.py:14 x"}, {"line": ""})
     assert not any(place_right(said(**fields), told) for fields in wrong)

@@ -157,6 +157,19 @@ def test_a_merge_outside_of_edit_weights_moves_the_base_as_in_fp32(name: str, re
     assert not [w for w in recwarn if "frozen" in str(w.message)]
 
 
+@pytest.mark.parametrize("name", LOW)
+def test_a_merge_outside_of_edit_weights_is_told_when_weights_are_next_saved(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, _ = prepared(name)
+    model.state_dict()
+    recwarn.clear()
+    model.merge_adapter()
+    model.state_dict()
+    (said,) = {str(w.message) for w in recwarn if "by no method" in str(w.message)}
+    assert "base_layer.weight" in said and "hs.edit_weights" in said
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_without_its_adapter_the_model_is_the_base_under_the_policy(name: str) -> None:
     model, _ = prepared(name)

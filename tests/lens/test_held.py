@@ -101,7 +101,7 @@ def test_beyond_the_limit_the_oldest_batches_are_dropped(behind: bool) -> None:
     assert max(held(step, 24)) == 1
 
 
-def explained(bad: int, limit: int, caplog: pytest.LogCaptureFixture) -> hs.Verdict:
+def explained(bad: int, limit: int, caplog: pytest.LogCaptureFixture) -> hs.lens.Verdict:
     """Return the verdict on a window whose micro-batch `bad`, from 0, is not finite."""
     step = made()
     assert step.record.history is not None

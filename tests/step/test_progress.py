@@ -29,8 +29,11 @@ def check(run: Run, kind: type[BaseException], first: float, stride: int) -> Cou
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [(run, (KeyboardInterrupt, MemoryError)[(i // 4 + i) % 2]) for i, run in enumerate(RUNS)],
+    ids=str,
+)
 def test_some_lines(run: Run, kind: type[BaseException]) -> None:
     def some() -> str:
         assert check(run, kind, first=0.0, stride=211)
@@ -53,7 +56,9 @@ def test_every_line(run: Run, kind: type[BaseException]) -> None:
     without_warnings(all_)
 
 
-@pytest.mark.parametrize("run", [RUNS[0], RUNS[2], RUNS[8]], ids=str)
+@pytest.mark.parametrize(
+    "run", [RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in (RUNS[2], RUNS[8]))], ids=str
+)
 def test_every_line_of_an_update_under_ctrl_c(run: Run) -> None:
     """Nothing is refused: signals wait for the end of what cannot be undone."""
 

@@ -128,7 +128,7 @@ def put_generators(step: hs.TrainStep, states: list[Any]) -> None:
     random.setstate(states[2]), np.random.set_state(states[3])
 
 
-def outcome(result: hs.StepResult) -> list[Any]:
+def outcome(result: hs.step.StepResult) -> list[Any]:
     host = result.host()
     return [host.step, repr(host.loss), host.scale, host.updated, host.skipped, repr(host.grad_norm), plain(result.aux)]
 

@@ -49,9 +49,10 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(X).square().mean().backward()
 
 
+@pytest.mark.parametrize("stride", [pytest.param(3, marks=pytest.mark.slow), 13], ids=["many", "some"])
 @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic"])
 @pytest.mark.parametrize("what", ["step", "state_dict", "load_state_dict"])
-def test_after_any_line_every_parameter_is_trained(master: str, what: str) -> None:
+def test_after_any_line_every_parameter_is_trained(master: str, what: str, stride: int) -> None:
     at, cuts = 0, 0
     while True:
         model, optimizer = prepared(master, torch.optim.RMSprop)
@@ -83,8 +84,8 @@ def test_after_any_line_every_parameter_is_trained(master: str, what: str) -> No
         assert not frozen, at
         store = store_of(model)
         assert store is not None and not store.substituted and not store.cannot_update()
-        at += 3
-    assert cuts > 10
+        at += stride
+    assert cuts > 30 / stride
 
 
 def test_masters_that_nothing_was_written_to_are_dropped_without_a_write() -> None:

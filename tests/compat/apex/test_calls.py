@@ -9,7 +9,10 @@ from tests.compat.apex.test_page import rows
 from tests.compat.calls import called, check
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",  # those of apex.parallel start a process
+    [pytest.param(name, marks=pytest.mark.slow) if name.startswith("parallel.") else name for name in CALLS],
+)
 def test_a_name_does_what_apexs_does(name: str) -> None:
     check(*CALLS[name]())
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.case import Fault, marked_line
+from benchmarks.faults.case import Fault, marked_line
 
 __all__ = ["HARMLESS", "Share", "alarmed", "curable", "cured_right", "flagged", "kind_right", "located"]
 

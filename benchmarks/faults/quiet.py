@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import (
+from benchmarks.faults.case import (
     BF16,
     FULL,
     UNSCALED,

@@ -1,11 +1,12 @@
 """What a story is: a fault taken from a public issue, with its root cause and a healthy twin.
 
 A story is a `Fault` whose program is built twice: as it was reported, and as a twin from which the cause is taken out.
-Stories stand in `tests/faults/third/*.py`; `stories()` returns all of them. Import transformers inside the function.
+Stories stand in `third/*.py`; `stories()` returns all of them. Import transformers inside the function.
 
-``python -m tests.faults.story NAME ...`` checks what is written about stories without an instrument: the source and
-the labels have their form, the story breaks at its step and not before, its true cures train as fp32 does, fp32 does
-what the cause implies, the place exists and the twin trains. It prints what is wrong and exits with 1 if anything is.
+``python -m benchmarks.faults.story NAME ...`` checks what is written about stories without an instrument: the source
+and the labels have their form, the story breaks at its step and not before, its true cures train as fp32 does, fp32
+does what the cause implies, the place exists and the twin trains. It prints what is wrong and exits with 1 if anything
+is.
 
 A loop written by hand is a generator ``program(healthy, watch)``. ``watch(model, loss_fn, optimizer)`` returns the
 function that the loop calls in the place of ``loss_fn(model, *batch)``. The loop runs for ever and yields a `Turn`
@@ -37,10 +38,10 @@ import torch
 from torch import nn
 
 import halfstep as hs
+from benchmarks.faults import third
+from benchmarks.faults.case import FULL, Case, Fault, Truth, cured, marked_line, start
+from benchmarks.faults.observe import finite, unwatched
 from halfstep.lens.verdict import CAUSES, KINDS
-from tests.faults import third
-from tests.faults.case import FULL, Case, Fault, Truth, cured, marked_line, start
-from tests.faults.observe import finite, unwatched
 
 __all__ = ["Course", "Place", "Story", "Turn", "Watch", "changed", "course", "near", "place_of", "stories", "story"]
 
@@ -158,7 +159,7 @@ def story(
         says: what headline and report have to contain.
         never: what they must not contain.
         asked: the step at which an instrument is asked; 0: the bad step.
-        seed: as in `tests.faults.case.Entry`.
+        seed: as in `benchmarks.faults.case.Entry`.
         truth: the other fields of `Truth`: phase, parameter, cures, also. A cure is written as `changed` reads it.
     """
     given: dict[str, Any] = {"phase": "forward" if op else "", **truth}
@@ -185,8 +186,7 @@ def stories() -> tuple[Story, ...]:
 def changed(policy: hs.Policy, cure: str, truth: Truth) -> hs.Policy:
     """Return `policy` with the change that a cure's words stand for.
 
-    Besides the words of `tests.faults.case.cured`: ``scale: 128``, ``scale: dynamic`` and ``scale: none`` set another
-    loss scale.
+    Besides the words of `case.cured`: ``scale: 128``, ``scale: dynamic`` and ``scale: none`` set another loss scale.
     """
     if cure in ("scale: dynamic", "scale: none"):
         return policy.replace(scale={"scale: dynamic": "halfstep", "scale: none": "none"}[cure])
@@ -409,8 +409,8 @@ def _policies(told: Story) -> list[str]:
 
 def main() -> None:
     """Check the named stories, or all; print what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.story", description="Check stories.")
-    parser.add_argument("names", nargs="*", help="names of stories or of files of tests/faults/third; none: all")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.story", description="Check stories.")
+    parser.add_argument("names", nargs="*", help="names of stories or of files of benchmarks/faults/third; none: all")
     names = set(parser.parse_args().names)
     torch.set_num_threads(1)
     logging.getLogger("halfstep").setLevel(logging.ERROR)
@@ -430,4 +430,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.faults.story").main()  # stories are instances of that module's class, not of this
+    importlib.import_module("benchmarks.faults.story").main()  # whose class the stories have, not this one's

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halfstep as hs
-from tests.faults.case import MIXED, Case, case, fault, normal, tokens
+from benchmarks.faults.case import MIXED, Case, case, fault, normal, tokens
 
 
 class Gate(nn.Module):

@@ -9,15 +9,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from tests.faults import backward, forward, healthy, losses, quiet, ranks, state
-from tests.faults.case import Control, Fault
-from tests.faults.second import backward as backward_2
-from tests.faults.second import forward as forward_2
-from tests.faults.second import healthy as healthy_2
-from tests.faults.second import losses as losses_2
-from tests.faults.second import quiet as quiet_2
-from tests.faults.second import state as state_2
-from tests.faults.story import stories
+from benchmarks.faults import backward, forward, healthy, losses, quiet, ranks, state
+from benchmarks.faults.case import Control, Fault
+from benchmarks.faults.second import backward as backward_2
+from benchmarks.faults.second import forward as forward_2
+from benchmarks.faults.second import healthy as healthy_2
+from benchmarks.faults.second import losses as losses_2
+from benchmarks.faults.second import quiet as quiet_2
+from benchmarks.faults.second import state as state_2
+from benchmarks.faults.story import stories
 
 __all__ = [
     "CONTROLS",

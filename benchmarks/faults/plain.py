@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.faults.case import Case
+from benchmarks.faults.case import Case
 
 __all__ = ["plain_bad_steps"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import (
+from benchmarks.faults.case import (
     BF16,
     TORCH,
     UNSCALED,
@@ -24,7 +24,7 @@ from tests.faults.case import (
     run,
     tokens,
 )
-from tests.faults.quiet import gradient_error, output_error, unmoved_share
+from benchmarks.faults.quiet import gradient_error, output_error, unmoved_share
 
 # ------------------------------------------------------------------ underflow
 

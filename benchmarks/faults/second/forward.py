@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.faults.case import ALL, BF16, MIXED, TORCH, Case, at, case, fault, labels, model_of, normal, tokens
+from benchmarks.faults.case import ALL, BF16, MIXED, TORCH, Case, at, case, fault, labels, model_of, normal, tokens
 
 # ------------------------------------------------------------------ transformers
 

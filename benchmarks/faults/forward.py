@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import ALL, BF16, FULL, TORCH, Case, at, case, fault, model_of, normal, tokens
+from benchmarks.faults.case import ALL, BF16, FULL, TORCH, Case, at, case, fault, model_of, normal, tokens
 
 
 def classes(step: int, shape: tuple[int, ...], *, heavy: float = 1.0, at: int = 3, kinds: int = 4) -> tuple[Any, ...]:

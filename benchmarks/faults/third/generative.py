@@ -10,8 +10,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, generator, model_of, normal, tokens
-from tests.faults.story import story
+from benchmarks.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, generator, model_of, normal, tokens
+from benchmarks.faults.story import story
 
 DYNAMIC = MIXED.replace(scale=hs.ScaleRule(init=256.0))
 """fp16 with a dynamic scale that needs no step to find its size."""

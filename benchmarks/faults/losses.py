@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from tests.faults.case import (
+from benchmarks.faults.case import (
     BF16,
     FULL,
     MIXED,

@@ -1,12 +1,12 @@
-"""The score of the instruments on stories from public trackers: ``python -m tests.faults.stories_scored``.
+"""The score of the instruments on stories from public trackers: ``python -m benchmarks.faults.stories_scored``.
 
-    python -m tests.faults.stories_scored --json benchmarks/results/stories.json
-    python -m tests.faults.stories_scored --only language t5_feed_forward_grows --verbose
+    python -m benchmarks.faults.stories_scored --json benchmarks/results/stories.json
+    python -m benchmarks.faults.stories_scored --only language t5_feed_forward_grows --verbose
 
 Every story runs in a process of its own with a time limit, so one that hangs or dies is one wrong answer. In it: the
 story under hs.TrainStep (or hs.BlackBox in a loop written by hand), asked about its step; a run of 50 steps under each
 cure that was marked verified, and in fp32; the twin for 300 steps under the black box and hs.Monitor (a loop: the black
-box alone); and the same program in torch alone under each peer. `tests.faults.story_score` judges what was said.
+box alone); and the same program in torch alone under each peer. `benchmarks.faults.story_score` judges what was said.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torch import nn
 
 import halfstep as hs
 from benchmarks.blame import OURS, PEERS, Run, Said, answer, plain
+from benchmarks.faults.case import FULL, Case, start
+from benchmarks.faults.catalog import THIRD
+from benchmarks.faults.observe import unwatched
+from benchmarks.faults.plain import plain_bad_steps
+from benchmarks.faults.score import HARMLESS
+from benchmarks.faults.story import CURED_STEPS, TWIN_STEPS, Story, course, near, place_of
+from benchmarks.faults.story_score import curable, cure_right, parts_right, place_right, unsaid
 from benchmarks.run import commit, write
 from halfstep.errors import StepError
 from halfstep.tasks import machine
-from tests.faults.case import FULL, Case, start
-from tests.faults.catalog import THIRD
-from tests.faults.observe import unwatched
-from tests.faults.plain import plain_bad_steps
-from tests.faults.score import HARMLESS
-from tests.faults.story import CURED_STEPS, TWIN_STEPS, Story, course, near, place_of
-from tests.faults.story_score import curable, cure_right, parts_right, place_right, unsaid
 
 __all__ = ["main", "scored", "verdict_on"]
 
@@ -296,9 +296,9 @@ def told_of(name: str, row: dict[str, Any], *, verbose: bool) -> str:
 
 def main() -> None:
     """Score stories and write the report."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.stories_scored")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.stories_scored")
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--only", nargs="+", default=[], help="names of stories, or of files of tests/faults/third")
+    parser.add_argument("--only", nargs="+", default=[], help="names of stories, or of files in third/")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a story may take")
     parser.add_argument("--verbose", action="store_true", help="show what was said and expected where it is wrong")
     options = parser.parse_args()
@@ -311,7 +311,7 @@ def main() -> None:
     chosen = [t for t in THIRD if not options.only or {t.name, t.file.stem} & set(options.only)]
     begun = time.perf_counter()
     report: dict[str, Any] = {
-        "command": " ".join(["python -m tests.faults.stories_scored", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.faults.stories_scored", *sys.argv[1:]]),
         "commit": commit(),
         "machine": machine(),
         "steps": {"cured": CURED_STEPS, "twin": TWIN_STEPS},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import BF16, MIXED, Case, at, case, classify, fault, labels, model_of, normal, tokens
+from benchmarks.faults.case import BF16, MIXED, Case, at, case, classify, fault, labels, model_of, normal, tokens
 
 
 def net(seed: int) -> nn.Sequential:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import BF16, FULL, TORCH, UNSCALED, Case, at, case, fault, labels, model_of, normal
+from benchmarks.faults.case import BF16, FULL, TORCH, UNSCALED, Case, at, case, fault, labels, model_of, normal
 
 # ------------------------------------------------------------------ poles of derivatives
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import BF16, FULL, MIXED, TORCH, Case, case, labels, model_of, normal, tokens
-from tests.faults.story import story
+from benchmarks.faults.case import BF16, FULL, MIXED, TORCH, Case, case, labels, model_of, normal, tokens
+from benchmarks.faults.story import story
 
 RARE = 63
 """A token that no batch holds before the bad step; the vocabularies have 64."""

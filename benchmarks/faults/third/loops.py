@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import halfstep as hs
-from tests.faults.case import BF16, MIXED, Case, case, generator, labels, model_of, normal, tokens
-from tests.faults.story import Turn, Watch, story
+from benchmarks.faults.case import BF16, MIXED, Case, case, generator, labels, model_of, normal, tokens
+from benchmarks.faults.story import Turn, Watch, story
 
 
 def half() -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import BF16, FULL, MIXED, TORCH, Case, case, generator, labels, model_of, normal
-from tests.faults.story import Turn, Watch, story
+from benchmarks.faults.case import BF16, FULL, MIXED, TORCH, Case, case, generator, labels, model_of, normal
+from benchmarks.faults.story import Turn, Watch, story
 
 DYNAMIC = MIXED.replace(scale=hs.policy.ScaleRule(init=256.0))
 """fp16 with a dynamic scale that needs no step to find its size."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.faults.case import ALL, BF16, FULL, MIXED, Case, at, case, fault, labels, model_of, normal
+from benchmarks.faults.case import ALL, BF16, FULL, MIXED, Case, at, case, fault, labels, model_of, normal
 
 # ------------------------------------------------------------------ poles of derivatives
 

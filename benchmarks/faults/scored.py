@@ -1,4 +1,4 @@
-"""The score of the instruments on the fault bench: ``python -m tests.faults.scored``, or `make faults`.
+"""The score of the instruments on the fault bench: ``python -m benchmarks.faults.scored``, or `make faults`.
 
 Every fault of list A runs to its bad step, which `TrainStep.explain` is asked about; controls run to their end, and
 every step that was skipped or had a loss that is not finite is asked about. Faults of two processes run in two of them,
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import halfstep as hs
-from tests.faults.case import Control, Fault, marked_line, start
-from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B, SECOND_A, SECOND_B, SECOND_CONTROLS
-from tests.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
+from benchmarks.faults.case import Control, Fault, marked_line, start
+from benchmarks.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B, SECOND_A, SECOND_B, SECOND_CONTROLS
+from benchmarks.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
 from tests.two_processes import in_two_processes
 
 __all__ = ["main", "verdict_on"]
@@ -206,7 +206,7 @@ def _quiet() -> None:
 
 def main() -> None:
     """Print the scores, of each group apart."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.scored")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.scored")
     parser.add_argument("--verbose", action="store_true", help="show what was said and expected where it is wrong")
     verbose = parser.parse_args().verbose
     _quiet()

@@ -6,11 +6,11 @@ A verdict is any object with the fields of a Verdict; nothing of halfstep's inst
   parameter, buffer or input, if the truth names one.
 * Cause: the root cause is the truth's.
 * Cure: where the truth has cures, at least one of the verdict is marked verified; where it has none, none is. Each
-  that is marked trains 50 steps near fp32 (`tests.faults.story.near`). A loop written by hand has no policy that could
+  that is marked trains 50 steps near fp32 (`story.near`). A loop written by hand has no policy that could
   be changed from outside: if the truth is a setting of its scale, its cures are not judged.
 * Words: the headline has at most 160 characters, and headline and report have everything in `Story.says` and nothing
   in `Story.never`.
-* Twin: in 300 steps nothing but a scale on its way is accused (`tests.faults.score.HARMLESS`), and the Monitor finds
+* Twin: in 300 steps nothing but a scale on its way is accused (`score.HARMLESS`), and the Monitor finds
   nothing.
 """
 
@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.score import LINE
-from tests.faults.story import Place, Story, place_of
+from benchmarks.faults.score import LINE
+from benchmarks.faults.story import Place, Story, place_of
 
 __all__ = ["HEADLINE", "curable", "cure_right", "parts_right", "place_right", "unsaid"]
 

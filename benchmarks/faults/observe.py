@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from tests.faults.case import Case, Fault, cured, run, start
-from tests.faults.witness import Sight, Witness
+from benchmarks.faults.case import Case, Fault, cured, run, start
+from benchmarks.faults.witness import Sight, Witness
 
 __all__ = ["bad_steps", "bad_tensors", "finite", "first_sight", "loss_of_the_bad_step", "unhelped", "unwatched"]
 

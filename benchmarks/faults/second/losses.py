@@ -8,7 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import ALL, BF16, FULL, MIXED, TORCH, Case, at, case, fault, labels, model_of, normal, tokens
+from benchmarks.faults.case import (
+    ALL,
+    BF16,
+    FULL,
+    MIXED,
+    TORCH,
+    Case,
+    at,
+    case,
+    fault,
+    labels,
+    model_of,
+    normal,
+    tokens,
+)
 
 # ------------------------------------------------------------------ contrastive losses
 

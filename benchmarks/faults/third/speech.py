@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
-from tests.faults.story import story
+from benchmarks.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
+from benchmarks.faults.story import story
 
 SMALL = {
     "conv_dim": (16, 16),
