@@ -33,11 +33,12 @@ from benchmarks.run import commit, write
 from benchmarks.turns import Track, in_turns
 from benchmarks.turns import ratio as paired
 from halfstep.tasks import machine
+from halfstep.timing import WARM_UP
 
 GOAL = 1.02  # of the best of the others
 AUTO, AGAIN, BF16 = "auto", "fp32 again", "torch.amp bf16"
 COMPILED = "torch.amp compiled"
-WARM_UP, LEAST, MOST = 3, 9, 200
+LEAST, MOST = 9, 200
 SECONDS = 8.0  # what the rounds of a case may take
 RARE = 2  # rounds of what takes more than `SLOW` times as long as fp32: torch's fp16 kernels on a CPU
 SLOW = 3.0

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from benchmarks import models
 from halfstep.tasks.gpt import GPT
-from halfstep.tasks.lenet import LeNet5
-from halfstep.tasks.resnet import ResNet
+from halfstep.tasks.images import LeNet5, ResNet
 
 Batch = tuple[Tensor, ...]
 LossFn = Callable[..., Tensor]

@@ -37,11 +37,12 @@ from benchmarks.cases import GPT124M, Case, text
 from benchmarks.gpu_first import MARK, QUICK, ROOT
 from benchmarks.loops import CLIP, Run, amp, graphs_on_tape, policy
 from benchmarks.run import commit
-from benchmarks.stages import Stages, wait
+from benchmarks.stages import Stages
 from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference import exponents as reference
 from halfstep.tasks import machine
+from halfstep.timing import wait_for
 
 WARM_UP = 6  # steps: three warm-ups, a capture, two replays
 AMP = "torch.amp"
@@ -73,10 +74,10 @@ def milliseconds(work: Callable[[], object], device: str, rounds: int) -> float:
     """Return the median time of `work`, which has run once before."""
     taken = []
     for _ in range(rounds):
-        wait(device)
+        wait_for(device)
         begun = time.perf_counter()
         work()
-        wait(device)
+        wait_for(device)
         taken.append(1e3 * (time.perf_counter() - begun))
     return round(statistics.median(taken), 4)
 
@@ -179,7 +180,7 @@ def waits(device: str, small: bool) -> None:
             batches = [tuple(t.to(device) for t in case.batch(n)) for n in range(4)]
             for n in range(WARM_UP):
                 run.step(batches[n % 4])
-            wait(device)
+            wait_for(device)
             found: dict[str, Any] = {"wait": _first_wait(run, batches, 3 if small else 30, device)}
             found |= _gaps(run, batches, 2 if small else 10, device)
             found["ms"] = milliseconds(partial(run.step, batches[0]), device, 3 if small else 20)
@@ -214,13 +215,13 @@ def _first_wait(run: Run, batches: list[Any], steps: int, device: str) -> str:
 def _gaps(run: Run, batches: list[Any], steps: int, device: str) -> dict[str, Any]:
     """Return how long the device was idle in a step, and how long the host waited, in milliseconds."""
     cuda = device != "cpu"
-    wait(device)
+    wait_for(device)
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
     ) as seen:
         for n in range(steps):
             run.step(batches[n % 4])
-        wait(device)
+        wait_for(device)
     waited = {e.key: round(e.cpu_time_total / 1e3 / steps, 4) for e in seen.key_averages() if "Synchronize" in e.key}
     kernels = sorted(
         (e.time_range.start, e.time_range.end) for e in seen.events() or () if e.device_type == DeviceType.CUDA

@@ -22,7 +22,7 @@ import halfstep as hs
 from benchmarks.cases import AGAIN, AMP, Batch, Case
 from benchmarks.loops import CLIP, Run, adamw, amp, device_of, policy
 from benchmarks.turns import Track
-from halfstep.tasks.measure import Ratio, paired_ratio
+from halfstep.timing import Ratio, paired_ratio
 
 OFF, OFF_AGAIN, ON = "TrainStep, black box off", "TrainStep, black box off again", "TrainStep, black box on"
 SAMPLING, BETWEEN = "Monitor: a step with a sample", "Monitor: a step without one"

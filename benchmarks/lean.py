@@ -40,9 +40,9 @@ from benchmarks.run import commit
 from halfstep.tasks import Task, load_task, machine
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.gpt import corpus, windows
-from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
 from halfstep.tasks.measure import difference, state_bytes
+from halfstep.tasks.task import STEPS_OF_A_SEED
 
 STEPS, TUNE_STEPS = 3000, 1000
 ROWS, TUNE_ROWS = 8, 4  # sequences a batch: the GPT's own 16 take twice the time

@@ -45,12 +45,13 @@ from benchmarks.instruments import (
     sampled,
 )
 from benchmarks.loops import CLIP, Run, policy
-from benchmarks.measure import FULL, QUICK, WARM_UP, Effort, milliseconds, rounds_for, say, started
+from benchmarks.measure import FULL, QUICK, Effort, milliseconds, rounds_for, say, started
 from benchmarks.run import commit, write
 from benchmarks.turns import in_turns, quiet_collector, ratio
 from halfstep.lens.box import stepbox
 from halfstep.tasks import machine
-from halfstep.tasks.measure import paired_ratio, state_bytes
+from halfstep.tasks.measure import state_bytes
+from halfstep.timing import WARM_UP, paired_ratio
 
 FAULTS = "faults"
 EVERY = (10, 100)

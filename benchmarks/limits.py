@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from benchmarks.stages import wait
+from halfstep.timing import wait_for
 
 TAIL_BYTES = 30
 BUFFER_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -25,10 +25,10 @@ def copy_bandwidth(device: str) -> float:
     target = torch.zeros_like(source)
     taken = []
     for _ in range(TIMES):
-        wait(device)
+        wait_for(device)
         start = time.perf_counter()
         target.copy_(source)
-        wait(device)
+        wait_for(device)
         taken.append(time.perf_counter() - start)
     return 2 * BUFFER_BYTES[device] / statistics.median(taken)
 

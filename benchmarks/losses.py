@@ -31,11 +31,12 @@ from benchmarks.turns import ratio as paired
 from halfstep.kernels.pages import keep_pages
 from halfstep.tasks import machine
 from halfstep.tasks.measure import SavedForBackward
+from halfstep.timing import WARM_UP
 
 AMP, AGAIN, KERNELS = "torch.amp", "torch.amp again", "HALFSTEP_NATIVE"
 BF16 = torch.bfloat16
 THREADS = (1, 2)
-WARM_UP, QUICK, MOST = 2, 2, 60
+QUICK, MOST = 2, 60
 SECONDS = 30.0  # what the rounds of a case may take
 
 

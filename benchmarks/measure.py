@@ -21,9 +21,8 @@ from benchmarks.limits import ideal_tail
 from benchmarks.loops import Absent, Run
 from benchmarks.stages import recast
 from benchmarks.turns import Track, beyond, in_turns, ratio
-from halfstep.tasks.measure import paired_ratio
+from halfstep.timing import WARM_UP, paired_ratio
 
-WARM_UP = 3  # steps of each candidate before rounds: allocations, caches, compilation, kernels chosen on first use
 STAGED = (AMP, "mixed", "O2", "pure", LIMIT)  # whose stages are timed
 PROFILED = (AMP, "mixed", "pure")
 SHOWN = 8  # operators of a profile

@@ -32,10 +32,11 @@ from benchmarks.run import commit, write
 from benchmarks.turns import Track, in_turns
 from benchmarks.turns import ratio as paired
 from halfstep.tasks import machine
+from halfstep.timing import WARM_UP
 
 CHOSEN = ("gpt512", "mlp21m", "resnet18", "gpt256", "gpt256_fp16")
 AMP, AGAIN = "torch.amp", "torch.amp again"
-WARM_UP, ROUNDS, QUICK = 3, 60, 6
+ROUNDS, QUICK = 60, 6
 SECONDS = 25.0  # what the rounds of a case may take
 RARE = 3  # rounds of torch's fp16 kernels on a CPU
 

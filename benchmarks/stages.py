@@ -16,13 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.timing import wait_for
+
 LossFn = Callable[..., Tensor]
-
-
-def wait(device: str) -> None:
-    """Wait until `device` has done what it was given."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 @dataclass(slots=True)
@@ -62,7 +58,7 @@ class Stages:
         engine.queue_callback(lambda: self._begin("tail"))
 
     def _begin(self, stage: str) -> None:
-        wait(self.device)
+        wait_for(self.device)
         self.stage, self.marks = stage, (*self.marks, time.perf_counter())
 
     def run(self, step: Callable[[], Any]) -> tuple[float, float, float]:
@@ -97,9 +93,9 @@ def recast(casts: list[tuple[Tensor, Tensor | None, torch.dtype]], device: str) 
         device: its type.
     """
     kept = []  # as autocast's cache keeps them until its region ends
-    wait(device)
+    wait_for(device)
     start = time.perf_counter()
     for weight, target, dtype in casts:
         kept.append(weight.detach().to(dtype) if target is None else target.copy_(weight.detach()))
-    wait(device)
+    wait_for(device)
     return time.perf_counter() - start

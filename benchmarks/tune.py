@@ -39,9 +39,9 @@ from halfstep.advise.tune.trainings import Run
 from halfstep.report import strict_json
 from halfstep.tasks import Task, machine
 from halfstep.tasks.candidates import FP32, Candidate, policy_candidate
-from halfstep.tasks.compare import WARM_UP, started
+from halfstep.tasks.compare import started
 from halfstep.tasks.loops import Loop, make_loop
-from halfstep.tasks.measure import Ratio, paired_ratio
+from halfstep.timing import WARM_UP, Ratio, paired_ratio
 
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json"
 PRESETS = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean", "mixed:fp16", "O2:fp16")

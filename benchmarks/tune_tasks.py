@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.tasks import Task, load_task
-from halfstep.tasks.images import STEPS_OF_A_SEED
+from halfstep.tasks.task import STEPS_OF_A_SEED
 
 __all__ = ["TASKS"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
 import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from benchmarks.cases import Batch
-from benchmarks.stages import wait
-from halfstep.tasks.measure import Ratio, paired_ratio
+from halfstep.timing import Race, Ratio, ratio_of, timed
 
 Step = Callable[[Batch], Tensor]
 
@@ -47,8 +44,9 @@ def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
         baseline: of what it is compared with.
         plus: seconds added to the baseline's time in every round.
     """
-    common = sorted(track.seconds.keys() & baseline.seconds.keys())
-    return paired_ratio([track.seconds[i] for i in common], [baseline.seconds[i] + plus for i in common])
+    found = ratio_of(track.seconds, baseline.seconds, plus=plus)
+    assert found is not None
+    return found
 
 
 def faults() -> int:
@@ -88,18 +86,19 @@ def in_turns(
         rounds: numbers of the rounds; they choose the batches.
         rare: candidates that take part only so many times.
     """
-    order, shuffle = list(steps), random.Random(rounds[0] if rounds else 0)
+    batch: Batch = ()
+
+    def measure(label: str, number: int) -> float:
+        mapped = faults()
+        made: list[Tensor] = []
+        seconds = timed(lambda: made.append(steps[label](batch)), device)
+        tracks[label].seconds[number] = seconds
+        tracks[label].faults[number] = faults() - mapped
+        tracks[label].losses.append(made[0].clone())  # a captured step writes the next one in its place
+        return seconds
+
+    race = Race(measure, seed=rounds[0] if rounds else 0)
     with quiet_collector():
         for i, number in enumerate(rounds):
             batch = tuple(t.to(device) for t in batches(number))
-            shuffle.shuffle(order)
-            for label in order:
-                if i >= rare.get(label, len(rounds)):
-                    continue
-                wait(device)
-                mapped, start = faults(), time.perf_counter()
-                loss = steps[label](batch)
-                wait(device)
-                tracks[label].seconds[number] = time.perf_counter() - start
-                tracks[label].faults[number] = faults() - mapped
-                tracks[label].losses.append(loss.clone())  # a captured step writes the next one in its place
+            race.round([label for label in steps if i < rare.get(label, len(rounds))], number)

@@ -27,11 +27,12 @@ from typing import Any
 import halfstep as hs
 from benchmarks.cases import AGAIN, AMP, GPT512
 from benchmarks.markdown import table
-from benchmarks.measure import WARM_UP, milliseconds, started
+from benchmarks.measure import milliseconds, started
 from benchmarks.run import ROOT, commit, write
 from benchmarks.turns import in_turns, ratio
 from halfstep.kernels.native import compiler
 from halfstep.tasks import machine
+from halfstep.timing import WARM_UP
 
 OURS = ("O2", "pure")
 REPEATS, ROUNDS = 3, 60

@@ -18,7 +18,7 @@ import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
-from halfstep.tasks.lenet import LeNet5
+from halfstep.tasks.images import LeNet5
 from halfstep.testing.models import GPT, ResNet18
 
 

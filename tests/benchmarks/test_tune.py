@@ -13,7 +13,7 @@ from benchmarks import tune as bench
 from benchmarks.tune_tasks import TASKS
 from halfstep.advise.tune.probe import gradient_error, gradients
 from halfstep.policy import Policy
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 
 def ratio(median: float, spread: float = 0.01) -> Ratio:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.tasks.compare import CandidateRow, Comparison
-from halfstep.tasks.measure import Ratio, difference
+from halfstep.tasks.measure import difference
+from halfstep.timing import Ratio
 
 CONTROL = Ratio(median=1.002, low=0.99, high=1.012, rounds=100)
 FAST = Ratio(median=0.7, low=0.69, high=0.71, rounds=100)

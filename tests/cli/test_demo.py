@@ -18,10 +18,10 @@ from halfstep.cli.conclusions import conclusions
 from halfstep.cli.demo import TIMED, Settings, run_demo
 from halfstep.cli.watch import Watch
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace, PaceRow, pace
 from halfstep.tasks.workloads import Workload, workloads
+from halfstep.timing import Ratio
 from tests.report.reader import Page
 from tests.tasks.small import loss_fn, small_task
 

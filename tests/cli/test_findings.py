@@ -4,7 +4,7 @@ import dataclasses
 
 from halfstep.cli.findings import findings
 from halfstep.report import Fact
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 from tests.cli.small_comparison import FAST, SAME, SLOW, comparison, row
 
 SAFE = (97.0, 97.1, 96.9, 97.0, 97.0)

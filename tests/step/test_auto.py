@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import StepLR
 import halfstep as hs
 from halfstep.auto import choose, trial
 from halfstep.auto.choose import pays
-from halfstep.auto.race import Race
+from halfstep.auto.race import Elimination
 from halfstep.auto.trial import Ground
 from halfstep.errors import BindError, PolicyError, StepError, WeightsError
-from halfstep.ratios import Ratio
 from halfstep.step import undecided as auto
 from halfstep.step.undecided import Undecided
+from halfstep.timing import Ratio
 
 SECONDS = {"fp32": 1.0, "mixed": 0.1, "O2": 0.01, "pure": 0.001}  # so far apart that one round is enough
 
@@ -90,17 +90,17 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Let candidates really run, and take as long as this gives."""
     seconds = dict(SECONDS)
 
-    class Timed(Race):
-        def __init__(self, measure: Callable[[str], float], **options: Any) -> None:
-            def timed(name: str) -> float:
-                measure(name)
+    class Timed(Elimination):
+        def __init__(self, measure: Callable[[str, int], float], **options: Any) -> None:
+            def timed(name: str, number: int) -> float:
+                measure(name, number)
                 return seconds[name]
 
             super().__init__(timed, **options)
 
-    monkeypatch.setattr(choose, "Race", Timed)
+    monkeypatch.setattr(choose, "Elimination", Timed)
     monkeypatch.setattr(trial, "MOST", 1)
-    monkeypatch.setattr(trial, "WARM_UP", 0.0)
+    monkeypatch.setattr(trial, "WARM_AGAIN", 0.0)
     monkeypatch.setattr(choose, "PAYBACK", 0)
     yield seconds
 
@@ -232,7 +232,7 @@ def test_low_weights_of_a_checkpoint_are_as_they_were() -> None:
     model = nn.Linear(4, 4).bfloat16()
     before = model.weight.data
     ground = Ground(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ground.returning():
+    with ground.lent():
         hs.prepare(model, policy="O0")
         assert model.weight.dtype is torch.float32
     assert model.weight.dtype is torch.bfloat16
@@ -294,7 +294,7 @@ def test_memory_that_is_shared_stays_shared() -> None:
     model.weight.data, model.bias.data = flat[:16].view(4, 4), flat[16:]
     before = flat.clone()
     ground = Ground(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ground.returning():
+    with ground.lent():
         assert model.weight.untyped_storage().data_ptr() == model.bias.untyped_storage().data_ptr() != flat.data_ptr()
         with torch.no_grad():
             model.weight.fill_(1.0)

@@ -7,21 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from halfstep.auto.race import MARGIN, Race, Unfit
+from halfstep.auto.race import MARGIN, Elimination
+from halfstep.timing import Unfit
 
 
-def raced(seconds: dict[str, float | Callable[[int], float]], *, most: int = 30, limit: float = 1e9) -> Race:
+def raced(seconds: dict[str, float | Callable[[int], float]], *, most: int = 30, limit: float = 1e9) -> Elimination:
     """Return a race of candidates that take so long; one that is a function of the round may raise."""
     now = [0.0]
 
-    def measure(name: str) -> float:
+    def measure(name: str, number: int) -> float:
         taken = seconds[name]
-        value = taken(race.rounds) if callable(taken) else taken
+        value = taken(number) if callable(taken) else taken
         now[0] += value
         return value
 
-    race = Race(measure, most=most, seconds=limit, clock=lambda: now[0])
-    race.run(list(seconds))
+    race = Elimination(measure, most=most, seconds=limit, clock=lambda: now[0])
+    race.eliminate(list(seconds))
     return race
 
 
@@ -106,8 +107,8 @@ def test_rounds_and_time_are_limits() -> None:
 def test_a_later_one_is_compared_in_the_rounds_that_both_ran() -> None:
     race = raced({"fp32": 1.0, "mixed": 2.0})
     seconds = {"fp32": 1.0, "fp32 compiled": 0.5}
-    race._measure = lambda name: seconds[name]
-    race.run(["fp32", "fp32 compiled"])
+    race._measure = lambda name, number: seconds[name]
+    race.eliminate(["fp32", "fp32 compiled"])
     assert race.best() == "fp32 compiled"
     ratio = race.ratio("fp32 compiled", "fp32")
     assert ratio is not None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.checkpoints import files, writers
-from halfstep.checkpoints.generators import check_generators
+from halfstep.checkpoints.generators import check_saved_states
 from halfstep.checkpoints.preemption import Preemption
 from halfstep.errors import CheckpointError, StepError
 from halfstep.step.saved import check_scheduler
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_step_changes_nothing(tmp_path: Path) -> None:
 
 def test_generators_are_checked_before_anything_changes() -> None:
     with pytest.raises(CheckpointError, match="no states of random generators"):
-        check_generators({"torch": torch.zeros(3)})
+        check_saved_states({"torch": torch.zeros(3)})
 
 
 # ---------------------------------------------------------------------- errors

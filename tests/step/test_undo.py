@@ -10,7 +10,8 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.binding.prepare import store_of
-from halfstep.update.undo import Marks, SchedulerCopy
+from halfstep.snapshot import scheduler_state
+from halfstep.update.undo import Marks
 
 Lr = torch.optim.lr_scheduler
 
@@ -168,10 +169,10 @@ def test_a_scheduler_is_put_back(kind: str, tensor: bool) -> None:
 
     optimizer.step()  # torch wants it before its schedulers step
     before = state()
-    copy = SchedulerCopy(scheduler, optimizer)
+    restore = scheduler_state(scheduler, optimizer)
     for _ in range(2):
         scheduler.step()
     assert state() != before
-    copy.restore()
+    restore()
     assert state() == before
     scheduler.step()

@@ -6,8 +6,8 @@ import pytest
 
 import halfstep as hs
 from halfstep.tasks.advice import advise, rows_for_o2
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
+from halfstep.timing import Ratio
 
 QUIET = Ratio(median=1.0, low=0.99, high=1.01, rounds=20)
 BOTH = hs.policy.Units("cpu", bf16=True, fp16=True, reason="it has both")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import CURVE_POINTS, WARM_UP, Comparison, Moment, check, compare, thinned
+from halfstep.tasks.compare import CURVE_POINTS, Comparison, Moment, check, compare, thinned
+from halfstep.timing import WARM_UP
 from tests.tasks.small import batches, loss_fn, small_task
 
 
@@ -32,7 +33,7 @@ def test_a_row_for_every_candidate(found: Comparison) -> None:
 
 
 def test_identical_programs_give_identical_results_with_dropout_too(found: Comparison) -> None:
-    assert found.repeatable and found.control is not None and found.control.rounds == 40
+    assert found.repeatable and found.control is not None and found.control.rounds == 2 * (25 - WARM_UP)
 
 
 def test_training_happened_and_policies_follow_fp32(found: Comparison) -> None:

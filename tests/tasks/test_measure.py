@@ -14,14 +14,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import halfstep as hs
-from halfstep.tasks.measure import (
-    Ratio,
-    SavedForBackward,
-    difference,
-    paired_ratio,
-    state_bytes,
-    student_quantile,
-)
+from halfstep.tasks.measure import SavedForBackward, difference, state_bytes, student_quantile
+from halfstep.timing import Ratio, paired_ratio
 
 TABLE = {1: 6.313751515, 2: 2.919985580, 3: 2.353363435, 4: 2.131846786, 9: 1.833112933, 30: 1.697260887}
 """95 % quantiles of Student's t, from the printed tables."""

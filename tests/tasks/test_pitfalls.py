@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.pitfalls import cores_granted, pitfalls, threads_to_use
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
+from halfstep.timing import Ratio
 
 
 def speed(device: str = "cpu", spread: float = 0.01, **gains: float) -> DeviceSpeed:

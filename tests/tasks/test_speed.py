@@ -7,8 +7,8 @@ import torch
 
 import halfstep as hs
 from halfstep.tasks import speed
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.speed import Sizes, Speed, WorkSpeed, measure_speed, sizes_for
+from halfstep.timing import Ratio
 
 TINY = Sizes(product=16, small_product=8, image=(1, 4, 8), small_image=(1, 2, 4), seconds=0.0)
 
@@ -36,7 +36,7 @@ def test_what_is_measured_is_announced() -> None:
 
 
 def test_operations_are_counted_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_seconds", lambda run, device: 1e-9)
+    monkeypatch.setattr(speed, "timed", lambda run, device: 1e-9)
     product, convolution = measure_speed("cpu", TINY).works[:2]
     assert product.speeds[0].gflops == pytest.approx(3 * 2 * 16**3)
     assert convolution.speeds[0].gflops == pytest.approx(3 * 2 * 8 * 8 * 4 * 4 * 9)

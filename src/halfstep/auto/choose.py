@@ -21,14 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.auto.race import Race, Unfit
-from halfstep.auto.trial import Ground, Trial
+from halfstep.auto.race import Elimination
+from halfstep.auto.trial import Ground, TimedSteps
 from halfstep.binding.bind import is_bound
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolve, resolved
-from halfstep.ratios import Ratio
 from halfstep.scale.scaler import GradScaler
+from halfstep.timing import Ratio, Unfit
 
 __all__ = ["FP32", "POLICIES", "SETTINGS", "Choice", "choose", "described"]
 
@@ -98,7 +98,7 @@ def choose(
     begun, nodes = clock(), list[int]()
     ground = Ground(step.model, step.optimizer)
     settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
-    trials: dict[str, Trial] = {}
+    visits: dict[str, TimedSteps] = {}
 
     def add(name: str, compile: Any) -> str:
         loss_fn = step.loss_fn if compile is not False else _counting(step.loss_fn, nodes)
@@ -107,26 +107,26 @@ def choose(
             policy = POLICIES[name.removesuffix(COMPILED)]
             return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
-        trials[name] = Trial(ground, build, (batch, named), step, clock)
+        visits[name] = TimedSteps(ground, build, (batch, named), step, clock)
         return name
 
-    def measure(name: str) -> float:
+    def measure(name: str, number: int) -> float:
         try:
-            return trials[name].visit()
+            return visits[name].visit()
         except Unfit:
             raise
         except Exception as error:
-            if name == first and trials[name].first is None:
+            if name == first and visits[name].first is None:
                 raise  # loss_fn's own
             raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
 
-    race = Race(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
+    race = Elimination(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
     wish = step.compile
     every = False if wish is None else wish
     mark = COMPILED if every is not False else ""
     names = [add(name + mark, every) for name in candidates(step)]
     first = names[0]
-    race.run(names, EAGER_ROUNDS)
+    race.eliminate(names, EAGER_ROUNDS)
     best = eager = race.best()
     if wish is None and best:
         others = {
@@ -135,20 +135,20 @@ def choose(
         del others[eager]
         spent = 0.0
         for name in (eager, *sorted(others, key=others.__getitem__)[:1]):
-            if not pays(nodes, trials[eager].seconds, spent):
+            if not pays(nodes, visits[eager].seconds, spent):
                 break
             pair = [best, add(name + COMPILED, True)]
-            race.run(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index))
-            spent += trials[name + COMPILED].first or 0.0
+            race.eliminate(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index))
+            spent += visits[name + COMPILED].first or 0.0
             if race.best() == best:
                 break
             best = race.best()
     if not best:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
-    calls = sum(trial.calls for trial in trials.values())
+    calls = sum(timed.calls for timed in visits.values())
     choice = concluded(race, best, device_types_of([step.model])[0], clock() - begun, calls)
-    return choice, trials[best].compiled
+    return choice, visits[best].compiled
 
 
 def candidates(step: Any) -> list[str]:
@@ -207,7 +207,7 @@ def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
     return f"{name} {ratio.median:.2f}{uncertain}"
 
 
-def concluded(race: Race, best: str, device: str, seconds: float, calls: int) -> Choice:
+def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:
     """Return the choice of candidate `best`, with the ratios behind it.
 
     Args:

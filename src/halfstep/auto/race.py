@@ -1,7 +1,7 @@
-"""A race: candidates are timed in rounds, and slower ones are dropped as soon as their paired ratios show it.
+"""Elimination: a race in which slower candidates are dropped as soon as their paired ratios show it.
 
 In: names in the order of preference, and a function that times one step of a candidate. Out: times by round, and of
-each candidate that was dropped the reason.
+each candidate that cannot be chosen the reason.
 
 Note [ties]: a candidate replaces one that is preferred to it only if it is faster by more than `MARGIN` with
 confidence: the upper end of the interval of their paired ratio counts. It is dropped once the lower end shows that it
@@ -10,13 +10,12 @@ is not. So every pair ends in one of the two, unless rounds or time are up: then
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from halfstep.ratios import Ratio, paired_ratio
+from halfstep.timing import Race, Ratio
 
-__all__ = ["Race", "Unfit"]
+__all__ = ["Elimination"]
 
 MARGIN = 0.01  # a smaller gain does not pay for less precise numbers, or for code that is compiled again
 CLEAR = {1: 4.0, 2: 0.5, 3: 0.2, 4: 0.1}
@@ -27,12 +26,8 @@ FUTILE, CLOSE = 8, 0.03
 """After so many rounds a median within the margin is enough, if the interval ends less than this below 1."""
 
 
-class Unfit(Exception):
-    """A candidate cannot be chosen; the message is the reason."""
-
-
-class Race:
-    """Times of candidates by round.
+class Elimination(Race):
+    """A race with preferences. Each visit of a candidate warms up by itself, so every round is timed.
 
     Args:
         measure: returns the seconds of one step of a candidate in the coming round; raises `Unfit`.
@@ -42,26 +37,23 @@ class Race:
 
     Attributes:
         names: the candidates that are left, in the order of preference.
-        times: seconds by candidate and round.
-        dropped: candidate -> reason, of those that are unfit.
         rounds: how many there were.
     """
 
     def __init__(
         self,
-        measure: Callable[[str], float],
+        measure: Callable[[str, int], float],
         *,
         most: int,
         seconds: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._measure, self._most, self._seconds, self._clock = measure, most, seconds, clock
+        super().__init__(measure)
+        self._most, self._seconds, self._clock = most, seconds, clock
         self.names: list[str] = []
-        self.times: dict[str, dict[int, float]] = {}
-        self.dropped: dict[str, str] = {}
         self.rounds = 0
 
-    def run(self, names: Sequence[str], most: int | None = None) -> None:
+    def eliminate(self, names: Sequence[str], most: int | None = None) -> None:
         """Race until one candidate is left, or rounds or time are up.
 
         Args:
@@ -75,21 +67,15 @@ class Race:
                 return
             if self.rounds >= least and self._clock() - begun > self._seconds:
                 return
-            shift = self.rounds % max(1, len(self.names))  # each place in a round is each one's in turn
-            for name in (*self.names[shift:], *self.names[:shift]):
-                try:
-                    self.times.setdefault(name, {})[self.rounds] = self._measure(name)
-                except Unfit as reason:
-                    self.dropped[name] = str(reason)
-                    self.names.remove(name)
+            self.round(self.names, self.rounds)
+            self.names = [name for name in self.names if name not in self.dropped]
             self.rounds += 1
             self._drop_slower()
 
-    def ratio(self, name: str, other: str) -> Ratio | None:
-        """Return the paired ratio of the steps of two candidates; None if they had no round in common."""
-        mine, theirs = self.times.get(name, {}), self.times.get(other, {})
-        common = sorted(mine.keys() & theirs.keys())
-        return paired_ratio([mine[i] for i in common], [theirs[i] for i in common]) if common else None
+    def order(self, names: list[str], number: int) -> list[str]:
+        """Return each candidate in each place in turn, the preferred one first in the first round."""
+        shift = number % max(1, len(names))
+        return [*names[shift:], *names[:shift]]
 
     def faster(self, name: str, preferred: str) -> bool | None:
         """Return whether `name` replaces `preferred`, see note [ties]; None if that is not known."""
@@ -118,10 +104,6 @@ class Race:
                 rounds, median = min(one.rounds, rest.rounds), one.median * rest.median
                 return Ratio(median=median, low=one.low * rest.low, high=one.high * rest.high, rounds=rounds)
         return None
-
-    def typical(self, name: str) -> float:
-        """Return the median seconds of a candidate's steps."""
-        return statistics.median(self.times[name].values())
 
     def best(self) -> str:
         """Return the candidate that replaces all that are preferred to it; "" if none is left."""

@@ -11,48 +11,37 @@ from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.prepare import unprepare, unwrap
+from halfstep.snapshot import Snapshot, optimizer_state
 from halfstep.weights import WeightStore
 
-__all__ = ["unbuilt", "unchanged_on_failure"]
-
-MARKER = "_step_supports_amp_scaling"  # torch's, of its fused optimizers
+__all__ = ["bound", "unchanged_on_failure"]
 
 
 @contextmanager
 def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Undo what a block does to `model` and `optimizer` if it raises; see `unbuilt`."""
-    undo = unbuilt(model, optimizer)
+    """Undo what a block does to `model` and `optimizer` if it raises; see `bound`."""
+    snapshot = Snapshot(optimizer_state(optimizer), bound(model))
     try:
         yield
     except BaseException:
-        undo()
+        snapshot.restore()
         raise
 
 
-def unbuilt(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-    """Note what `model` and `optimizer` are; return a function that undoes what a training step makes of them.
+def bound(model: nn.Module) -> Callable[[], None]:
+    """Note whether `model` is prepared; return a function that undoes what a training step makes of it.
 
-    It takes off binding, low weights, hooks and forms of the step. A model that was prepared before stays prepared. Low
-    weights with nothing behind them (a policy's master="none", frozen parameters) come back rounded, since their fp32
-    values are gone.
+    It takes off binding, low weights and hooks. A model that was prepared before stays prepared. Low weights with
+    nothing behind them (a policy's master="none", frozen parameters) come back rounded, since their fp32 values are
+    gone.
     """
     inner = unwrap(model)
     fresh = not is_bound(inner)
-    groups = [(group, dict(group)) for group in (optimizer.defaults, *optimizer.param_groups)]
-    marker = {name: value for name, value in vars(optimizer).items() if name == MARKER}
-    loading = set(optimizer._optimizer_load_state_dict_pre_hooks)
     gradients = [(p, p.grad_dtype, set(_hooks(p))) for p in inner.parameters()]
 
     def undo() -> None:
         if fresh:
             _release(inner)
-        for group, before in groups:
-            group.clear()
-            group.update(before)
-        vars(optimizer).pop(MARKER, None)
-        vars(optimizer).update(marker)
-        for key in set(optimizer._optimizer_load_state_dict_pre_hooks) - loading:
-            del optimizer._optimizer_load_state_dict_pre_hooks[key]
         for parameter, dtype, hooks in gradients:
             if parameter.grad_dtype is not dtype:
                 parameter.grad_dtype = dtype

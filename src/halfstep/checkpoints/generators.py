@@ -17,14 +17,14 @@ from torch import Tensor
 from halfstep.accelerators import default_generators, initialise, type_here
 from halfstep.errors import CheckpointError
 
-__all__ = ["check_generators", "generators", "set_generators"]
+__all__ = ["check_saved_states", "put_saved_states", "saved_states"]
 
 HOST = frozenset({"torch", "python", "numpy"})
 """The generators that are no device's; every other key of a state is a device type, such as "cuda"."""
 
 
-def generators() -> dict[str, Any]:
-    """Return the states of all global generators."""
+def saved_states() -> dict[str, Any]:
+    """Return the states of the global generators, in a form that ``torch.load(weights_only=True)`` reads."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
@@ -44,8 +44,8 @@ def generators() -> dict[str, Any]:
     return state
 
 
-def check_generators(state: object) -> None:
-    """Check what `generators` returned, by setting generators that nothing uses.
+def check_saved_states(state: object) -> None:
+    """Check what `saved_states` returned, by setting generators that nothing uses.
 
     Raises:
         CheckpointError: it is no such state.
@@ -62,8 +62,8 @@ def check_generators(state: object) -> None:
         raise CheckpointError(f"random: no states of random generators ({type(error).__name__}: {error})") from error
 
 
-def set_generators(state: Mapping[str, Any]) -> None:
-    """Set the global generators to what `generators` returned; those of devices that are not here stay."""
+def put_saved_states(state: Mapping[str, Any]) -> None:
+    """Set the global generators to what `saved_states` returned; those of devices that are not here stay."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(_python(state["python"]))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:

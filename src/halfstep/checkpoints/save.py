@@ -30,7 +30,7 @@ from halfstep.arguments import FLAG, check
 from halfstep.binding.prepare import unwrap
 from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.foreign import converted, is_foreign
-from halfstep.checkpoints.generators import check_generators, generators, set_generators
+from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
 from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
 from halfstep.checkpoints.writers import Lock
 from halfstep.errors import CheckpointError, StepError, warn
@@ -252,7 +252,7 @@ class _Parts:
         return cls(
             state=state,
             names=names,
-            own={"random": generators(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
+            own={"random": saved_states(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
             sharded=any(map(is_sharded, tensors.values())),
             layout=hashlib.sha256(layout.encode()).hexdigest(),
         )
@@ -542,7 +542,7 @@ def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: li
         if own[WEIGHTS]:
             state[WEIGHTS] = _on_own_device(own[WEIGHTS], step)
         if room.rank < len(ranks):
-            check_generators(ranks[room.rank]["random"])
+            check_saved_states(ranks[room.rank]["random"])
         check_state(step, state)
         return state, ranks, same
 
@@ -551,7 +551,7 @@ def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: li
     group = None if step.record.saving is None else step.record.saving.group
     step.record.saving = Saving(folder, group, manifest.get("run", ""), files.last_number(folder.parent))
     if room.rank < len(ranks):
-        set_generators(ranks[room.rank]["random"])
+        put_saved_states(ranks[room.rank]["random"])
     if (here := _kernels(step)) != (before := manifest.get("kernels") or here):
         text = (
             f"{folder} was saved with {_KERNELS[before]} and goes on with {_KERNELS[here]}: from here on the bits are "
@@ -668,13 +668,13 @@ def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded
         state, notes, random, extra = converted(step, place, room.rank, room.size)
         check_state(step, state)
         if random is not None:
-            check_generators(random)
+            check_saved_states(random)
         return state, notes, random, extra
 
     state, notes, random, extra = _together(room, read)
     step.load_state_dict(state)
     if random is not None:
-        set_generators(random)
+        put_saved_states(random)
     if notes and room.rank == 0:
         warn(f"{place} was converted: {'; '.join(notes)}")
     return Loaded(path=place, step=state["step"], extra=extra, notes=notes)

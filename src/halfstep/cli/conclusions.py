@@ -13,10 +13,10 @@ from halfstep.cli.numbers import Size, listed
 from halfstep.report import Fact
 from halfstep.tasks.candidates import AMP, FP32
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace, PaceRow
 from halfstep.tasks.workloads import Workload
+from halfstep.timing import Ratio
 
 __all__ = ["conclusions", "interval"]
 

@@ -15,10 +15,10 @@ from halfstep.cli.page import machine_table, result_doc_table
 from halfstep.report import Bar, BarChart, Figure, Gallery, Key, LineChart, Series
 from halfstep.report import document as doc
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace, PaceRow
 from halfstep.tasks.workloads import Workload
+from halfstep.timing import Ratio
 
 __all__ = ["demo_page"]
 

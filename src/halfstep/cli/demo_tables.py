@@ -11,10 +11,10 @@ from halfstep.cli.numbers import Size
 from halfstep.cli.tables import result_table, setting
 from halfstep.cli.terminal import say, table
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace
 from halfstep.tasks.workloads import Workload
+from halfstep.timing import Ratio
 
 __all__ = ["print_accuracy", "print_pace", "print_rescue"]
 

@@ -11,7 +11,7 @@ from halfstep.cli.tables import amp_label, ratio_text
 from halfstep.report import Bar, BarChart, Dot, DotChart, Figure, Gallery, Key, LineChart, Series
 from halfstep.tasks.candidates import FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 __all__ = ["galleries"]
 

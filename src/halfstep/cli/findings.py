@@ -9,7 +9,7 @@ from halfstep.cli.tables import amp_label
 from halfstep.report import Fact
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CandidateRow, Comparison
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 __all__ = ["findings"]
 

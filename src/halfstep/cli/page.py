@@ -16,7 +16,8 @@ from halfstep.cli.tables import amp_label, extremes, policy_notes, ratio_text
 from halfstep.report import document as doc
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, Comparison
-from halfstep.tasks.measure import ENOUGH_SEEDS, Ratio
+from halfstep.tasks.measure import ENOUGH_SEEDS
+from halfstep.timing import Ratio
 
 __all__ = ["comparison_page", "machine_table", "result_doc_table"]
 

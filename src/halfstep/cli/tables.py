@@ -13,7 +13,8 @@ from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
 from halfstep.tasks.candidates import AMP
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, Ratio
+from halfstep.tasks.measure import ENOUGH_SEEDS, Difference
+from halfstep.timing import Ratio
 
 __all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "result_table", "setting"]
 

@@ -10,7 +10,6 @@ import linecache
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import FrameType, FunctionType
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from halfstep.accelerators import TYPES, default_generators
+from halfstep.accelerators import TYPES
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, ours
@@ -28,7 +27,7 @@ from halfstep.formats import float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
-from halfstep.step.parts.record import generators, generators_of, put_random, random_states
+from halfstep.snapshot import same_numbers, torch_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "spelled",
     "storage",
     "tag",
-    "unmoved",
     "user_frame",
     "writes",
 ]
@@ -300,12 +298,11 @@ def autocasting() -> list[str]:
 
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
-    saved = random_states()
     devices = autocasting()
     for device in devices:
         torch.set_autocast_enabled(device, False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), same_numbers(torch_states()):
             wide_args = map_tensors(list(args), _widened)
             wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
             wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
@@ -313,18 +310,5 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except Exception:  # no float64 kernel, or an argument that names a format
         return None
     finally:
-        put_random(saved)
         for device in devices:
             torch.set_autocast_enabled(device, True)
-
-
-@contextmanager
-def unmoved(*models: nn.Module) -> Iterator[None]:
-    """Restore all generators, also those that modules of `models` have, after a block that draws from them."""
-    own = (g for model in models for module in model.modules() for g in generators_of(module))
-    devices = () if torch.accelerator.current_accelerator() is None else default_generators()
-    restore = generators([*own, *devices])
-    try:
-        yield
-    finally:
-        restore()

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict"]
+__all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict", "shown"]
+
+SHOWN = 4
+"""Samples and indices are listed up to this number."""
 
 KINDS = {
     "overflow": "a result is larger than the largest number of its format",
@@ -327,3 +330,10 @@ def _joined(parts: Sequence[str], width: int) -> str:
     while sum(min(len(part), each) for part in parts) > room:
         each -= 1
     return BETWEEN.join(part if len(part) <= each else part[: each - len(CUT)].rstrip() + CUT for part in parts)
+
+
+def shown(samples: Sequence[int]) -> str:
+    """Return "sample 1" or "samples 1, 4 and 7 more"."""
+    text = ", ".join(map(str, samples[:SHOWN]))
+    more = len(samples) - SHOWN
+    return f"sample{'s' if len(samples) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import StepError
 from halfstep.events import StepWatcher
+from halfstep.snapshot import Snapshot
 from halfstep.step.part import Part
-from halfstep.update.undo import SchedulerCopy
 from halfstep.update.updater import Deferral
 
 __all__ = ["Moments", "Phase", "Watchers", "one_thread"]
@@ -138,7 +138,7 @@ class Moments:
         self.phase = self.interrupted = Phase.REST
         self.grad = True
         self.has_written = has_written
-        self.scheduler: SchedulerCopy | None = None
+        self.scheduler: Snapshot | None = None
         self.critical = Deferral()
         self.cause = ""
         self._one = torch.ones(())

@@ -12,10 +12,10 @@ from halfstep.binding.prepare import prepared_policy, unwrap
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
+from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
-from halfstep.update.undo import SchedulerCopy
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
@@ -117,9 +117,10 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
     """
     number = check_state(step, state)
     assert isinstance(state, Mapping)
-    undo = [_rounding_undo(updater), _scaler_undo(step), _optimizer_undo(step.optimizer)]
+    parts = [_rounding(updater), _scaler(step), optimizer_state(step.optimizer)]
     if step.scheduler is not None:
-        undo.append(SchedulerCopy(step.scheduler, step.optimizer).restore)
+        parts.append(scheduler_state(step.scheduler, step.optimizer))
+    snapshot = Snapshot(*parts)
     model = unwrap(step.model)
     before = (moments.phase, moments.cause)
     written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
@@ -141,8 +142,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
     except BaseException as error:
         if updater.store is not None:
             updater.store.restore(write_back=False)
-        for restore in undo:
-            restore()
+        snapshot.restore()
         if all(tensor._version == version for tensor, version in written):
             moments.phase, moments.cause = before
         else:
@@ -172,36 +172,19 @@ def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
     return int(state["step"])
 
 
-# ---------------------------------------------------------------------- undo
+# ---------------------------------------------------------------------- parts of the snapshot
 
 
-def _rounding_undo(updater: Updater) -> Callable[[], None]:
+def _rounding(updater: Updater) -> Callable[[], None]:
     before = rounding(updater)
     return lambda: load_rounding(updater, before) if before else None
 
 
-def _scaler_undo(step: TrainStep) -> Callable[[], None]:
+def _scaler(step: TrainStep) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
     def restore() -> None:
         if step.scaler.is_enabled() and (step.scaler.state_dict() != before or step.scaler.rule != rule):
             step.scaler.load_state_dict(before)
-
-    return restore
-
-
-def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts groups and states back; torch replaces these when it loads, and writes to no tensor of them."""
-    groups, states = optimizer.param_groups, optimizer.state
-    before = [dict(group, params=list(group["params"])) for group in groups]
-    stored = {parameter: state and dict(state) for parameter, state in states.items()}
-
-    def restore() -> None:
-        for group, values in zip(groups, before, strict=True):
-            group.clear()
-            group.update(values)
-        states.clear()
-        states.update(stored)
-        optimizer.param_groups, optimizer.state = groups, states
 
     return restore

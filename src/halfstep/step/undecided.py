@@ -29,6 +29,7 @@ from halfstep.step.compiled import compile_options, uses_graphs
 from halfstep.step.moments import Phase
 from halfstep.step.parts.record import Record
 from halfstep.step.state import CHOICE, check_state
+from halfstep.update.updater import Deferral
 
 if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss
@@ -62,7 +63,7 @@ class Undecided:
         given: Any = step._given
         _refuse(given)
         ground = Ground(given.model, given.optimizer)
-        with ground.returning(copied=False):  # raises here what the first call would raise
+        with ground.returning(Deferral()):  # raises here what the first call would raise
             settings = self._settings()
             make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
         step._record = Record(given.model, replayable=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 import halfstep as hs
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
+from halfstep.timing import Ratio
 
 __all__ = ["Advice", "advise", "rows_for_o2"]
 

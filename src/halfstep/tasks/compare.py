@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,17 +17,15 @@ from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.tasks.candidates import AMP, FP32, Candidate
-from halfstep.tasks.images import STEPS_OF_A_SEED
-from halfstep.tasks.loops import Loop, make_loop
-from halfstep.tasks.machine import wait_for
-from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
+from halfstep.tasks.loops import Loop, Training, make_loop
+from halfstep.tasks.measure import Difference, SavedForBackward, difference, finite_mean, state_bytes
 from halfstep.tasks.task import Task
+from halfstep.timing import WARM_UP, Ratio, paired_ratio, timed
 
 __all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "probed", "started", "thinned"]
 
-WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
-PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
+PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted and timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +101,7 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Train and measure.
 
-    Every round takes one step of every candidate in an order shuffled anew, with the same batch and the same state of
-    torch's random generator, so that whatever disturbs the machine disturbs neighbours alike and times can be paired.
-    torch.amp runs twice: what the two differ by is what cannot be resolved.
+    Candidates train in turns (`Training`). torch.amp runs twice: what the two differ by is what cannot be resolved.
 
     Args:
         task: what to train.
@@ -128,9 +124,13 @@ def compare(
     for seed in range(seeds):
         model = started(task, seed, device)
         loops = {c.label: make_loop(c, task, copy.deepcopy(model), steps) for c in runners}
-        losses = _train(task, loops, seed, steps, device, times, on_step)
+        training = _Training(task, loops, device=device, seed=seed)
+        training.on_step, training.steps = on_step, steps
+        for step in range(steps):
+            training.round(loops, step, timed=step >= WARM_UP)
         for label, loop in loops.items():
-            curves[label].append(losses[label])
+            times[label] += training.times.get(label, {}).values()
+            curves[label].append(training.floats(label))
             ends[label].append((evaluated(task, loop, seed), loop.skipped(), loop.scale()))
     reference = [metric for metric, _, _ in ends[FP32]]
     margin = task.margin_around(statistics.fmean(reference))
@@ -152,12 +152,12 @@ def compare(
                 milliseconds=1e3 * statistics.median(times[label]) if times[label] else float("nan"),
                 to_fp32=ratio(label, FP32),
                 to_amp=ratio(label, amp.label),
-                state_bytes=bytes_of[label][0],
-                saved_bytes=bytes_of[label][1],
+                state_bytes=bytes_of[label].state_bytes,
+                saved_bytes=bytes_of[label].saved_bytes,
                 skipped=tuple(map(len, skipped_steps)),
                 skipped_steps=skipped_steps,
                 scale=scales,
-                losses=thinned([_mean(values) for values in zip(*curves[label], strict=True)]),
+                losses=thinned([finite_mean(values) for values in zip(*curves[label], strict=True)]),
             )
         )
     return Comparison(
@@ -182,11 +182,7 @@ def thinned(values: Sequence[float]) -> tuple[float, ...]:
     A mean in which a value is not finite is nan: a loss that overflowed is a gap in its curve, not a point.
     """
     width = math.ceil(len(values) / CURVE_POINTS)
-    return tuple(float(f"{_mean(values[i : i + width]):.6g}") for i in range(0, len(values), width))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+    return tuple(float(f"{finite_mean(values[i : i + width]):.6g}") for i in range(0, len(values), width))
 
 
 def started(task: Task, seed: int, device: str) -> nn.Module:
@@ -195,8 +191,18 @@ def started(task: Task, seed: int, device: str) -> nn.Module:
     return task.model().to(device)
 
 
-def probed(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
-    """Return (bytes between steps, bytes saved for backward) of a candidate, on a run of its own."""
+class Probe(NamedTuple):
+    """What a step of a candidate takes."""
+
+    state_bytes: int  # between steps
+    saved_bytes: int  # kept by autograd between forward and backward
+    seconds: float  # about, since bytes were counted meanwhile
+
+
+def probed(
+    task: Task, candidate: Candidate, device: str, clock: Callable[[], float] = time.perf_counter
+) -> Probe:  # fmt: skip
+    """Return what the second step of a candidate takes, on a run of its own."""
     saved = 0
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:
@@ -207,36 +213,27 @@ def probed(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
         return loss
 
     loop = make_loop(candidate, replace(task, loss_fn=loss_fn), started(task, 0, device), PROBE_STEPS)
+    seconds = 0.0
     for step in range(PROBE_STEPS):
-        loop(task.batch_on(device, 0, step))
-    return state_bytes(*loop.state()), saved
+        batch = task.batch_on(device, 0, step)
+        seconds = timed(partial(loop, batch), device, clock)
+    return Probe(state_bytes(*loop.state()), saved, seconds)
 
 
-def _train(
-    task: Task, loops: dict[str, Loop], seed: int, steps: int, device: str, times: dict[str, list[float]],
-    on_step: Callable[[Moment], None],
-) -> dict[str, list[float]]:  # fmt: skip
-    """Train every loop to its end, add the seconds of its steps to `times`, and return the loss of each step."""
-    order = list(loops)
-    losses: dict[str, list[torch.Tensor]] = {label: [] for label in order}
-    shuffle = random.Random(seed)
-    for step in range(steps):
-        shuffle.shuffle(order)
-        batch = task.batch_on(device, seed, step)
-        for label in order:
-            torch.manual_seed(STEPS_OF_A_SEED * seed + step)
-            wait_for(device)
-            start = time.perf_counter()
-            loops[label](batch)
-            wait_for(device)
-            seconds = time.perf_counter() - start
-            if step >= WARM_UP:
-                times[label].append(seconds)
-            losses[label].append(loops[label].loss)  # read on the host when the run is over: nothing waits for it
-            last, speed = step + 1 == steps and label == order[-1], _samples(batch) / seconds
-            loop = loops[label]
-            on_step(Moment(seed=seed, step=step + 1, label=label, loop=loop, samples_per_second=speed, last=last))
-    return {label: torch.stack(found).flatten().tolist() for label, found in losses.items()}
+class _Training(Training):
+    """Tells a listener of each step."""
+
+    on_step: Callable[[Moment], None]
+    steps: int
+
+    def step(self, label: str, number: int) -> float:
+        """Make a step."""
+        seconds, loop = super().step(label, number), self.loops[label]
+        last, speed = all(len(losses) == self.steps for losses in self.losses.values()), _samples(self.batch) / seconds
+        self.on_step(
+            Moment(seed=self.seed, step=number + 1, label=label, loop=loop, samples_per_second=speed, last=last)
+        )
+        return seconds
 
 
 def _samples(batch: tuple[Any, ...]) -> int:

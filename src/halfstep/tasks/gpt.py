@@ -12,11 +12,10 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from halfstep.tasks.images import STEPS_OF_A_SEED
-from halfstep.tasks.task import Task
+from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 
 __all__ = ["GPT", "gpt_task"]
 
@@ -100,26 +99,6 @@ def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
     return windows(train, torch.randint(len(train) - LENGTH, (BATCH,), generator=generator))
 
 
-def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the next character, in nats."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-def model() -> GPT:
-    """Return the GPT of the task."""
-    return GPT(vocabulary=corpus()[2], width=WIDTH, layers=LAYERS, heads=HEADS, length=LENGTH)
-
-
-def optimizer(model: nn.Module) -> Optimizer:
-    """Return AdamW over the parameters of `model`."""
-    return AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-
-
-def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Return a cosine decay to zero over the run: at the end the metric hardly moves from step to step."""
-    return CosineAnnealingLR(optimizer, T_max=steps)
-
-
 def validation_loss(model: nn.Module) -> float:
     """Return the mean cross-entropy on fixed places of the validation text, nats a character."""
     _, held_out, _ = corpus()
@@ -136,7 +115,11 @@ def validation_loss(model: nn.Module) -> float:
 def gpt_task() -> Task:
     """Return the task `gpt`."""
     return Task(
-        name="gpt", model=model, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        name="gpt", batches=batches,
+        model=lambda: GPT(vocabulary=corpus()[2], width=WIDTH, layers=LAYERS, heads=HEADS, length=LENGTH),
+        loss_fn=lambda model, tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()),
+        optimizer=lambda model: AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        scheduler=lambda optimizer, steps: CosineAnnealingLR(optimizer, T_max=steps),  # the metric settles at the end
         metric=validation_loss, metric_name="validation loss, nats/char", higher_is_better=False, margin=0.01,
         relative_margin=True, steps=400, excerpt_steps=80,
         about=f"character-level GPT, {LAYERS} layers of {WIDTH}, batch {BATCH} x {LENGTH}, on Python's documentation",

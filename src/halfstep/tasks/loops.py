@@ -1,8 +1,10 @@
-"""Training loops a comparison runs in turns: plain fp32, torch.amp at its best, and halfstep's TrainStep."""
+"""Training loops that run in turns: plain fp32, torch.amp at its best, and halfstep's TrainStep."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import halfstep as hs
 from halfstep.formats import DTYPES
 from halfstep.tasks.candidates import Candidate
-from halfstep.tasks.task import Task
+from halfstep.tasks.task import STEPS_OF_A_SEED, Task
+from halfstep.timing import Race, timed
 
-__all__ = ["Loop", "make_loop"]
+__all__ = ["Loop", "Training", "make_loop"]
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 
@@ -52,6 +55,51 @@ class Loop(ABC):
     @abstractmethod
     def state(self) -> tuple[object, ...]:
         """Return the objects that hold parameters and optimizer state."""
+
+
+class Training(Race):
+    """A race whose rounds are steps: one of every loop on the same batch, with the same state of torch's generator.
+
+    Args:
+        task: what is trained.
+        loops: by label, from the same weights. A loop that leaves the race is deleted from them.
+        device: device type.
+        seed: of batches, random numbers and the order in each round.
+        clock: returns seconds.
+
+    Attributes:
+        losses: of each loop's steps: 0-dim tensors. Read on the host when all is over: nothing waits for them.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        loops: Mapping[str, Loop],
+        *,
+        device: str,
+        seed: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(self.step, seed=seed)
+        self.task, self.loops, self.device, self.seed, self.clock = task, dict(loops), device, seed, clock
+        self.losses: dict[str, list[Tensor]] = {label: [] for label in loops}
+        self.batch: tuple[Any, ...] = ()
+        self._number = -1  # of the round that the batch is of
+
+    def step(self, label: str, number: int) -> float:
+        """Make step `number` of one loop; return its seconds."""
+        if number != self._number:
+            self.batch, self._number = self.task.batch_on(self.device, self.seed, number), number
+        loop = self.loops[label]
+        torch.manual_seed(STEPS_OF_A_SEED * self.seed + number)
+        seconds = timed(lambda: loop(self.batch), self.device, self.clock)
+        self.losses[label].append(loop.loss)
+        return seconds
+
+    def floats(self, label: str) -> list[float]:
+        """Return the losses of a loop's steps on the host; waits for the device."""
+        losses = [loss.detach().float() for loss in self.losses[label]]
+        return torch.stack(losses).flatten().tolist() if losses else []
 
 
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:

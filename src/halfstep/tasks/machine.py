@@ -1,4 +1,4 @@
-"""The machine that numbers are measured on: its description, and the wait for its device."""
+"""The machine that numbers are measured on, and what of torch a measurement leaves as it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["generators_kept", "machine", "threads_of_torch", "wait_for"]
+__all__ = ["generators_kept", "machine", "threads_of_torch"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
@@ -33,12 +33,6 @@ def machine() -> dict[str, Any]:
         "mkldnn": torch._C._has_mkldnn,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def wait_for(device: str) -> None:
-    """Wait until the accelerator has finished, so that a clock can be read."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 @contextmanager

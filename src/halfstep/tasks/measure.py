@@ -1,4 +1,4 @@
-"""Measurements: paired ratios (`halfstep.ratios`) and differences with their intervals, and counted bytes.
+"""Measurements: differences with their intervals, and counted bytes; times are measured in `halfstep.timing`.
 
 "The same result" is shown by an interval inside a margin that was fixed beforehand (two one-sided tests, Schuirmann
 1987), because a difference that is merely not significant shows nothing.
@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep.ratios import CONFIDENCE, Ratio, paired_ratio
+from halfstep.timing import CONFIDENCE
 
 __all__ = [
-    "ENOUGH_SEEDS", "Difference", "Ratio", "SavedForBackward", "difference", "paired_ratio", "state_bytes",
-    "student_quantile",
+    "ENOUGH_SEEDS", "Difference", "SavedForBackward", "difference", "finite_mean", "state_bytes", "student_quantile",
 ]  # fmt: skip
 
 SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, shared by all
@@ -67,6 +66,11 @@ def difference(values: Sequence[float], reference: Sequence[float], margin: floa
     else:
         verdict = "undecided"
     return Difference(mean=mean, low=low, high=high, verdict=verdict, enough=enough)
+
+
+def finite_mean(values: Sequence[float]) -> float:
+    """Return the mean of `values`, nan if one is not finite or there is none."""
+    return statistics.fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def student_quantile(probability: float, freedom: int) -> float:

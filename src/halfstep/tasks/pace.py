@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import copy
-import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import nn
+from dataclasses import dataclass
 
 from halfstep.tasks.candidates import AMP, FP32, Candidate
-from halfstep.tasks.compare import started
-from halfstep.tasks.loops import Loop, make_loop
-from halfstep.tasks.machine import wait_for
-from halfstep.tasks.measure import Ratio, SavedForBackward, paired_ratio, state_bytes
+from halfstep.tasks.compare import probed, started
+from halfstep.tasks.loops import Training, make_loop
 from halfstep.tasks.task import Task
+from halfstep.timing import WARM_UP, Ratio
 
 __all__ = ["Pace", "PaceRow", "pace"]
 
 LEAST, MOST = 5, 400  # rounds, whatever the time allows
-WARM_UP = 2  # steps: allocations, and kernels built and chosen on first use
 SLOW, SLOW_SECONDS = 6.0, 0.5  # a candidate whose step takes this many times fp32's, and this long, has no turns
 
 
@@ -56,7 +48,7 @@ def pace(
     task: Task, candidates: Sequence[Candidate], *, device: str, seconds: float,
     on_share: Callable[[float], None] = lambda share: None, clock: Callable[[], float] = time.perf_counter,
 ) -> Pace:  # fmt: skip
-    """Time steps of every candidate in turns, in an order shuffled each round; count bytes in the step before.
+    """Time steps of every candidate in turns; count bytes in a step before.
 
     fp32 runs twice: what the two differ by is what cannot be resolved.
 
@@ -68,94 +60,35 @@ def pace(
         on_share: called with the share that is done, from 0 to 1.
         clock: seconds, from any start.
     """
-    saved = _Counted(task)
+    probes = {c.label: probed(task, c, device, clock) for c in candidates}
+    reference = probes[FP32].seconds
+    slow = {
+        label: probe.seconds / reference
+        for label, probe in probes.items()
+        if probe.seconds > max(SLOW * reference, SLOW_SECONDS)
+    }
     model = started(task, 0, device)
     twin = Candidate(label=f"{FP32} again", dtype=FP32)
-    loops = {c.label: make_loop(c, saved.task, copy.deepcopy(model), MOST) for c in (*candidates, twin)}
-
-    def step(loop: Loop, number: int) -> float:
-        batch = task.batch_on(device, 0, number)
-        wait_for(device)
-        start = clock()
-        loop(batch)
-        wait_for(device)
-        return clock() - start
-
-    slow: dict[str, float] = {}
-    bytes_of: dict[str, tuple[int, int]] = {}
-    reference = 0.0
-    for label, loop in loops.items():
-        for number in range(WARM_UP):
-            taken = step(loop, number)
-            if taken > SLOW * reference > 0.0:
-                break  # without units a step can take a hundred times fp32's: one is enough
-        saved.counting = True
-        taken = step(loop, WARM_UP)
-        saved.counting = False
-        bytes_of[label] = (state_bytes(*loop.state()), saved.bytes)
-        reference = reference or taken
-        if taken > max(SLOW * reference, SLOW_SECONDS):
-            slow[label] = taken / reference
-    for label in slow:
-        loops.pop(label)
-    times = _in_turns(loops, step, seconds, on_share, clock)
-
-    def ratio(label: str, baseline: str) -> Ratio | None:
-        timed = label != baseline and label in times and baseline in times
-        return paired_ratio(times[label], times[baseline]) if timed else None
-
+    timed = [c for c in (*candidates, twin) if c.label not in slow]
+    loops = {c.label: make_loop(c, task, copy.deepcopy(model), WARM_UP + MOST) for c in timed}
+    race = Training(task, loops, device=device, seed=0, clock=clock)
+    race.run(list(loops), seconds=seconds, least=LEAST, most=MOST, clock=clock, on_share=on_share)
+    control = race.ratio(twin.label, FP32)
+    assert control is not None
     amp = next(c.label for c in candidates if c.label.startswith(AMP))
     rows = tuple(
         PaceRow(
             label=c.label,
-            milliseconds=1e3 * statistics.median(times[c.label]) if c.label in times else float("nan"),
-            to_fp32=ratio(c.label, FP32),
-            to_amp=ratio(c.label, amp),
+            milliseconds=1e3 * race.typical(c.label),
+            to_fp32=None if c.label == FP32 else race.ratio(c.label, FP32),
+            to_amp=None if c.label == amp else race.ratio(c.label, amp),
             slow=slow.get(c.label, 0.0),
-            state_bytes=bytes_of[c.label][0],
-            saved_bytes=bytes_of[c.label][1],
+            state_bytes=probes[c.label].state_bytes,
+            saved_bytes=probes[c.label].saved_bytes,
         )
         for c in candidates
     )
     return Pace(
         task=task.name, about=task.about, parameters=sum(p.numel() for p in model.parameters()), device=device,
-        control=paired_ratio(times[twin.label], times[FP32]), rows=rows,
+        control=control, rows=rows,
     )  # fmt: skip
-
-
-def _in_turns(
-    loops: dict[str, Loop], step: Callable[[Loop, int], float], seconds: float, on_share: Callable[[float], None],
-    clock: Callable[[], float],
-) -> dict[str, list[float]]:  # fmt: skip
-    """Return the times of every loop's steps, one a round."""
-    times: dict[str, list[float]] = {label: [] for label in loops}
-    order = list(loops)
-    shuffle = random.Random(0)
-    begin = clock()
-    for number in range(MOST):
-        gone = (clock() - begin) / seconds if seconds else 1.0
-        on_share(min(1.0, gone))
-        if number >= LEAST and gone >= 1.0:
-            break
-        shuffle.shuffle(order)
-        for label in order:
-            times[label].append(step(loops[label], number))
-    return times
-
-
-class _Counted:
-    """A task whose loss function counts what autograd keeps while `counting` is set."""
-
-    def __init__(self, task: Task) -> None:
-        self.counting = False
-        self.bytes = 0
-        self._loss_fn = task.loss_fn
-        self.task = replace(task, loss_fn=self._loss)
-
-    def _loss(self, model: nn.Module, *batch: Any) -> torch.Tensor:
-        if not self.counting:
-            return self._loss_fn(model, *batch)  # type: ignore[no-any-return]  # a task's own function
-        with SavedForBackward(model) as kept:
-            loss = self._loss_fn(model, *batch)
-        self.bytes = kept.bytes
-        return loss  # type: ignore[no-any-return]

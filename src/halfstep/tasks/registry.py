@@ -19,7 +19,7 @@ from halfstep.tasks.task import Task, TaskError
 __all__ = ["load_model", "load_task", "task_names"]
 
 
-TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "lenet", "resnet": "resnet", "gpt": "gpt"})
+TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "images", "resnet": "images", "gpt": "gpt"})
 """Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 
 
@@ -34,18 +34,7 @@ def load_task(name: str) -> Task:
     Raises:
         TaskError: no such task, file or function, its data is not installed, or the function returns something else.
     """
-    path, colon, _ = name.rpartition(":")
-    if not (colon and path.endswith(".py")):
-        if name.endswith(".py"):
-            raise TaskError(f"task {name!r} names no function; write {name}:function, one that returns an hs.Task")
-        if name not in TASKS:
-            raise TaskError(
-                f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
-                "and path/to/file.py:function, a function that returns an hs.Task"
-            )
-        made: Task = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
-        return made
-    task = call_function(name)
+    task = _loaded(name, "task")
     if not isinstance(task, Task):
         raise TaskError(f"{name} must return an hs.Task and returned {type(task).__name__}")
     return task
@@ -57,19 +46,26 @@ def load_model(name: str) -> Task | nn.Module:
     Raises:
         TaskError: no such task, file or function, it raises, or it returns something else.
     """
-    path, colon, _ = name.rpartition(":")
-    if not (colon and path.endswith(".py")):
-        if name.endswith(".py"):
-            raise TaskError(f"model {name!r} names no function; write {name}:function")
-        if name not in TASKS:
-            raise TaskError(
-                f"unknown model {name!r}{did_you_mean(name, TASKS)}; expected path/to/file.py:function, "
-                f"which returns an hs.Task or a torch.nn.Module, or one of {', '.join(TASKS)}"
-            )
-        return load_task(name)
-    made = call_function(name)
+    made = _loaded(name, "model")
     if not isinstance(made, (Task, nn.Module)):
         raise TaskError(f"{name} must return an hs.Task or a torch.nn.Module and returned {type(made).__name__}")
+    return made
+
+
+def _loaded(name: str, what: str) -> object:
+    """Return the task called `name`, or what a function in a file returns; `what`: what the user asked for."""
+    path, colon, _ = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return call_function(name)
+    returned = "an hs.Task" if what == "task" else "an hs.Task or a torch.nn.Module"
+    if name.endswith(".py"):
+        raise TaskError(f"{what} {name!r} names no function; write {name}:function, one that returns {returned}")
+    if name not in TASKS:
+        raise TaskError(
+            f"unknown {what} {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+            f"and path/to/file.py:function, a function that returns {returned}"
+        )
+    made: object = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
     return made
 
 

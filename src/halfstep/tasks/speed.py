@@ -1,15 +1,13 @@
 """Speed: how fast each format is on this machine, in a matrix product and a convolution, forward and backward.
 
-Formats run in turns with fp32, in an order shuffled each round, so that ratios are paired (`paired_ratio`); fp32
-runs twice, and what the two differ by is what cannot be resolved. A format without units can take hundreds of times
-fp32's time (torch's fp16 kernels on a CPU), so it is measured beside fp32 in a small size.
+Formats run in turns with fp32 (`Race`), which runs twice: what the two differ by is what cannot be resolved. A format
+without units can take hundreds of times fp32's time (torch's fp16 kernels on a CPU), so it is measured beside fp32 in a
+small size.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.tasks.machine import wait_for
-from halfstep.tasks.measure import Ratio, paired_ratio
+from halfstep.timing import Race, Ratio, timed
 
 __all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "measure_speed", "sizes_for"]
 
@@ -168,24 +165,18 @@ def _convolution(batch: int, channels: int, side: int) -> _Work:
 def _in_turns(work: _Work, variants: Sequence[_Variant], device: str, seconds: float, most: int) -> WorkSpeed:
     """Run fp32 twice and every one of `variants` once a round, for about `seconds`."""
     runs = {variant.label: _runner(work, variant, device) for variant in (FP32, AGAIN, *variants)}
-    times: dict[str, list[float]] = {label: [] for label in runs}
-    order = list(runs)
-    shuffle = random.Random(0)
-    for run in runs.values():
-        run()  # allocations, and kernels chosen on first use
-    end = time.perf_counter() + seconds
-    while len(times["fp32"]) < LEAST or (len(times["fp32"]) < most and time.perf_counter() < end):
-        shuffle.shuffle(order)
-        for label in order:
-            times[label].append(_seconds(runs[label], device))
-    control = paired_ratio(times.pop(AGAIN.label), times[FP32.label])
+    race = Race(lambda label, number: timed(runs[label], device))
+    race.run(list(runs), seconds=seconds, least=LEAST, most=most)
+    control = race.ratio(AGAIN.label, FP32.label)
+    assert control is not None
     speeds = tuple(
         Speed(
             label=label,
-            gflops=PASSES * work.operations / statistics.median(taken) / 1e9,
-            faster=None if label == FP32.label else paired_ratio(times[FP32.label], taken),
+            gflops=PASSES * work.operations / race.typical(label) / 1e9,
+            faster=None if label == FP32.label else race.ratio(FP32.label, label),
         )
-        for label, taken in times.items()
+        for label in runs
+        if label != AGAIN.label
     )
     return WorkSpeed(work=work.name, size=work.size, control=control, speeds=speeds)
 
@@ -209,14 +200,6 @@ def _runner(work: _Work, variant: _Variant, device: str) -> Callable[[], None]:
     return run
 
 
-def _seconds(run: Callable[[], None], device: str) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    run()
-    wait_for(device)
-    return time.perf_counter() - start
-
-
 def _cast_seconds(device: str, sizes: Sizes) -> float:
     weight = torch.zeros(2 * sizes.product, 2 * sizes.product, device=device)  # more than caches hold
     low = weight.bfloat16()
@@ -226,7 +209,7 @@ def _cast_seconds(device: str, sizes: Sizes) -> float:
         low.float()
 
     run()
-    return statistics.median(_seconds(run, device) for _ in range(2 * LEAST)) / weight.numel()
+    return statistics.median(timed(run, device) for _ in range(2 * LEAST)) / weight.numel()
 
 
 @contextmanager

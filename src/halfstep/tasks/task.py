@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_map
 from halfstep.arguments import COUNT, FLAG, NONE, POSITIVE, TEXT, Kind, check
 from halfstep.errors import HalfstepError
 
-__all__ = ["Task", "TaskError"]
+__all__ = ["STEPS_OF_A_SEED", "Task", "TaskError"]
+
+STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
 
 FUNCTION = Kind("callable", callable)  # a class too: it returns a model or an optimizer

@@ -1,6 +1,7 @@
-"""What a training step notes before others' code changes something, so that it can tell what a failure has left.
+"""Whether an optimizer that raised had written already: torch counts the writes to each tensor in its `_version`.
 
-Tensors are not copied: torch counts the writes to each in its `_version`. A scheduler is a few numbers, and is copied.
+This is no `Snapshot`: each training step takes these marks, so no tensor is copied or restored. They tell a step that
+changed nothing, after which only what it made besides is removed, from one after which a checkpoint must be loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfstep.weights import WeightStore
 
-__all__ = ["Marks", "SchedulerCopy"]
+__all__ = ["Marks"]
 
 COMPARED_TYPES = (int, float, bool, str, type(None))
 ATTRIBUTES = ("grad_scale", "found_inf")  # torch's protocol of scaled steps, see `scale.fused`
@@ -111,42 +112,3 @@ def _counts_writes(optimizer: Optimizer) -> bool:
     others = [kind for kind in kinds[: kinds.index(root)] if not kind.__module__.startswith(COUNTED)]
     functions = [unwrap(f) for kind in others for f in vars(kind).values() if isinstance(f, FunctionType)]
     return all("data" not in function.__code__.co_names for function in functions)
-
-
-class SchedulerCopy:
-    """The state of a learning-rate scheduler and of the groups whose numbers it sets.
-
-    Args:
-        scheduler: any, also one of several (`SequentialLR`, `ChainedScheduler`).
-        optimizer: whose groups it changes.
-    """
-
-    __slots__ = ("_groups", "_schedulers")
-
-    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
-        self._schedulers = [(one, dict(vars(one))) for one in _parts_of(scheduler)]
-        self._groups = [(group, dict(group), _rate(group)) for group in optimizer.param_groups]
-
-    def restore(self) -> None:
-        """Make scheduler and groups what they were."""
-        for holder, before in self._schedulers:
-            vars(holder).clear()
-            vars(holder).update(before)
-        for group, before, rate in self._groups:
-            group.clear()
-            group.update(before)
-            if rate is not None:
-                group["lr"].detach().copy_(rate)
-
-
-def _parts_of(scheduler: Any) -> list[Any]:
-    found = [scheduler]
-    for inner in getattr(scheduler, "_schedulers", None) or ():
-        found += _parts_of(inner)
-    return found
-
-
-def _rate(group: dict[str, Any]) -> Tensor | None:
-    """Return a copy of the group's learning rate if it is a tensor, which schedulers write into."""
-    rate = group.get("lr")
-    return rate.detach().clone() if isinstance(rate, Tensor) else None

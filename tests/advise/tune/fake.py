@@ -10,10 +10,10 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import Lap, Race
+from halfstep.advise.tune.race import Lap, RaceResult
 from halfstep.advise.tune.reference import Reference
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 from tests.tasks.small import small_task
 
 REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True, milliseconds=10.0)
@@ -72,7 +72,7 @@ class FakeLab:
     raced: list[str] = field(default_factory=list)
 
     def race(self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
-             seed: int | None = None, reserve: float = 0.0, phase: str = "") -> Race | None:  # fmt: skip
+             seed: int | None = None, reserve: float = 0.0, phase: str = "") -> RaceResult | None:  # fmt: skip
         """Return a race as decreed."""
         if self.left <= reserve:
             return None
@@ -91,7 +91,7 @@ class FakeLab:
                 end=math.nan if math.isinf(rise) else 1.0 + rise, dropped=beside.low > limit and not failed,
                 failed=failed,
             )  # fmt: skip
-        return Race(laps=laps, control=ratio(1.0), repeatable=True, finished=True)
+        return RaceResult(laps=laps, control=ratio(1.0), repeatable=True, finished=True)
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
         """Return bytes between steps and for backward."""

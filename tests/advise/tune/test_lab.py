@@ -16,7 +16,7 @@ from halfstep.advise.tune import TuneError
 from halfstep.advise.tune.calibration import applied, calibration_of, differences
 from halfstep.advise.tune.lab import Lab
 from halfstep.advise.tune.moves import exceptions, savings
-from halfstep.advise.tune.race import Race, race
+from halfstep.advise.tune.race import RaceResult, race
 from halfstep.advise.tune.reference import Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.task import TaskError
@@ -26,7 +26,7 @@ MIXED = Candidate(label="mixed bf16", dtype="bf16", policy=hs.Policy.of("mixed",
 SAFE = Candidate(label="O0", dtype="fp32", policy=hs.Policy.of("O0"))
 
 
-def raced(task: hs.Task, clock: WorkClock, *candidates: Candidate, **options: Any) -> Race:
+def raced(task: hs.Task, clock: WorkClock, *candidates: Candidate, **options: Any) -> RaceResult:
     options.setdefault("steps", 20)
     return race(task, candidates, device="cpu", seed=0, clock=clock, **options)
 

@@ -17,7 +17,8 @@ from halfstep.advise.tune.page import tuning_page
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.result import Change, Tried, Tuning
 from halfstep.report import Code, Facts, Figure, Gallery, Note, Paragraph, PointChart, Table, render
-from halfstep.tasks.measure import Ratio, difference
+from halfstep.tasks.measure import difference
+from halfstep.timing import Ratio
 from tests.report.reader import Page
 
 FP32 = (1.0, 1.1, 0.9, 1.05, 0.95)

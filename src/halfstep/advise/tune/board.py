@@ -14,10 +14,10 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Remedy, applied
 from halfstep.advise.tune.lab import Lab
-from halfstep.advise.tune.race import BASELINE, Lap, Race
+from halfstep.advise.tune.race import BASELINE, Lap, RaceResult
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 __all__ = ["PRESETS", "SAFE", "WRONG", "Board", "Weights"]
 
@@ -145,7 +145,7 @@ class Board:
                 return False
         return True
 
-    def _take(self, found: Race, labels: Sequence[str], base: str, *, judged: bool) -> None:
+    def _take(self, found: RaceResult, labels: Sequence[str], base: str, *, judged: bool) -> None:
         """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             self._count(label)
@@ -162,7 +162,7 @@ class Board:
         state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
         self.set(label, state_bytes=state, saved_bytes=saved)
 
-    def _judge(self, label: str, found: Race, base: str, *, judged: bool) -> None:
+    def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
         """Note what a race showed."""
         lap, before = found.laps[label], self.tried[label]
         if lap.time is not None and not lap.dropped:

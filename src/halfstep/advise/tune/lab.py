@@ -22,14 +22,15 @@ from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.journal import Journal
 from halfstep.advise.tune.probe import gradient_error, gradients
 from halfstep.advise.tune.proof import Proof, prove
-from halfstep.advise.tune.race import BASELINE, Race, error_line, race
+from halfstep.advise.tune.race import BASELINE, RaceResult, race
 from halfstep.advise.tune.reference import Reference
-from halfstep.advise.tune.trainings import Run
+from halfstep.advise.tune.trainings import Run, error_line
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.compare import WARM_UP, probed, started
+from halfstep.tasks.compare import probed, started
 from halfstep.tasks.loops import Fp32Loop, make_loop
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
+from halfstep.timing import WARM_UP
 from halfstep.trees import tensors
 
 __all__ = ["SEEDS", "Lab", "Progress"]
@@ -141,12 +142,12 @@ class Lab:
     def race(
         self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
         seed: int | None = None, reserve: float = 0.0, phase: str = "",
-    ) -> Race | None:  # fmt: skip
+    ) -> RaceResult | None:  # fmt: skip
         """Race candidates. None if `reserve` seconds would not be left. One that the clock ends is not kept."""
         chosen = self.seed if seed is None else seed
         key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
         if key in self.journal.entries:
-            return Race.of(self.journal.entries[key])
+            return RaceResult.of(self.journal.entries[key])
         if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
             return None
         found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
@@ -154,7 +155,7 @@ class Lab:
             self._keep(key, dataclasses.asdict(found))
         return found
 
-    def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> Race:
+    def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> RaceResult:
         options.setdefault("seed", self.seed)
         return race(
             self.task, candidates, device=self.device, steps=steps, clock=self.clock,
@@ -166,7 +167,7 @@ class Lab:
 
         def count() -> list[int]:
             try:
-                return list(probed(self.task, candidate, self.device))
+                return list(probed(self.task, candidate, self.device, self.clock)[:2])
             except Exception:  # the race that follows reports it
                 return [0, 0]
 

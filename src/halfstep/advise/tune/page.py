@@ -32,7 +32,7 @@ from halfstep.report import (
     Table,
 )
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 __all__ = ["tuning_page"]
 

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from halfstep.advise.tune.trainings import Run, Trainings, finite_mean
+from halfstep.advise.tune.trainings import Run, Trainings
 from halfstep.tasks import Task
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import thinned
-from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, student_quantile
+from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, finite_mean, student_quantile
 
 __all__ = ["Proof", "prove", "seeds_needed"]
 

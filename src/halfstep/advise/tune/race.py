@@ -1,8 +1,8 @@
 """Race: candidates and fp32 train in turns from the same weights on the same batches; each step is timed.
 
-A round is one step of every candidate still in the race, in an order shuffled anew, with the same batch and the same
-random numbers. fp32 runs twice: what the two differ by cannot be resolved here. A candidate that raises, runs out of
-memory, or is clearly slower than the race is for leaves it, and the others go on.
+A round is one step of every candidate still in the race (`Training`). fp32 runs twice: what the two differ by cannot be
+resolved here. A candidate that raises, runs out of memory, or is clearly slower than the race is for leaves it, and the
+others go on.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import random
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from halfstep.advise.tune.result import TuneError
+from halfstep.advise.tune.trainings import error_line
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.compare import WARM_UP, started
-from halfstep.tasks.images import STEPS_OF_A_SEED
-from halfstep.tasks.loops import Loop, make_loop
-from halfstep.tasks.machine import wait_for
-from halfstep.tasks.measure import Ratio, paired_ratio
+from halfstep.tasks.compare import started
+from halfstep.tasks.loops import Training, make_loop
+from halfstep.tasks.measure import finite_mean
 from halfstep.tasks.task import Task
+from halfstep.timing import WARM_UP, Race, Ratio, Unfit
 
-__all__ = ["BASELINE", "Lap", "Race", "error_line", "race"]
+__all__ = ["BASELINE", "Lap", "RaceResult", "race"]
 
 BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
@@ -69,7 +67,7 @@ class Lap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Race:
+class RaceResult:
     """The laps of a race by label, fp32's among them; plain values.
 
     Attributes:
@@ -96,10 +94,10 @@ class Race:
     @property
     def resolution(self) -> float:
         """How far from 1 a ratio of identical programs may lie."""
-        return 0.0 if self.control is None else max(abs(self.control.low - 1.0), abs(self.control.high - 1.0))
+        return 0.0 if self.control is None else self.control.resolution
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Race:
+    def of(cls, values: Mapping[str, Any]) -> RaceResult:
         """Return what `dataclasses.asdict` made plain."""
         laps = {
             label: Lap(**{**lap, "time": _ratio(lap["time"]), "beside": _ratio(lap["beside"])})
@@ -112,31 +110,46 @@ def _ratio(values: Mapping[str, Any] | None) -> Ratio | None:
     return None if values is None else Ratio(**values)
 
 
-@dataclass
-class _Runner:
-    """A candidate in a race."""
+class _Race(Training):
+    """A race of candidates that may fail; fp32 may not."""
 
-    candidate: Candidate
-    loop: Loop | None = None
-    times: list[float] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    skipped: int = 0
-    dropped: bool = False
-    failed: str = ""
+    def step(self, label: str, number: int) -> float:
+        """Make a step.
+
+        Raises:
+            Unfit: the candidate raised, or ran out of memory.
+        """
+        with _failing(label):
+            return super().step(label, number)
 
     def leave(self) -> None:
-        """Give its memory back."""
-        self.loop = None
-        gc.collect()
-        if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            getattr(torch.get_device_module(device), "empty_cache", int)()
+        """Give the memory of candidates that left the race back."""
+        if gone := self.loops.keys() & self.dropped.keys():
+            for label in gone:
+                del self.loops[label]
+            gc.collect()
+            if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+                getattr(torch.get_device_module(device), "empty_cache", int)()
+
+
+@contextmanager
+def _failing(label: str) -> Iterator[None]:
+    """What a candidate raises in the block is a fact about it, unless it is fp32."""
+    try:
+        yield
+    except Exception as error:  # of the user's model, of torch, or no memory
+        if label in {BASELINE.label, TWIN.label}:
+            raise TuneError(
+                f"the task does not train in fp32, with which everything is compared: {error_line(error)}"
+            ) from error
+        raise Unfit(error_line(error)) from error
 
 
 def race(
     task: Task, candidates: Sequence[Candidate], *, device: str, seed: int, steps: int, base: str = FP32,
     limit: float = math.inf, deadline: float = math.inf, clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
-) -> Race:  # fmt: skip
+) -> RaceResult:  # fmt: skip
     """Race `candidates` over `steps` steps.
 
     Args:
@@ -155,101 +168,51 @@ def race(
         TuneError: fp32 raised, or ran out of memory.
     """
     model = started(task, seed, device)
-    runners = [_Runner(candidate) for candidate in (BASELINE, TWIN, *candidates)]
-    for runner in runners:
-        _attempt(runner, _enter, task, model, steps)
+    running = _Race(task, {}, device=device, seed=seed, clock=clock)
+    labels = [candidate.label for candidate in (BASELINE, TWIN, *candidates)]
+    for candidate in (BASELINE, TWIN, *candidates):
+        running.losses[candidate.label] = []
+        try:
+            with _failing(candidate.label):
+                running.loops[candidate.label] = make_loop(candidate, task, copy.deepcopy(model), steps)
+        except Unfit as reason:
+            running.dropped[candidate.label] = str(reason)
     del model
-    by_label = {runner.candidate.label: runner for runner in runners}
-    shuffle, order = random.Random(seed), list(runners)
+    slower: set[str] = set()
     done = 0
     while done < steps and clock() < deadline:
-        batch = task.batch_on(device, seed, done)
-        shuffle.shuffle(order)
-        for runner in order:
-            if runner.loop is not None:
-                torch.manual_seed(STEPS_OF_A_SEED * seed + done)
-                _attempt(runner, _step, batch, device, clock, done >= WARM_UP)
+        running.round(labels, done, timed=done >= WARM_UP)
         done += 1
         if done >= WARM_UP + LOOK and (done - WARM_UP) % LOOK == 0:
-            _drop(runners, by_label[base], limit)
+            slower |= _slower(running, labels[2:], base, limit)
+        running.leave()
         on_round(done)
-        if candidates and not any(runner.loop for runner in runners[2:]):
+        if candidates and not running.loops.keys() - {*labels[:2]}:
             break
-    finished = done == steps
-    laps = {r.candidate.label: _lap(r, by_label, base, steps) for r in runners if r is not runners[1]}
-    fp32, twin = runners[:2]
-    return Race(
-        laps=laps,
-        control=paired_ratio(twin.times, fp32.times) if fp32.times else None,
-        repeatable=[repr(x) for x in _floats(fp32)] == [repr(x) for x in _floats(twin)],
-        finished=finished,
+    return RaceResult(
+        laps={label: _lap(running, label, base, steps, slower) for label in labels if label != TWIN.label},
+        control=running.ratio(TWIN.label, FP32),
+        repeatable=repr(running.floats(FP32)) == repr(running.floats(TWIN.label)),
+        finished=done == steps,
     )
 
 
-def _attempt(runner: _Runner, work: Callable[..., None], *arguments: Any) -> None:
-    """Do a candidate's work; what it raises is a fact about it, unless it is fp32."""
-    try:
-        work(runner, *arguments)
-    except Exception as error:  # of the user's model, of torch, or no memory
-        if runner.candidate in (BASELINE, TWIN):
-            raise TuneError(
-                f"the task does not train in fp32, with which everything is compared: {error_line(error)}"
-            ) from error
-        runner.failed = error_line(error)
-        runner.leave()
+def _slower(running: Race, labels: Sequence[str], base: str, limit: float) -> set[str]:
+    """Drop candidates that are slower than `limit` times the base for certain, and return them."""
+    there = [label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)]
+    ratios = {label: running.ratio(label, base) for label in there}
+    found = {label for label, ratio in ratios.items() if ratio is not None and ratio.low > limit}
+    running.dropped |= dict.fromkeys(found, "")
+    return found
 
 
-def error_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
-
-
-def _enter(runner: _Runner, task: Task, model: nn.Module, steps: int) -> None:
-    runner.loop = make_loop(runner.candidate, task, copy.deepcopy(model), steps)
-
-
-def _step(runner: _Runner, batch: tuple[Any, ...], device: str, clock: Callable[[], float], timed: bool) -> None:
-    assert runner.loop is not None
-    wait_for(device)
-    start = clock()
-    runner.loop(batch)
-    wait_for(device)
-    seconds = clock() - start
-    if timed:
-        runner.times.append(seconds)
-    runner.losses.append(runner.loop.loss)  # read when the race is over
-
-
-def _drop(runners: Sequence[_Runner], base: _Runner, limit: float) -> None:
-    for runner in runners[2:]:
-        if runner.loop is None or runner is base or base.loop is None:
-            continue
-        if paired_ratio(runner.times, base.times).low > limit:
-            runner.dropped = True
-            runner.leave()
-
-
-def _floats(runner: _Runner) -> list[float]:
-    return torch.stack([x.detach().float().cpu() for x in runner.losses]).flatten().tolist() if runner.losses else []
-
-
-def _lap(runner: _Runner, by_label: Mapping[str, _Runner], base: str, steps: int) -> Lap:
-    losses, window = _floats(runner), max(1, steps // LAST)
-    count = len(runner.times)
-
-    def over(label: str) -> Ratio | None:
-        other = by_label[label].times
-        shared = min(count, len(other))
-        return paired_ratio(runner.times[:shared], other[:shared]) if shared else None
-
+def _lap(running: Training, label: str, base: str, steps: int, slower: Collection[str]) -> Lap:
+    losses, window = running.floats(label), max(1, steps // LAST)
+    loop = running.loops.get(label)
     return Lap(
-        label=runner.candidate.label, time=over(FP32), beside=over(base),
-        milliseconds=1e3 * statistics.median(runner.times) if count else math.nan,
-        start=_mean(losses[:window]), end=_mean(losses[-window:]) if len(losses) == steps else math.nan,
-        skipped=len(runner.loop.skipped()) if runner.loop is not None else 0,
-        dropped=runner.dropped, failed=runner.failed,
+        label=label, time=running.ratio(label, FP32), beside=running.ratio(label, base),
+        milliseconds=1e3 * running.typical(label),
+        start=finite_mean(losses[:window]), end=finite_mean(losses[-window:]) if len(losses) == steps else math.nan,
+        skipped=0 if loop is None else len(loop.skipped()),
+        dropped=label in slower, failed=running.dropped.get(label, ""),
     )  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values and all(map(math.isfinite, values)) else math.nan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 if TYPE_CHECKING:
     from halfstep.advise.tune.proof import Proof

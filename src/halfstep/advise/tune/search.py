@@ -22,7 +22,7 @@ from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import WARM_UP
+from halfstep.timing import WARM_UP
 
 __all__ = ["Search"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.tune.result import Tried, Tuning
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.measure import Ratio
+from halfstep.timing import Ratio
 
 __all__ = ["commented", "size", "summary"]
 

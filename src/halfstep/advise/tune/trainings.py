@@ -7,7 +7,6 @@ keeps in its record.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -19,11 +18,12 @@ import halfstep as hs
 from halfstep.tasks import Task
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.compare import evaluated, started, thinned
-from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
 from halfstep.tasks.machine import generators_kept
+from halfstep.tasks.measure import finite_mean
+from halfstep.tasks.task import STEPS_OF_A_SEED
 
-__all__ = ["Run", "Trainings", "finite_mean"]
+__all__ = ["Run", "Trainings", "error_line"]
 
 LAST = 10
 """The last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared."""
@@ -150,7 +150,7 @@ class Trainings:
         except FAILURES as error:
             if candidate.policy is None:
                 raise
-            stopped = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            stopped = error_line(error)
         missing = [math.nan] * (self.steps - len(losses))  # every curve has the same points
         return Run(
             policy=text, compile=candidate.compile, measure="metric" if self.by_metric else "loss", steps=self.steps,
@@ -175,6 +175,6 @@ def _text(policy: hs.Policy | None) -> str:
     return "" if policy is None else policy.to_toml()
 
 
-def finite_mean(values: Sequence[float]) -> float:
-    """Return the mean of `values`, nan if one is not finite or there is none."""
-    return statistics.fmean(values) if values and all(map(math.isfinite, values)) else math.nan
+def error_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")

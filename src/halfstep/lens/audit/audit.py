@@ -27,10 +27,10 @@ from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import copy_of_optimizer
-from halfstep.lens.calls import unmoved
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
+from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, limit
 from halfstep.trees import tensors
 
@@ -102,7 +102,7 @@ def audit(
         reference=(reference, FLAG),
     )
     limit("clip_norm", clip_norm)
-    with unmoved(model):  # a loader may draw its order
+    with Snapshot(noted(generators_of(model.modules()))).returning():  # a loader may draw its order
         taken = _checked(model, batches, loss_fn, steps, accumulate)
         windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
         twin, stepper = _copies(unwrap(model), optimizer)

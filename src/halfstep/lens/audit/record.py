@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.formats import Format
 from halfstep.lens.audit.comparison import added_masks
 from halfstep.lens.audit.rows import Tally, form_of
-from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows, random_state
+from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows
 from halfstep.lens.audit.signs import SUMS, Integers
 from halfstep.lens.audit.watch import (
     BELOW_FP32,
@@ -35,6 +35,7 @@ from halfstep.lens.audit.watch import (
     is_index,
 )
 from halfstep.lens.calls import copied, place
+from halfstep.snapshot import torch_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["AuditRecorder"]
@@ -127,7 +128,7 @@ class AuditRecorder(OperatorWatch):
         with (
             torch._C.DisableTorchFunction()
         ):  # measurements do not follow the region's rules, and cost less without them
-            random = random_state() if call.op in RANDOM else None
+            random = torch_states() if call.op in RANDOM else None
             given = floats_of((args, kwargs))
             before = (args, kwargs)
             if call.in_place:

@@ -30,7 +30,7 @@ from halfstep.lens.calls import copied
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.parts.record import generators, generators_of
+from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.trees import map_tensors
 
 __all__ = ["Batch", "Run"]
@@ -149,9 +149,8 @@ class Run:
         """Run the micro-batches of a window, and the update."""
         self.meter.begin()
         args, kwargs = window[0]
-        restore = generators()
-        self._run_twin(args, kwargs)
-        restore()
+        with Snapshot(noted()).returning():
+            self._run_twin(args, kwargs)
         kept, integers = ({}, {}) if self.twin is None else (self.twin.kept, self.twin.integers)
         self.recorder.start(kept, integers, backward=last)
         self.looks = True
@@ -218,24 +217,21 @@ class Run:
             return None
         self._twice = True
         self._follow()
-        restore = generators()
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
-            with suspended(), torch.no_grad():
+            with Snapshot(noted()).returning(), suspended(), torch.no_grad():
                 loss = float(_loss_of(self.loss_fn(self.fp32, *args, **kwargs)))
         except Exception:  # the following run reports it
             return None
-        finally:
-            restore()
         return loss if math.isfinite(loss) else None
 
     @torch.no_grad()
     def _follow(self) -> None:
         """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
         assert self.fp32 is not None
-        for theirs, module in zip(self.fp32.modules(), self.train.model.modules(), strict=True):
-            for twin, generator in zip(generators_of(theirs), generators_of(module), strict=True):
-                twin.set_state(generator.get_state())
+        own_generators = generators_of(self.train.model.modules())
+        for twin, generator in zip(generators_of(self.fp32.modules()), own_generators, strict=True):
+            twin.set_state(generator.get_state())
         own = dict(self.train.model.named_parameters())
         for name, parameter in self.fp32.named_parameters():
             parameter.copy_(self.train.precise(own[name]))

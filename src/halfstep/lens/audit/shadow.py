@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import default_generators
 from halfstep.cast.arithmetic.functions import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
@@ -22,9 +21,10 @@ from halfstep.lens.audit.comparison import Hidden
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
 from halfstep.lens.audit.watch import OperatorCall, floats_of, widened_dtypes
+from halfstep.snapshot import same_numbers
 from halfstep.trees import map_tensors
 
-__all__ = ["RANDOM", "Pair", "Shadows", "random_state"]
+__all__ = ["RANDOM", "Pair", "Shadows"]
 
 RANDOM = frozenset(
     "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
@@ -135,7 +135,7 @@ class Shadows:
         try:
             with (
                 _unseen_by_checkpointing(),
-                _same_numbers(random),
+                same_numbers(random),
                 torch.set_grad_enabled(differentiable),
                 _without_rules(self.devices),
             ):
@@ -176,7 +176,7 @@ def _pair(
         return made[id(tensor)]
 
     low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-    with _unseen_by_checkpointing(), _same_numbers(random), torch.enable_grad(), _own_casts():
+    with _unseen_by_checkpointing(), same_numbers(random), torch.enable_grad(), _own_casts():
         low = floats_of(func(*low_args, **low_kwargs))[0]
     if not low.requires_grad:
         return None
@@ -186,33 +186,6 @@ def _pair(
 
 
 # ------------------------------------------------------------------ as if nothing had run
-
-
-def random_state() -> Any:
-    """Return the state of the generators of random numbers."""
-    return torch.get_rng_state(), [generator.get_state() for generator in default_generators()]
-
-
-def _set_random(state: Any) -> None:
-    """Bring the generators back to a `random_state`."""
-    cpu, devices = state
-    torch.set_rng_state(cpu)
-    for generator, before in zip(default_generators(), devices, strict=False):
-        generator.set_state(before)
-
-
-@contextmanager
-def _same_numbers(state: Any) -> Iterator[None]:
-    """Draw the random numbers of `state` in a block, and go on as if nothing had been drawn."""
-    if state is None:
-        yield
-        return
-    now = random_state()
-    try:
-        _set_random(state)
-        yield
-    finally:
-        _set_random(now)
 
 
 def _unseen_by_checkpointing() -> AbstractContextManager[Any]:

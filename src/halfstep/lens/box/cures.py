@@ -29,6 +29,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.policy.scale_rule import ScaleRule
+from halfstep.snapshot import Snapshot, attributes
 
 __all__ = ["cures", "instead", "rebound"]
 
@@ -278,13 +279,11 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
         wanted = DTYPES.get(concrete.dtype, torch.float32) if decision.low else torch.float32
         if parameter.dtype in POLICY_DTYPES and parameter.dtype is not wanted:
             made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
+    with Snapshot(attributes(model.modules())).returning():
         # new parameters take their places: another format in `.data` would remove the hooks of a gradient
         for module in model.modules():
             for name, old in list(module._parameters.items()):
                 if old is not None and id(old) in made:
-                    swapped.append((module, name, old))
                     setattr(module, name, made[id(old)])
         rules = {m.path: m.rule for m in plan.modules}
         for module, old in bound:
@@ -299,11 +298,6 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
                 entrance=bool(rule) and rule != parent,
             )
         yield
-    finally:
-        for module, name, parameter in swapped:
-            setattr(module, name, parameter)
-        for module, old in bound:
-            module.__dict__[KEY] = old
 
 
 class _InPlaceOfRegions(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.lens.calls import constants
 from halfstep.trees import tensors
 
-__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "remarked", "shown"]
+__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "remarked"]
 
 NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy"})
 """Operators that make NaN of a row that holds nothing but masks."""
@@ -33,9 +33,6 @@ MASKED_OUT = "masked out entirely"
 DIVIDING = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "floor_divide", "remainder", "fmod"})
 DOMAIN = DIVIDING | frozenset("log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split())
 """Operators whose last argument of values is outside their domain where they are not finite."""
-
-SHOWN = 4
-"""Samples and indices are listed up to this number."""
 
 
 def remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> str:
@@ -116,10 +113,3 @@ def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if needed > frames:
             return f"sample {sample} has {letters} labels, which need {needed} time steps, and has {frames}"
     return ""
-
-
-def shown(samples: list[int] | tuple[int, ...]) -> str:
-    """Return "sample 1" or "samples 1, 4 and 7 more"."""
-    text = ", ".join(map(str, samples[:SHOWN]))
-    more = len(samples) - SHOWN
-    return f"sample{'s' if len(samples) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-A replay restores whatever its passes change: generators, buffers, plain attributes of modules, gradients. Its backward
-pass returns the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an optimizer or reduce
-over ranks; only re-entrant checkpointing needs accumulation into ``.grad``.
+What a replay restores is a `Snapshot` of the generators and of the `Modules` that it calls. Its backward pass returns
+the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an optimizer or reduce over ranks;
+only re-entrant checkpointing needs accumulation into ``.grad``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import PLAIN_TYPES, extremes
-from halfstep.step.parts.record import MicroBatch, generators, generators_of, put_buffers, put_random
+from halfstep.lens.calls import extremes
+from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
+from halfstep.step.parts.record import MicroBatch, put_random
 from halfstep.trees import map_tensors
+from halfstep.update.updater import Deferral
 
 __all__ = ["Attempt", "Replay", "Windows"]
 
@@ -123,7 +124,7 @@ class Replay:
             yield run
 
     def _one(
-        self, attempt: Attempt, index: int, micro: MicroBatch, modules: _Modules, *, traced: bool, factor: float | None
+        self, attempt: Attempt, index: int, micro: MicroBatch, modules: Modules, *, traced: bool, factor: float | None
     ) -> None:
         put_random(micro.random)
         batch, named = map_tensors((micro.batch, micro.named), _own_copy)
@@ -162,11 +163,9 @@ class Replay:
                 attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
 
     @contextmanager
-    def _restoring(self) -> Iterator[_Modules]:
+    def _restoring(self) -> Iterator[Modules]:
         """Restore what the block changes."""
-        modules = _Modules()
-        modules.keep(self.model)
-        restore_generators = generators()
+        modules = Modules(self.model)  # and other models that the loss function calls: a critic, a teacher
         with ExitStack() as stack:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -175,13 +174,9 @@ class Replay:
             stack.enter_context(torch.enable_grad())
             if _several_ranks():
                 stack.enter_context(_RefuseCollectives())
-            # other models that the loss function calls: a critic, a teacher
-            stack.callback(register_module_forward_pre_hook(lambda module, args: modules.keep(module)).remove)
-            try:
-                yield modules
-            finally:
-                modules.restore()
-                restore_generators()
+            stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
+            stack.enter_context(modules.watching())
+            yield modules
 
 
 def _several_ranks() -> bool:
@@ -203,45 +198,6 @@ class _RefuseCollectives(TorchDispatchMode):
                 f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
             )
         return func(*args, **(kwargs or {}))
-
-
-class _Modules:
-    """Buffers, generators and plain attributes of the modules that a replay runs, as they were before."""
-
-    def __init__(self) -> None:
-        self._kept: dict[nn.Module, tuple[dict[str, Tensor | None], dict[str, Any]]] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-
-    def keep(self, module: nn.Module) -> None:
-        """Note the state of `module` and of all below, once."""
-        if module in self._kept:
-            return
-        for part in module.modules():
-            if part not in self._kept:
-                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN_TYPES)}
-                self._kept[part] = dict(part._buffers), plain
-                self._generators += [(generator, generator.get_state()) for generator in generators_of(part)]
-                self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters of all of them."""
-        for module in self._kept:
-            yield from (p for p in module.parameters(recurse=False) if p.requires_grad)
-
-    def restore(self) -> None:
-        """Make all of them as they were before."""
-        with torch.no_grad():
-            for buffer, kept in self._buffers:
-                if not torch.equal(buffer, kept) or not extremes(kept)[1]:
-                    buffer.copy_(kept)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        for module, (buffers, plain) in self._kept.items():
-            module._buffers.update(buffers)
-            for name, value in plain.items():
-                if vars(module).get(name) is not value:
-                    vars(module)[name] = value
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -268,7 +224,7 @@ def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     return list(found), reentrant
 
 
-def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Tensor]:
+def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:
     """Return the gradients of all leaves, and leave their ``.grad`` as it is."""
     leaves, reentrant = _leaves_of(loss)
     if not leaves and not reentrant:
@@ -277,21 +233,14 @@ def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Te
         found = _run_backward(loss, seed, *leaves)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
     leaves = list(dict.fromkeys([*leaves, *modules.parameters()]))
-    before = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
-    copies = [dict(h) for h in hooks]
-    try:
+    with Snapshot(gradients(leaves), contents(hooks)).returning():
         for hook in hooks:
             hook.clear()
         for leaf in leaves:
             leaf.grad = None
         _run_backward(loss, seed)
         return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient
-        for hook, copy in zip(hooks, copies, strict=True):
-            hook.update(copy)
 
 
 def _run_backward(loss: Tensor, seed: Tensor, *leaves: Tensor) -> tuple[Tensor | None, ...]:

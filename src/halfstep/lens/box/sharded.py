@@ -17,13 +17,13 @@ from torch import nn
 from halfstep.errors import StepError
 from halfstep.lens.calls import extremes, is_sharded
 
-__all__ = ["bad_parts", "has_room", "is_gathered", "unsharded", "whole_state"]
+__all__ = ["bad_parts", "fits", "has_room", "is_gathered", "unsharded", "whole_state"]
 
 ROOM = 2.0
 """Free memory that is needed on a device, in sizes of the whole model."""
 
 MOST_ON_CPU = 1 << 32
-"""Bytes of a model that are gathered on a CPU, where free memory is not known."""
+"""Bytes that a gathered model, or a trial, may take on a CPU, where free memory is not known."""
 
 SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
 """Settings of a group of parameters of FSDP; there are functions to set them, none to read them."""
@@ -46,10 +46,15 @@ def has_room(model: nn.Module) -> bool:
     parts = [p for p in model.parameters() if hasattr(p, "placements")]
     size = sum(p.numel() * p.element_size() for p in parts)  # of all ranks
     device = parts[0].device
+    return fits(size if device.type == "cpu" else int(ROOM * size), device)
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Return whether a device has so many bytes of memory left; on a CPU whether that is at most `MOST_ON_CPU`."""
     if device.type == "cpu":
         return size <= MOST_ON_CPU
     try:
-        torch.empty(int(ROOM * size), dtype=torch.uint8, device=device)  # given back at once, and cached by torch
+        torch.empty(size, dtype=torch.uint8, device=device)  # given back at once, and cached by torch
     except RuntimeError:
         return False
     return True

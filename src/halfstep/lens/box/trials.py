@@ -33,9 +33,10 @@ from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.lens.box.sharded import is_gathered
+from halfstep.lens.box.sharded import fits, is_gathered
 from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
+from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.trees import tensors
@@ -48,9 +49,6 @@ STEPS = 12
 
 MOST_BATCHES = 32
 """So many of the batches given are taken, and kept until the trials end."""
-
-MOST_ON_CPU = 1 << 32
-"""Bytes of trial weights, gradients and optimizer state on a CPU, where free memory is not known."""
 
 BYTES = 12
 """Of trial weights, their gradients and what an update needs meanwhile, for each element."""
@@ -287,15 +285,7 @@ class Trials:
         states = (unwrap_optimizer(subject.optimizer).state.get(p, {}) for p in trained.values())
         kept = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and not v.is_sparse)
         need = kept + sum(p.numel() * BYTES for p in trained.values())
-        device = next(iter(trained.values())).device
-        room = need <= MOST_ON_CPU
-        if device.type != "cpu":
-            try:
-                torch.empty(need, dtype=torch.uint8, device=device)  # given back at once, and cached by torch
-                room = True
-            except RuntimeError:
-                room = False
-        return "" if room else f"that takes {need / 2**30:.3g} GiB of memory"
+        return "" if fits(need, next(iter(trained.values())).device) else f"that takes {need / 2**30:.3g} GiB of memory"
 
     # ------------------------------------------------------------------ judging
 
@@ -463,17 +453,12 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightSto
         leaf = precise if present.dtype is precise.dtype else nn.Parameter(rounded)
         leaf._backward_hooks = original._backward_hooks
         weights[id(present)] = _Weight(original, precise, leaf)
-    taken: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
+    with Snapshot(attributes(model.modules())).returning():
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) in weights:
-                    taken.append((module, name, parameter))
                     setattr(module, name, weights[id(parameter)].leaf)
         yield list(weights.values())
-    finally:
-        for module, name, parameter in taken:
-            setattr(module, name, parameter)
 
 
 def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:

@@ -35,12 +35,12 @@ from halfstep.binding.prepare import unwrap
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
+from halfstep.snapshot import Snapshot, gradients, noted
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import Moments, Phase
-from halfstep.step.parts.record import generators as generators_now
 from halfstep.step.parts.statistics import Statistics
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Culprits, Updater
@@ -236,8 +236,7 @@ class Graphs:
         """
         step = self._step
         before, statistics = step.record.position, self._statistics.open
-        gradients = [(p, p.grad) for p in self._model.parameters()]
-        restore_generators = generators_now(generators)
+        snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))
         step.watchers.paused = True  # what they do is not part of a step
         try:
             with self._rates_as_tensors(updates=updates):
@@ -245,11 +244,9 @@ class Graphs:
         except BaseException as error:
             self._moments.phase = Phase.MICRO_BATCH
             step.record.position, self._statistics.open = before, statistics
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            snapshot.restore()
             self._updater.abort(written=False)
             step.scaler.forget()
-            restore_generators()
             graph.calls = WARM_UPS - 1  # the loss may be another one by then: a warm-up loads its kernels
             if not isinstance(error, Exception) or isinstance(error, StepError):
                 raise

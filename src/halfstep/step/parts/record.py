@@ -10,8 +10,6 @@ where windows run again (`retry`) only: 9 and 34 microseconds a step.
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +23,7 @@ from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
+from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
 from halfstep.step.parts.landing import Landing
 from halfstep.step.parts.signals import Signals
@@ -35,9 +34,6 @@ __all__ = [
     "MicroBatch",
     "Record",
     "Window",
-    "generators",
-    "generators_of",
-    "put_buffers",
     "put_random",
     "random_states",
     "versions_of",
@@ -328,7 +324,7 @@ class History:
         versions = versions_of_tensors(values) if flat else versions_of((batch, named))
         kept = MicroBatch(batch, named, random_states(), versions)
         if self._own is not None:
-            kept.tensors, kept.put_generators = tensors((batch, named)), generators(self._own)
+            kept.tensors, kept.put_generators = tensors((batch, named)), noted(self._own)
         if not self.window.batches:
             self.signals.windows += 1
             if self.signals.windows == self.signals.due:
@@ -378,9 +374,7 @@ class History:
 
     def keep_generators(self) -> None:
         """Keep what windows need to run again inside a step: all generators, and which tensors a batch holds."""
-        self._own = [g for module in self.model.modules() for g in generators_of(module)]
-        devices = {p.device for p in self.model.parameters()}
-        self._own += [generator for generator in default_generators() if generator.device in devices]
+        self._own = generators_of(self.model.modules())
 
     def unkept(self) -> str:
         """Return the name of a buffer that the window's forward passes changed and that was not kept; "" for none."""
@@ -501,44 +495,3 @@ def put_random(states: dict[str, Tensor]) -> None:
             torch.default_generator.set_state(state)
         else:
             default_generators()[int(device.partition(":")[2])].set_state(state)
-
-
-def generators(own: Iterable[torch.Generator] = ()) -> Callable[[], None]:
-    """Note the states of the generators of torch, Python and NumPy, and of some besides.
-
-    Args:
-        own: generators of the user's.
-
-    Returns:
-        A function that restores them.
-    """
-    states, python = random_states(), random.getstate()
-    numpy = sys.modules.get("numpy.random")  # code that draws from it has imported it
-    array = None if numpy is None else numpy.get_state()
-    others = [(generator, generator.get_state()) for generator in own]
-
-    def restore() -> None:
-        put_random(states)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(array)
-        for generator, state in others:
-            generator.set_state(state)
-
-    return restore
-
-
-def generators_of(module: nn.Module) -> list[torch.Generator]:
-    """Return the generators that are attributes of `module`."""
-    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]
-
-
-@torch.no_grad()
-def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
-    """Put values of buffers back: in place, unless the buffer has another shape now."""
-    for module, name, value in kept:
-        buffer = module._buffers.get(name)
-        if buffer is not None and buffer.shape == value.shape:
-            buffer.copy_(value)
-        else:
-            module._buffers[name] = value.clone()

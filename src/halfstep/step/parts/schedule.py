@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import StepError
+from halfstep.snapshot import Snapshot, scheduler_state
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
-from halfstep.update.undo import SchedulerCopy
 
 __all__ = ["advance"]
 
@@ -34,7 +34,8 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, reco
         return
     try:
         if not bad:
-            moments.scheduler, moments.interrupted = SchedulerCopy(scheduler, optimizer), moments.phase
+            moments.scheduler = Snapshot(scheduler_state(scheduler, optimizer))
+            moments.interrupted = moments.phase
             moments.phase = Phase.ADVANCE
             scheduler.step()
         record.bad = None

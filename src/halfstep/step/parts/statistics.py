@@ -1,4 +1,8 @@
-"""BatchNorm's statistics through a bad step: the forward pass has changed them before the verdict is known."""
+"""BatchNorm's statistics through a bad step: the forward pass has changed them before the verdict is known.
+
+This is no `Snapshot`: the host does not know whether anything is to be restored. The device decides, by the flag that
+it computes, and nothing waits.
+"""
 
 from __future__ import annotations
 
