@@ -74,3 +74,39 @@ def test_a_step_faults_no_pages_in_and_malloc_gives_back_after_it() -> None:
 @pytest.mark.skipif(_glibc() is None, reason="malloc is not glibc's")
 def test_without_it_every_step_faults_them_in() -> None:
     assert counts("given back")[0] > 9_000  # pages of 4 KiB in 36 MiB: 9,216
+
+
+HELD = """
+import torch
+import halfstep as hs
+from halfstep.kernels import pages
+
+calls = []
+pages._glibc = lambda: type("Library", (), {"mallopt": lambda self, *setting: calls.append(setting) or 1})()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = hs.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), policy="O0")
+step(torch.randn(2, 4))
+print(len(calls))
+"""
+
+
+@pytest.mark.skipif(_glibc() is None, reason="malloc is not glibc's")
+@pytest.mark.parametrize(
+    ("setting", "calls"),
+    [
+        ({}, 2),
+        ({"MALLOC_ARENA_MAX": "2"}, 2),
+        ({"MALLOC_TRIM_THRESHOLD_": "65536"}, 0),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}, 0),
+    ],
+)
+def test_settings_of_the_user_stay(setting: dict[str, str], calls: int) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", HELD],
+        env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **setting},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(made.stdout) == calls

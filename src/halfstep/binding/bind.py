@@ -1,8 +1,15 @@
 """Binding: a policy that belongs to a model, so that every call of the model is in the policy's region.
 
-A bound module's class is swapped for a cached subclass of its class. The `forward` of the subclass opens the region
-unless this thread is in it already; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle` see fp32 values
-(`precise`). No function of the user is replaced; taking the binding off gives the class back.
+A bound module keeps its class, and has methods of its own in its `__dict__`, which hide those of the class. Its
+`forward` opens the region unless this thread is in it already; `state_dict`, `load_state_dict`, `copy.deepcopy` and
+`pickle` see fp32 values (`precise`). No function of the user is replaced; taking the binding off removes these methods.
+
+Note [instance methods]: Python gives what it finds in the `__dict__` of an instance as it is. So each of these methods
+is a `MethodType` whose first argument is the `Binding`, which refers weakly to its module: a strong reference would be
+a cycle, and the memory of a model would not be free when the model is deleted. Two consequences: such a method does not
+keep its model alive (`_gone`), and whatever copies the `__dict__` of a module has to bind the copy. That is done for
+copy, pickle and DataParallel; Python looks for the method `__copy__` in the class only, so the copy of a module whose
+class defines it has to be prepared anew where it shares the `__dict__`.
 
 Note [what is bound]: every module with a forward, also leaves of torch.nn: activation checkpointing recomputes any of
 them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
@@ -18,25 +25,24 @@ tensor it may as well merge weights or train, so no region is open, but what mod
 they were called from outside. Names that base classes of libraries have are theirs to call, and generators and
 coroutines are suspended: these stay as they are.
 
-Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and removes it by taking its
-first base. That class stays the outermost: the class below it is bound, and torch's is made again over the bound one.
-
 Note [tools]: transformers chooses a model's arguments by the names in its signature, and torch.fx makes placeholders
 from them, so a bound forward has the name, docstring, annotations and signature of the user's. Two tools would lose the
 region and are refused: `torch.jit.script` compiles the source of the user's forward, and `torch.fx` records the
-operators of a region and not the region. `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see casts.
+operators of a region and not the region. It runs the forward of the class, so it is refused where it asks the module
+for its name (`_name_for_fx`). `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see casts.
 """
 
 from __future__ import annotations
 
-import ctypes
+import copy
+import copyreg
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, update_wrapper
-from types import FunctionType, SimpleNamespace
-from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -44,10 +50,11 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push
 from torch.fx import GraphModule, Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.binding.own_loops import refuse_own_loop
-from halfstep.binding.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
+from halfstep.binding.precise import KEY, allow_in_files, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
 from halfstep.cast.copies import low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
@@ -67,7 +74,7 @@ from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
+__all__ = ["KEY", "Binding", "bind", "binding_of", "is_bound", "unbind"]
 
 NOWHERE = object()
 """A region that is never open."""
@@ -97,6 +104,8 @@ class Binding:
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
         entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
+        module_ref: returns the module, None if it is gone.
+        methods: what its module has been given.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
         home: the regions in which a guest follows its rule, see note [guests]; None for all other modules.
@@ -138,6 +147,8 @@ class Binding:
             rules = {"", *(rule for _, rule in wanted.modules)} if entrance else ()
             self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
             self.home |= {None} if alone else set()
+        self.module_ref: Callable[[], nn.Module | None] = type(None)
+        self.methods: _Methods | None = None
         self.unruled: bool | None = None
         self.idle = False
         self.averages = reduces_itself(self.policy)
@@ -148,33 +159,77 @@ class Binding:
         """Let this module be a model of its own from now on."""
         self.root, self.passes, self.home = True, NOWHERE, None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_binding, (
-            self.wanted,
-            self.device_types,
-            self.path,
-            self.root,
-            self.rule,
-            self.entrance,
-            self.home is not None,
-            self.home is not None and None in self.home,
+        if (module := self.module_ref()) is not None:
+            ROOTS[id(module)] = module
+
+    def here(self) -> nn.Module:
+        """Return the module.
+
+        Raises:
+            BindError: it is gone.
+        """
+        module = self.module_ref()
+        if module is None:
+            raise _gone(self)
+        return module
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return what `of` makes a binding of, as plain values."""
+        guest, alone = self.home is not None, self.home is not None and None in self.home
+        return self.wanted, self.device_types, self.path, self.root, self.rule, self.entrance, guest, alone
+
+    @staticmethod
+    def of(settings: tuple[Any, ...], store: WeightStore | None) -> Binding:
+        """Return a binding with `settings`."""
+        wanted, devices, path, root, rule, entrance, guest, alone = settings
+        return Binding(
+            wanted, devices, path=path, root=root, rule=rule, entrance=entrance, store=store, guest=guest, alone=alone
         )
+
+    def again(self, store: WeightStore | None = None) -> Binding:
+        """Return a binding for a copy of the module."""
+        return Binding.of(self.settings(), store)
+
+    def bind_late(self) -> None:
+        """Bind the children that hold parameters and were made after the module was bound, if it is low."""
+        if self.store is None:
+            return
+        for name, child in self.here()._modules.items():
+            if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
+                continue
+            path = f"{self.path}.{name}".lstrip(".")
+            bind(
+                child,
+                Binding(
+                    self.wanted,
+                    self.device_types,
+                    policy=self.policy,
+                    path=path,
+                    root=False,
+                    rule=self.rule,
+                    store=self.store,
+                ),
+            )
+
+    def without(self, value: Any) -> Any:
+        """Return `value` without what binding has put into it, if it is the `__dict__` of the module or a copy."""
+        if type(value) is not dict or value.get(KEY) is not self:
+            return value
+        return {name: entry for name, entry in value.items() if entry is not self and not self.gave(name, entry)}
+
+    def gave(self, name: str, entry: Any) -> bool:
+        """Return whether `entry`, an attribute of the module with this name, is a method that binding gave it."""
+        return isinstance(entry, MethodType) and entry.__self__ is self and entry.__func__ is self.given(name)
+
+    def given(self, name: str) -> Callable[..., Any] | None:
+        """Return the function of the method that binding gives the module by this name."""
+        return COMMON.get(name) or (None if self.methods is None else self.methods.functions.get(name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _held, (self.here(),)  # a method is copied or pickled by itself
 
     def __repr__(self) -> str:
         return f"Binding({self.path or '<root>'}, policy={self.policy.name!r}, rule={self.rule!r})"
-
-
-def _rebuild_binding(
-    policy: Policy,
-    device_types: tuple[str, ...],
-    path: str,
-    root: bool,
-    rule: str,
-    entrance: bool,
-    guest: bool = False,
-    alone: bool = False,
-) -> Binding:
-    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, guest=guest, alone=alone)
 
 
 @lru_cache(maxsize=256)
@@ -195,7 +250,8 @@ def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> R
 def binding_of(module: nn.Module) -> Binding | None:
     """Return the binding of `module` itself, or None."""
     binding = module.__dict__.get(KEY)
-    return binding if isinstance(binding, Binding) else None
+    # a `__dict__` that was copied by hand has that of another module
+    return binding if isinstance(binding, Binding) and binding.module_ref() is module else None
 
 
 def is_bound(module: nn.Module) -> bool:
@@ -346,13 +402,16 @@ run_eagerly(_call, below=False)
 run_eagerly(WeightStore.before_forward)
 
 
-def _add_traced(address: int) -> None:
-    """Report the model at `address` to the training step whose loss Dynamo traces.
+ROOTS = WeakValueDictionary[int, nn.Module]()  # prepared models by their ids
 
-    Dynamo calls this itself, once for each graph, and guards on the address: an argument has to be a constant.
+
+def _add_traced(root: int) -> None:
+    """Report a model, given by its id, to the training step whose loss Dynamo traces.
+
+    Dynamo calls this itself, once for each graph, and guards on the id: an argument has to be a constant.
     """
-    if STATE.statistics is not None:
-        STATE.statistics.add(ctypes.cast(address, ctypes.py_object).value)
+    if STATE.statistics is not None and (model := ROOTS.get(root)) is not None:
+        STATE.statistics.add(model)
 
 
 _add_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
@@ -384,28 +443,71 @@ def _enter_compiled(
     return _widened(module, result) if method else _cast_floats(result, output)
 
 
-# ------------------------------------------------------------------ bound classes
-
-BOUND = WeakValueDictionary[type[nn.Module], type[nn.Module]]()  # what `bound_class` made and is in use
+# ------------------------------------------------------------------ methods of bound modules
 
 
-def bound_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `original` that bound instances get; one for each class."""
-    kind = BOUND.get(original)
-    if kind is None:
-        kind = BOUND[original] = _bound_class(original)
-    return kind
+class _Methods:
+    """The methods that modules of one class get when they are bound, beside those that modules of every class get.
+
+    Attributes:
+        functions: by name; the first argument of each is the `Binding`.
+    """
+
+    def __init__(self, original: type[nn.Module]) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {
+            name: _bound_method(original, name) for name in _own_methods(original)
+        }
+        if original.forward is not nn.Module.forward:
+            self.functions["forward"] = _bound_forward(original)
+        if callable(saver := getattr(original, "save_pretrained", None)):
+            self.functions["save_pretrained"] = saving(saver)
 
 
-def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
+METHODS = WeakValueDictionary[type[nn.Module], _Methods]()  # those in use
 
+
+def bind(module: nn.Module, binding: Binding) -> None:
+    """Make `binding` the one of `module`, and give it the methods of a bound module."""
+    kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    methods = METHODS.get(kind)
+    if methods is None:
+        methods = METHODS[kind] = _Methods(kind)
+    binding.module_ref, binding.methods = ref(module), methods
+    binding.idle = binding.recipe.mode is None and low_forward(kind) is None
+    if binding.root:
+        ROOTS[id(module)] = module
+    own = module.__dict__
+    own[KEY] = binding
+    for name, function in (*COMMON.items(), *methods.functions.items()):
+        if name not in own or isinstance(getattr(own[name], "__self__", None), Binding):  # else the user has set it
+            own[name] = MethodType(function, binding)
+    if isinstance(module, GraphModule):  # torch.fx makes a class for each
+        type(module).__copy__ = _copy_graph  # type: ignore[method-assign]
+
+
+def unbind(module: nn.Module) -> None:
+    """Take the binding off `module`; a method that was read before runs as the user wrote it."""
+    binding: Binding = module.__dict__.pop(KEY)
+    for name, value in list(module.__dict__.items()):
+        if binding.gave(name, value):
+            del module.__dict__[name]
+    if vars(type(module)).get("__copy__") is _copy_graph:
+        del type(module).__copy__
+    binding.home, binding.passes, binding.idle = frozenset(), NOWHERE, False
+
+
+def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
+    """Return the forward of bound modules of class `original`."""
     layer, norm = low_forward(original), norm_forward(original)
-    own = _plain_forward(original, lambda: bound_class(original))
+    own = _plain_forward(original)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        binding = self.__dict__.get(KEY)
-        if binding is None:  # made by the class itself, as a Sequential's slice
-            return own.forward(self, *args, **kwargs)
+    def forward(binding: Binding, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self = binding.module_ref()
+        except AttributeError:  # accelerate makes a method of a module of this function
+            self, binding = binding, binding.__dict__[KEY]  # type: ignore[assignment]
+        if self is None:
+            raise _gone(binding)
         state = STATE
         if binding.idle and state.bound is binding.passes:
             return own.forward(self, *args, **kwargs)
@@ -440,20 +542,30 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         finally:
             _push_on_torch_function_stack(mode)
 
-    body: dict[str, Any] = {
-        **{name: _bound_method(original, name) for name in _own_methods(original)},
-        **methods_of(original, _rebuild, _rebuild_by, _bind_late),
-        **_graph_methods(original),
-        "_halfstep_original": original,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    if original.forward is not nn.Module.forward:
-        forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = _presented_as(forward, original.forward)
-        body["__prepare_scriptable__"] = _refuse_script
-    return type(original.__name__, (original,), body)
+    forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
+    return _presented_as(forward, original.forward)
+
+
+def _plain_forward(original: type[nn.Module]) -> Any:
+    """Return what has the forward of `original` as a function of (module, ...): `original`, unless it is no function.
+
+    A static method or a callable object takes no module; its twin here leaves the module out.
+    """
+    found: Any = inspect.getattr_static(original, "forward")
+    if isinstance(found, FunctionType):
+        return original  # looked up at each call: a forward that its class is given later counts
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (found.__get__(module, original) if hasattr(found, "__get__") else found)(*args, **kwargs)
+
+    return SimpleNamespace(forward=forward)
+
+
+def _gone(binding: Binding) -> BindError:
+    return BindError(
+        f"the prepared module {binding.path or '<root>'!r} of this method is gone: a method of a prepared module does "
+        "not keep it alive; keep a reference to the model as long as you call its methods"
+    )
 
 
 def _own_methods(original: type[nn.Module]) -> Iterator[str]:
@@ -463,7 +575,7 @@ def _own_methods(original: type[nn.Module]) -> Iterator[str]:
         origin = f"{kind.__module__}."
         hub = origin.startswith(HUBS) and getattr(kind, "forward", nn.Module.forward) is nn.Module.forward
         (lent if hub or origin.startswith(FRAMEWORKS) else own).update(vars(kind))
-    for name in own.keys() - lent:
+    for name in own.keys() - lent - {"save_pretrained"}:
         value = inspect.getattr_static(original, name)
         if not name.startswith("_") and isinstance(value, FunctionType):
             kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -472,12 +584,14 @@ def _own_methods(original: type[nn.Module]) -> Iterator[str]:
 
 
 def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Return the method `name` of the bound class of `original`; see note [methods]."""
+    """Return the method `name` of bound modules of class `original`; see note [methods]."""
 
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(binding: Binding, *args: Any, **kwargs: Any) -> Any:
         run = getattr(original, name)  # a method that its class is given later counts
-        binding, outer = self.__dict__.get(KEY), STATE.bound
-        if binding is None or outer is binding.passes:
+        self, outer = binding.module_ref(), STATE.bound
+        if self is None:
+            raise _gone(binding)
+        if outer is binding.passes:
             return run(self, *args, **kwargs)
         compiling = torch.compiler.is_compiling()
         if tensors((args, kwargs)):
@@ -487,29 +601,8 @@ def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
         result = _call(run, self, args, kwargs)
         return _widened(self, result) if binding.policy.outputs == "fp32" else result
 
-    method.__code__ = method.__code__.replace()  # see `forward` in `_bound_class`
+    method.__code__ = method.__code__.replace()  # as in `_bound_forward`
     return _presented_as(method, getattr(original, name))
-
-
-def bind_class(module: nn.Module, *, on: bool) -> None:
-    """Swap the class of `module` for the bound subclass of it, or back; see note [parametrizations]."""
-    own = type(module)
-    below = own.__bases__[0] if is_parametrized(module) else own
-    kind = getattr(below, "_halfstep_original", below)
-    if on:
-        binding = binding_of(module)
-        if binding is not None:
-            binding.idle = binding.recipe.mode is None and low_forward(kind) is None
-        kind = bound_class(kind)
-    if is_parametrized(module):
-        body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
-        if "__deepcopy__" in body:
-            copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
-            body["__deepcopy__"] = copying(copies, _rebuild_by, _bind_late) if on else copies
-        elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
-            body["__deepcopy__"] = copy_parametrized
-        kind = type(own.__name__, (kind,), body)
-    module.__class__ = kind
 
 
 # ------------------------------------------------------------------ what tools see of a bound forward
@@ -527,40 +620,6 @@ def _presented_as(bound: Callable[..., Any], own: Any) -> Callable[..., Any]:
     return bound
 
 
-def _plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]]) -> Any:
-    """Return what has the forward of `original` as a function of (module, ...): `original`, unless it is no function.
-
-    A static method or a callable object takes no module; its twin here leaves the module out.
-
-    Args:
-        original: the user's class.
-        bound: returns its bound class.
-    """
-    if isinstance(inspect.getattr_static(original, "forward"), FunctionType):
-        return original  # looked up at each call: a forward that its class is given later counts
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(bound(), module), "forward")(*args, **kwargs)  # noqa: B009  # no attribute of Module
-
-    return SimpleNamespace(forward=forward)
-
-
-def _graph_methods(original: type[nn.Module]) -> dict[str, Any]:
-    """Return what a bound torch.fx.GraphModule needs: it compiles its forward into its own class."""
-    if not issubclass(original, GraphModule):
-        return {}
-
-    def recompile(self: GraphModule) -> Any:
-        kind = type(self)
-        self.__class__ = original  # where the bound forward looks for it
-        try:
-            return original.recompile(self)
-        finally:
-            self.__class__ = kind
-
-    return {"recompile": recompile}
-
-
 def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
     """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces.
 
@@ -572,11 +631,20 @@ def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
     Raises:
         BindError: the graph would lack the region.
     """
-    if not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
-        for parameter in module.parameters():
-            if (owner := owner_of(parameter)) is not None:
-                unwatch(parameter, owner)
+    if any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
+        _refuse_region(recipe)
         return
+    for parameter in module.parameters():
+        if (owner := owner_of(parameter)) is not None:
+            unwatch(parameter, owner)
+
+
+def _refuse_region(recipe: Recipe) -> None:
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless that is off.
+
+    Raises:
+        BindError: the graph would lack the region.
+    """
     if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(
             f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
@@ -585,63 +653,151 @@ def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
         )
 
 
-def _refuse_script(self: nn.Module) -> nn.Module:
+def _refuse_script(binding: Binding) -> nn.Module:
     """Refuse `torch.jit.script`, which calls this.
 
     Raises:
         BindError: the compiled source of forward would lack the region.
     """
-    binding = self.__dict__.get(KEY)
-    if binding is not None:
-        raise BindError(
-            f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
-            "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "
-            "torch.export, which see the casts of a prepared model"
-        )
-    return self
+    raise BindError(
+        f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
+        "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "
+        "torch.export, which see the casts of a prepared model"
+    )
+
+
+def _name_for_fx(binding: Binding) -> str:
+    """Return the name of the class; torch.fx asks the module that it is about to trace for it.
+
+    It then runs the forward of the class, which opens no region.
+    """
+    module = binding.here()
+    if is_fx_symbolic_tracing() and not is_in_torch_dispatch_mode():
+        _refuse_region(binding.recipe)
+    return type(module)._get_name(module)
 
 
 # ------------------------------------------------------------------ parts made later, copies, pickles
 
 
-def _bind_late(module: nn.Module) -> None:
-    """Bind the children of `module` that hold parameters and were made after it was bound, if it is low."""
-    parent = binding_of(module)
-    if parent is None or parent.store is None:
-        return
-    for name, child in module._modules.items():
-        if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
-            continue
-        path = f"{parent.path}.{name}".lstrip(".")
-        child.__dict__[KEY] = Binding(
-            parent.wanted,
-            parent.device_types,
-            policy=parent.policy,
-            path=path,
-            root=False,
-            rule=parent.rule,
-            store=parent.store,
-        )
-        bind_class(child, on=True)
+class _Unkept:
+    """A weight store, which copies and pickles of what holds this lack; a shallow copy has it."""
+
+    def __init__(self, store: WeightStore | None = None) -> None:
+        self.store = store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unkept, ()
 
 
-def _rebuild(original: type[nn.Module]) -> nn.Module:
-    """Make the bare instance that pickle fills."""
-    kind = bound_class(original)
-    allow_in_files((kind, f"halfstep.bound.{original.__module__}.{original.__qualname__}"))
-    return kind.__new__(kind)
+class _Carried(NamedTuple):
+    """The state of a bound module while it is pickled or copied.
+
+    Attributes:
+        state: that of its class, None if it has none; the low parameters in it stay the same objects, which an
+            optimizer may refer to.
+        precise: the fp32 values they take in the copy, by name.
+    """
+
+    state: Any
+    precise: dict[str, nn.Parameter]
 
 
-def _rebuild_by(
-    binding: Binding | None, precise: dict[str, nn.Parameter], make: Callable[..., Any], args: tuple[Any, ...]
-) -> nn.Module:
-    """Make a module as its class does, and bind it with `binding`."""
-    module: nn.Module = make(*args)
-    make_precise(module, precise)
-    if binding is not None:
-        module.__dict__[KEY] = binding
-        bind_class(module, on=True)
+def _reduce(binding: Binding, protocol: Any) -> Any:
+    """Return what pickle and copy take of a module: what its class gives them, less what binding has added."""
+    module = binding.here()
+    binding.bind_late()
+    make, args, state, *rest = (*type(module).__reduce_ex__(module, max(int(protocol), 2)), None)  # type: ignore[misc]  # a str names a global
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        make, args = None, args[:1]
+    precise = {name: store.value(parameter) for name, parameter, store in low_parameters(module)}
+    if isinstance(state, tuple):
+        state = tuple(binding.without(part) for part in state)
+    state = _Carried(binding.without(state), precise)
+    args = tuple(binding.without(value) for value in args)
+    return (_rebuild, (binding.settings(), _Unkept(binding.store), make, *args), state, *rest[:-1])
+
+
+def _rebuild(settings: tuple[Any, ...], unkept: _Unkept, make: Callable[..., Any] | None, *args: Any) -> nn.Module:
+    """Make the bound instance that `_set_state` fills."""
+    module: nn.Module = args[0].__new__(args[0]) if make is None else make(*args)
+    bind(module, Binding.of(settings, unkept.store))
     return module
 
 
-allow_in_files(_rebuild, _rebuild_binding, Policy, ScaleRule)
+def _set_state(binding: Binding, carried: Any) -> None:
+    """Fill a module that `_rebuild` has made."""
+    module = binding.here()
+    state, precise = carried if isinstance(carried, _Carried) else (carried, {})
+    if state is not None:
+        type(module).__setstate__(module, state)
+    if binding.store is None:  # else a shallow copy, which shares the low parameters
+        make_precise(module, precise)
+    bind(module, binding)  # the class may have replaced the whole `__dict__`
+
+
+def _deepcopy(binding: Binding, memo: dict[int, Any]) -> Any:
+    """Copy a module as its class does, bind the copy and give it the fp32 values; see note [copies] of `precise`."""
+    module = binding.here()
+    binding.bind_late()
+    own = getattr(type(module), "__deepcopy__", None)
+    if own is None:
+        make, args, *state = _reduce(binding, 4)
+        twin = memo[id(module)] = make(*copy.deepcopy(args, memo))
+        twin.__setstate__(copy.deepcopy(state[0], memo))
+        return twin
+    memo[id(binding)] = binding.again()
+    twin = own(module, memo)
+    if twin is not module and isinstance(twin, nn.Module):
+        make_precise(twin, {name: store.value(parameter) for name, parameter, store in low_parameters(module)})
+        bind(twin, memo[id(binding)])
+    return twin
+
+
+def _copy_graph(module: GraphModule) -> Any:
+    """Copy a bound GraphModule as torch does, and bind the copy; they have the same parameters."""
+    twin: Any = super(type(module), module).__copy__()  # type: ignore[misc]
+    binding = binding_of(module)
+    if binding is not None:
+        bind(twin, binding.again(binding.store))
+    return twin
+
+
+def _replicate(binding: Binding) -> Any:
+    """Copy a module for another device of DataParallel."""
+    module: Any = binding.here()
+    twin = type(module)._replicate_for_data_parallel(module)
+    bind(twin, binding.again(binding.store))
+    return twin
+
+
+class _Held(Binding):
+    """The binding of a method that was copied or pickled by itself, which keeps its module alive."""
+
+    def __getattr__(self, name: str) -> Any:
+        return MethodType(vars(self.here())[name].__func__, self)
+
+
+def _held(module: nn.Module) -> Any:
+    """Return what has the methods of `module`, bound or not, and keeps it alive."""
+    binding = module.__dict__.get(KEY)
+    if binding is None:
+        return module
+    held = _Held.__new__(_Held)
+    held.__dict__.update(binding.__dict__, module_ref=lambda: module)
+    return held
+
+
+COMMON: dict[str, Callable[..., Any]] = {
+    "_save_to_state_dict": save,
+    "_load_from_state_dict": load,
+    "__reduce_ex__": _reduce,
+    "__setstate__": _set_state,
+    "__deepcopy__": _deepcopy,
+    "_replicate_for_data_parallel": _replicate,
+    "__prepare_scriptable__": _refuse_script,
+    "_get_name": _name_for_fx,
+}
+"""The methods that all bound modules get, by name; the first argument of each is the `Binding`."""
+
+allow_in_files(_rebuild, _Unkept, _Carried, Policy, ScaleRule)

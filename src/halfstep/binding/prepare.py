@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import KEY, Binding, bind_class, binding_of
+from halfstep.binding.bind import Binding, bind, binding_of, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fsdp import has_run, reshard
 from halfstep.binding.precise import low_places, put_back
@@ -193,7 +193,7 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
 
 
 def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
-    """Give every module that needs one its binding and its bound class."""
+    """Bind every module that needs it."""
     sharded = any(is_sharded(p) for p in model.parameters())
     for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
@@ -221,8 +221,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
                     continue
                 binding.holders |= known.holders
             binding.holders.add(model)
-        module.__dict__[KEY] = binding
-        bind_class(module, on=True)
+        bind(module, binding)
 
 
 def _attach(model: nn.Module, optimizers: list[Optimizer], *, low_states: bool) -> None:
@@ -300,8 +299,7 @@ def unprepare(model: ModelT) -> ModelT:
         if mine is not None:
             mine.holders.difference_update(modules)
             if module is inner or not mine.holders:  # else a guest of another prepared model
-                bind_class(module, on=False)
-                del module.__dict__[KEY]
+                unbind(module)
     own = {id(p) for p in inner.parameters()}
     LowStates.release(own)
     ExpectedScaler.release(own)

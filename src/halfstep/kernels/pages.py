@@ -10,11 +10,17 @@ returns free pages, and gives memory back as it does by default.
 The setting holds for the whole process, as malloc has no other. It begins after a step's first update: blocks allocated
 before it (the model, the optimizer's state) keep their places, and the buffers of that update leave no holes between
 them, into which aligned blocks of the same size would not fit again.
+
+Note [user's settings]: where the environment of the process sets malloc's thresholds (`MALLOC_MMAP_THRESHOLD_`,
+``GLIBC_TUNABLES=glibc.malloc.trim_threshold=...``), these stay in force, and nothing is kept. glibc has no function
+that returns a setting, so one that a program made itself with `mallopt` is not seen. Any call of `mallopt` ends the
+adjustment of the thresholds by malloc; after the last step they are what that adjustment ends at.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import weakref
 from functools import cache
@@ -25,13 +31,17 @@ __all__ = ["keep_pages"]
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of settings: https://man7.org/linux/man-pages/man3/mallopt.3.html
 NEVER = -1  # of TRIM_THRESHOLD
 LARGEST = 2**31 - 1  # bytes, of MMAP_THRESHOLD: mallopt takes an int
+SETTINGS = "mmap_threshold", "mmap_max", "top_pad", "trim_threshold"  # each ends the adjustment by malloc
 MOST_BY_DEFAULT = 2**25  # bytes: where MMAP_THRESHOLD ends when malloc moves it by itself; TRIM_THRESHOLD ends at twice
 
 
 def keep_pages(user: object) -> None:
-    """Let malloc keep freed memory as long as `user` lives; note [pages]. Does nothing where malloc is not glibc's."""
+    """Let malloc keep freed memory as long as `user` lives; note [pages].
+
+    Does nothing where malloc is not glibc's, or has settings of the user's; note [user's settings].
+    """
     library = _glibc()
-    if library is None:
+    if library is None or _is_set():
         return
     users = _users()
     if id(user) in users:
@@ -53,6 +63,13 @@ def _leave(user: int) -> None:
         library.mallopt(MMAP_THRESHOLD, MOST_BY_DEFAULT)
         library.mallopt(TRIM_THRESHOLD, 2 * MOST_BY_DEFAULT)
         library.malloc_trim(0)
+
+
+@cache
+def _is_set() -> bool:
+    """Return whether the environment has settings of malloc's thresholds; note [user's settings]."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in SETTINGS)
 
 
 @cache

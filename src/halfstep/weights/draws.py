@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.reference.operators import noise
@@ -90,16 +91,23 @@ class Draws:
         """Save and load the state with that of `optimizer`: note [saved]."""
         known = _saved_with()
         if optimizer not in known:
-            known[optimizer] = []
-            optimizer.register_state_dict_post_hook(_add_state)
-            optimizer.register_load_state_dict_pre_hook(_take_state)
-        if self not in known[optimizer]:
-            known[optimizer].append(self)
+            handles = [
+                optimizer.register_state_dict_post_hook(_add_state),
+                optimizer.register_load_state_dict_pre_hook(_take_state),
+            ]
+            known[optimizer] = [], handles
+        kept, _ = known[optimizer]
+        if self not in kept:
+            kept.append(self)
 
     def leave(self, optimizer: Optimizer) -> None:
         """End `save_with`."""
-        kept = _saved_with().get(optimizer, [])
+        kept, handles = _saved_with().get(optimizer, ([], []))
         kept[:] = [draws for draws in kept if draws is not self]
+        if not kept:
+            _saved_with().pop(optimizer, None)
+            for handle in handles:
+                handle.remove()
 
     def state(self) -> dict[str, Any]:
         """Return the seed and the count on each device that has trained."""
@@ -133,18 +141,18 @@ class Draws:
 
 
 @cache
-def _saved_with() -> weakref.WeakKeyDictionary[Optimizer, list[Draws]]:
-    """Return what is saved with which optimizer."""
+def _saved_with() -> weakref.WeakKeyDictionary[Optimizer, tuple[list[Draws], list[RemovableHandle]]]:
+    """Return what is saved with which optimizer, and the hooks that save it."""
     return weakref.WeakKeyDictionary()
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = [draws.state() for draws in _saved_with()[optimizer]]
+    states = [draws.state() for draws in _saved_with()[optimizer][0]]
     return {**state_dict, ROUNDING: states} if states else state_dict
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for draws, state in zip(_saved_with()[optimizer], state_dict.get(ROUNDING, ()), strict=False):
+    for draws, state in zip(_saved_with()[optimizer][0], state_dict.get(ROUNDING, ()), strict=False):
         draws.load_state(state)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.formats import LOW_DTYPES
@@ -28,7 +27,7 @@ from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.weights.attachment import refuse_unhooked, skipped
 from halfstep.weights.draws import Draws
-from halfstep.weights.store import stores
+from halfstep.weights.every_step import Turn, at_each_step, not_at_each_step
 
 __all__ = ["LowStates"]
 
@@ -74,14 +73,15 @@ class LowStates:
         listed = _listed()
         for parameter in parameters:
             listed[parameter] = draws
+            at_each_step(Turn.LOW_STATES, parameter, before=_keep_if_listed)
 
     @classmethod
     def release(cls, parameters: set[int]) -> None:
         """Give optimizers with any of `parameters` (ids) their fp32 states back, and keep none low from now on."""
-        if _listed.cache_info().currsize:
-            listed = _listed()
-            for parameter in [p for p in listed if id(p) in parameters]:
-                del listed[parameter]
+        listed = _listed()
+        for parameter in [p for p in listed if id(p) in parameters]:
+            del listed[parameter]
+            not_at_each_step(Turn.LOW_STATES, parameter)
         for optimizer, states in list(cls._known.items()):
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
                 for handle in states._handles:
@@ -127,20 +127,18 @@ def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
 @cache
 def _listed() -> MutableMapping[nn.Parameter, Draws | None]:
     """Return the parameters whose optimizer states are to be low; an optimizer made later is found when it steps."""
-    listed: MutableMapping[nn.Parameter, Draws | None] = WeakIdKeyDictionary()
-    stores()  # registers its hook first: a store is attached to an optimizer before its states are
+    return WeakIdKeyDictionary()
 
-    def keep_if_listed(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not listed or optimizer in LowStates._known:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in listed:
-                    LowStates(optimizer, listed[parameter])
-                    return
 
-    register_optimizer_step_pre_hook(keep_if_listed)  # runs before an optimizer's own hooks, which it can add
-    return listed
+def _keep_if_listed(optimizer: Optimizer) -> None:
+    listed = _listed()
+    if not listed or optimizer in LowStates._known:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in listed:
+                LowStates(optimizer, listed[parameter])
+                return
 
 
 def _is_wide(parameter: Tensor) -> bool:

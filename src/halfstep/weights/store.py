@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
@@ -40,6 +39,7 @@ from halfstep.kernels.sharded import local, put
 from halfstep.kernels.watched import low_written, unwatch, watch
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
+from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import broadcast, replicated, training_wrapper
 
 __all__ = ["WeightStore", "beyond", "stores"]
@@ -93,6 +93,7 @@ class WeightStore(ABC):
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
+        at_each_step(Turn.ATTACH, self, before=_attach_if_needed)
 
     def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Refuse what cannot be lowered.
@@ -672,11 +673,9 @@ def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
 @cache
 def stores() -> weakref.WeakSet[WeightStore]:
     """Return all living stores; an optimizer made after `hs.prepare` is attached from here when it steps."""
-    made = weakref.WeakSet[WeightStore]()
+    return weakref.WeakSet()
 
-    def attach_if_needed(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for store in list(made):
-            store.attach_if_needed(optimizer)
 
-    register_optimizer_step_pre_hook(attach_if_needed)  # runs before an optimizer's own hooks, which it can add
-    return made
+def _attach_if_needed(optimizer: Optimizer) -> None:
+    for store in list(stores()):
+        store.attach_if_needed(optimizer)

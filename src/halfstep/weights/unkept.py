@@ -20,10 +20,10 @@ from torch._C import _current_graph_task_id
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.watched import low_written, owner_of, unwatch, watch
+from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import training_wrapper
 
 __all__ = ["UnkeptWeights"]
@@ -51,6 +51,7 @@ class UnkeptWeights:
             watch(parameter, self, name, held=True)
             self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
         _living().add(self)
+        at_each_step(Turn.CHECK, self, before=_before_step, after=_after_step)
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is low, and no optimizer is stepping: it sees low values."""
@@ -151,23 +152,19 @@ class UnkeptWeights:
 @cache
 def _living() -> weakref.WeakSet[UnkeptWeights]:
     """Return all that live; optimizers of any kind write low values, without a word, while they step."""
-    made = weakref.WeakSet[UnkeptWeights]()
+    return weakref.WeakSet()
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if made:
-            for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
-                owner.check(parameter)
-                owner._stepping.add(id(optimizer))
 
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for owner in made:
-            owner._stepping.discard(id(optimizer))
-        if made:
-            UnkeptWeights.stepped(_stepped(optimizer))
+def _before_step(optimizer: Optimizer) -> None:
+    for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
+        owner.check(parameter)
+        owner._stepping.add(id(optimizer))
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-    return made
+
+def _after_step(optimizer: Optimizer) -> None:
+    for owner in _living():
+        owner._stepping.discard(id(optimizer))
+    UnkeptWeights.stepped(_stepped(optimizer))
 
 
 def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:

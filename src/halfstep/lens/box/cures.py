@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.binding.bind import KEY, Binding, binding_of
+from halfstep.binding.bind import Binding, bind, binding_of
 from halfstep.binding.prepare import prepare, unprepare
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
@@ -271,7 +271,7 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     plan = resolve(policy, model, binding.device_types[0])
     concrete = resolved(policy, binding.device_types[0])
     store = binding.store
-    bound = [(module, module.__dict__[KEY]) for module in model.modules() if KEY in module.__dict__]
+    bound = [(module, known) for module in model.modules() if (known := binding_of(module)) is not None]
     made: dict[int, nn.Parameter] = {}
     for decision in plan.parameters:
         parameter = model.get_parameter(decision.name)
@@ -289,13 +289,10 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
         for module, old in bound:
             rule = rules.get(old.path, "")
             parent = rules.get(old.path.rpartition(".")[0], "") if old.path else ""
-            module.__dict__[KEY] = Binding(
-                policy,
-                old.device_types,
-                path=old.path,
-                root=old.root,
-                rule=rule,
-                entrance=bool(rule) and rule != parent,
+            entrance = bool(rule) and rule != parent
+            bind(
+                module,
+                Binding(policy, old.device_types, path=old.path, root=old.root, rule=rule, entrance=entrance),
             )
         yield
 

@@ -184,8 +184,7 @@ class Trace:
     def _name_outsider(self, module: nn.Module) -> str:
         """Name a module outside the model: by its class if it has parts, else by the module that calls it."""
         above = self._stack[-1][0] if self._stack else ""
-        kind = type(module)
-        own = getattr(kind, "_halfstep_original", kind).__name__
+        own = type(module).__name__
         self._expect_state(module, own + ".")
         if next(module.children(), None) is None:
             return above
