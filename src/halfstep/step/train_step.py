@@ -193,7 +193,8 @@ class TrainStep(Settings):
         """Run one micro-batch, and the update if it is the last of its window."""
         record, moments = self.record, self._moments
         if record.micro_batches == 0:
-            moments.begin()
+            for begin_window in moments.begin_window:
+                begin_window()
         number = record.done + record.micro_batches + 1
         for begin in moments.begin_micro_batch:
             begin(number, batch, named)
