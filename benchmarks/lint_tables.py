@@ -1,6 +1,6 @@
-"""The tables of docs/lint.md and docs/tables/lint_scripts.md; `make tables`.
+"""The tables of docs/lint.md, docs/tables/lint_*.md and docs/verdicts/loop.md; `make tables`.
 
-They are made from the linter's registry and from benchmarks/results/lint.json.
+They are made from the linter's registry, from the catalogue of mistakes and from benchmarks/results/lint.json.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from typing import Any
 from benchmarks.markdown import table
 from benchmarks.reports import load
 from halfstep.advise.lint import RULES
+from halfstep.mistakes import MISTAKES
 
 
 def lint_blocks() -> dict[str, str]:
     """Return the tables of static and of traced rules and of public scripts, by the names of their markers."""
     report = load("lint.json")
     made = {"lint scripts": _scripts(report), "lint right": _right(report)}
+    mistakes = [[f"`{m.code}`", _cell(m.title), _cell(m.why), _cell(m.fix)] for m in MISTAKES.values()]
+    made["loop mistakes"] = table(["number", "mistake", "what it does", "what to change"], mistakes)
     for name, traced in (("lint static", False), ("lint traced", True)):
         rules = [rule for rule in RULES.values() if rule.traced is traced]
         rows = [[f"`{r.code}`", r.severity, _cell(r.title), _cell(r.why), _cell(r.fix)] for r in rules]

@@ -120,7 +120,7 @@ def environment(corner: Corner, python: str) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(place)], check=True)
     if corner.torch:
-        packages = [f"torch=={corner.torch}", "rich", "typer", "tomli", *TOOLS, "jinja2", "matplotlib", "mlxtend"]
+        packages = [f"torch=={corner.torch}", "rich", "typer", "tomli", *TOOLS, "jinja2", "mlxtend"]
         install(binary, [*packages, "scikit-learn", *wanted])
     else:
         own = subprocess.check_output(

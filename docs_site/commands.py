@@ -14,8 +14,9 @@ from halfstep.cli import app
 
 def described_all() -> str:
     """Return a table of the commands, and a section for each."""
-    group = typer.main.get_command(app)
-    commands: dict[str, Any] = getattr(group, "commands", {})
+    group: Any = typer.main.get_command(app)
+    context = Any  # no command asks for it
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
     rows = [[f"[`{name}`](#halfstep-{name})", first_sentence(command.help)] for name, command in commands.items()]
     parts = [table(["command", "what it does"], rows)]
     for name, command in commands.items():

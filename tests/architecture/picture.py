@@ -43,6 +43,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "trees": (710, "containers of tensors"),
     "timing": (870, "candidates in turns"),
     "snapshot": (1030, "taking back"),
+    "mistakes": (1350, "orders of calls"),
     "schema": (1190, "what files must hold"),
     "accelerators": (1030, "any device of torch"),
     "arguments": (70, "kinds of values"),

@@ -58,7 +58,6 @@ def test_rows_can_be_chosen_sorted_and_asked_about(tasks: Path) -> None:
 
 
 def test_everything_is_written_as_json_and_as_a_page(tasks: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, text = run(f"{tasks}:task", "--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
     assert code == 0 and text.count("written: ") == 2
     report = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))

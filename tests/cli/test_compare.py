@@ -97,7 +97,6 @@ def test_bad_input_is_named_and_nothing_runs(task: str, words: list[str], compla
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(task: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     report = tmp_path / "new" / "report.html"
     done = run("--task", task, "--policies", "O2:fp16", "--steps", "9", "--seeds", "2", "--html", str(report))
     assert done.exit_code == 0, done.output
@@ -113,20 +112,6 @@ def test_the_report_is_one_page_that_needs_nothing_else(task: str, tmp_path: Pat
     for words in ("small", "fp32", "torch.amp bf16", "O2 fp16", "How it was measured"):
         assert words in page.texts
     assert "An indication, not a verdict: 2 runs of each policy. A verdict takes 5." in page.texts
-
-
-@pytest.mark.parametrize("module", ["matplotlib.figure", "jinja2"])
-def test_without_what_draws_nothing_runs_and_nothing_is_left(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    words = ["--task", task, "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html")]
-    done = run(*words)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert (
-        f"--html needs {module.partition('.')[0]}, which is not installed; pip install 'halfstep[plot]'" in done.stderr
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py"]
 
 
 def test_a_path_that_cannot_be_written_leaves_no_other_file(task: str, tmp_path: Path) -> None:

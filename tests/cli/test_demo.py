@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
-from halfstep.cli.conclusions import conclusions
-from halfstep.cli.demo import TIMED, Settings, run_demo
-from halfstep.cli.watch import Watch
+from halfstep.cli.demo import TIMED, Settings, demonstrate
+from halfstep.cli.pages.conclusions import conclusions
+from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace, PaceRow, pace
@@ -71,7 +71,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     html, record = tmp_path / "new" / "report.html", tmp_path / "demo.json"
-    assert run_demo(html_path=html, json_path=record, device="cpu", settings=TINY) == 0
+    assert demonstrate(html, record, "cpu", TINY) == 0
     shown = capsys.readouterr()
     last = shown.out[shown.out.index("\nConclusions\n") :]
     assert last.count("\n- ") == 7 and last.endswith(f"written: {html}\n") and "\x1b" not in shown.out
@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_the_finished_parts_and_names_the_others(
 
     monkeypatch.setattr(command, "rescue", interrupted)
     html, record = tmp_path / "report.html", tmp_path / "demo.json"
-    assert run_demo(html_path=html, json_path=record, device="cpu", settings=TINY) == 130
+    assert demonstrate(html, record, "cpu", TINY) == 130
     shown = capsys.readouterr()
     assert "Not finished: a run in fp16 that goes NaN (interrupted) and accuracy of gpt beside fp32" in shown.out
     assert "Bound by its tail" in shown.out and "Traceback" not in shown.out + shown.err
@@ -118,7 +118,7 @@ def test_ctrl_c_before_anything_is_measured_leaves_a_report_without_numbers(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "pace", interrupted)
-    assert run_demo(html_path=tmp_path / "r.html", json_path=None, device="cpu", settings=TINY) == 130
+    assert demonstrate(tmp_path / "r.html", None, "cpu", TINY) == 130
     assert "Not finished: time and bytes of a model bound by products (interrupted)" in capsys.readouterr().out
     assert Page((tmp_path / "r.html").read_text(encoding="utf-8")).pictures() == []
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import doctor as command
-from halfstep.cli.doctor import run_doctor
+from halfstep.cli.doctor import examine
 from halfstep.tasks.speed import Sizes
 
 TINY = Sizes(product=16, small_product=8, image=(1, 4, 8), small_image=(1, 2, 4), seconds=0.0)
@@ -81,7 +81,7 @@ def test_doctor_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_doctor(device="cpu", json_path=None, quick=False, sizes=lambda device: TINY) == 0
+    assert examine("cpu", None, False, lambda device: TINY) == 0
     shown = capsys.readouterr().out
     assert "16 x 16 x 16" in shown and "an indication" not in shown
 
@@ -110,5 +110,5 @@ def test_on_a_terminal_it_has_colours_and_lines(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         command, "console", lambda stderr=False: Console(file=file, force_terminal=True, width=100, stderr=stderr)
     )
-    assert run_doctor(device="cpu", json_path=None, quick=False, sizes=lambda device: TINY) == 0
+    assert examine("cpu", None, False, lambda device: TINY) == 0
     assert "╭" in file.getvalue() and "\x1b[1;32mUse on cpu" in file.getvalue()

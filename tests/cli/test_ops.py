@@ -216,7 +216,7 @@ def test_bad_input_is_named_in_one_line(source: Path, words: list[str], complain
 def test_on_a_terminal_operators_of_one_reason_share_a_row(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
     file = io.StringIO()
     monkeypatch.setattr(command, "console", lambda: Console(file=file, force_terminal=True, width=200))
-    words = {"policy": "mixed", "patterns": (), "diff": "", "model": "", "device": "cpu", "json_path": None}
+    words = {"policy": "mixed", "patterns": (), "diff": "", "model": "", "device": "cpu", "json": None}
     assert run_ops(**words) == 0  # type: ignore[arg-type]
     assert "addbmm, addmm, baddbmm, bmm, conv1d" in file.getvalue() and "╭" in file.getvalue()
     assert run_ops(**{**words, "diff": "torch"}) == 0  # type: ignore[arg-type]

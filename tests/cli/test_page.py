@@ -4,12 +4,8 @@ import datetime
 import math
 from typing import Any
 
-import pytest
-
-pytest.importorskip("matplotlib")
-
 import halfstep as hs
-from halfstep.cli.page import comparison_page
+from halfstep.cli.pages.comparison import comparison_page
 from halfstep.report import BarChart, Document, DotChart, Figure, Gallery, LineChart, Table, render
 from halfstep.tasks import machine
 from halfstep.tasks.compare import Comparison

@@ -38,7 +38,6 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def test_the_verdict_comes_first_then_parts_drawing_modules_and_policies(tasks: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, text = run(f"{tasks}:task", "--policies", "pure", "--gpu", "t4", "--device", "cpu", "--no-largest",
                      "--json", str(tmp_path / "p.json"), "--html", str(tmp_path / "p.html"))  # fmt: skip
     assert code == 0, text

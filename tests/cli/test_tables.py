@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from halfstep.cli.tables import print_comparison
+from halfstep.cli.pages.comparison import print_comparison
 from halfstep.tasks.compare import Comparison
 from tests.cli.small_comparison import comparison
 
@@ -23,8 +23,8 @@ def cells(text: str, label: str) -> list[list[str]]:
 def test_a_row() -> None:
     text = shown(comparison(5))
     result, cost = cells(text, "O2 fp16")
-    assert result == ["O2 fp16", "90", "-7 [-7, -7]", "worse", "0 to 4", "65536"]
-    assert cost == ["O2 fp16", "12.3", "0.700", "0.700", "2.500", "0.001"]
+    assert result == ["O2 fp16", "90.00", "−7.00 [−7.00, −7.00]", "worse", "0 to 4", "65536"]
+    assert cost == ["O2 fp16", "12.3", "0.700", "0.700", "2.50", "1.00"]
     assert cells(text, "torch.amp bf16")[1][2:4] == ["undecided (1.008)", ""]
     assert cells(text, "fp32")[0][2:4] == ["", ""]
     assert "inside +-1, fixed beforehand" in text and "indication" not in text
@@ -35,7 +35,7 @@ def test_a_row() -> None:
 def test_few_seeds_are_only_an_indication() -> None:
     assert "with 2 of 5 seeds this is only an indication" in shown(comparison(2))
     text = shown(comparison(1))
-    assert "1 seed," in text and cells(text, "O2 fp16")[0][2:4] == ["-7", "undecided"]
+    assert "1 seed," in text and cells(text, "O2 fp16")[0][2:4] == ["−7.00", "undecided"]
 
 
 def test_runs_that_do_not_repeat_are_not_passed_over() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.advise.tune import Progress
 from halfstep.cli import app
-from halfstep.cli.watch import Watch
+from halfstep.cli.progress import Watch
 
 SOURCE = """
 import torch

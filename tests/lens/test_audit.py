@@ -644,7 +644,6 @@ def test_records_are_plain_and_json_is_json(audited: hs.lens.Audit, tmp_path: An
 
 
 def test_the_page_is_one_file_with_a_picture_for_each_role(audited: hs.lens.Audit, tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
     audited.save_html(tmp_path / "audit.html")
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
     assert text.count("<figure>") == 4 and "<script" not in text and "http" not in text.partition("</style>")[2]

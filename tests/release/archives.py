@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 SOURCES = ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml", "setup.py")
 """Files beside src/ that an sdist holds."""
 
-NEEDED = {"torch", "rich", "typer", "tomli"}
+NEEDED = {"torch", "jinja2", "rich", "typer", "tomli"}
 """What an installation without extras depends on."""
 
 

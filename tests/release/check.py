@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.release.archives import in_documents, in_sdist, in_wheel, version_of
-from tests.release.programs import EXTRAS, STEP, TASK
+from tests.release.programs import EXTRAS, STEP
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("build", "twine", "readme_renderer[md]", "auditwheel", "pyright", "mypy", "cffconvert")
@@ -168,9 +168,7 @@ def with_extra(extra: str, wheel: Path, base: Environment, place: Path) -> None:
     there = Environment(place, below=base)
     try:
         there.install(f"halfstep[{extra}] @ {wheel.as_uri()}")
-        task = there.place / "task.py"
-        task.write_text(TASK, encoding="utf-8")
-        names = {"task": f"{task}:task", "out": there.place, "examples": ROOT / "examples"}
+        names = {"out": there.place, "examples": ROOT / "examples"}
         name, *words = (word.format(**names) if "{" in word and "\n" not in word else word for word in EXTRAS[extra])
         if name == "halfstep":
             name, words = "python", ["-m", "halfstep", *words]

@@ -23,8 +23,18 @@ print(sorted(hs.integrations.loggers.__all__))
 
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "tasks": ("halfstep", "compare", "--task", "lenet5", "--steps", "2", "--seeds", "1", "--policies", "mixed"),
-        "plot": ("halfstep", "audit", "{task}", "--steps", "1", "--html", "{out}/audit.html"),
+        "tasks": (
+            "halfstep",
+            "compare",
+            "--task",
+            "lenet5",
+            "--steps",
+            "2",
+            "--seeds",
+            "1",
+            "--html",
+            "{out}/a.html",
+        ),
         "transformers": ("python", "{examples}/frameworks/transformers_trainer.py"),
         "accelerate": ("python", "{examples}/frameworks/accelerate_loop.py"),
         "lightning": ("python", "{examples}/frameworks/lightning_module.py"),
@@ -33,21 +43,3 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Extra -> a command that needs it. `docs`, `notebooks`, `bench` and `dev` need the tree, and have targets."""
-
-TASK = '''
-"""A task for `halfstep audit`."""
-
-import torch
-import halfstep as hs
-
-
-def task():
-    """Return it."""
-    return hs.Task(
-        name="small",
-        model=lambda: torch.nn.Linear(8, 2),
-        batches=lambda seed, step: (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + step)),),
-        loss_fn=lambda model, x: model(x).square().mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-'''

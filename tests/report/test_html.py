@@ -1,22 +1,8 @@
 from __future__ import annotations
 
-import sys
 from xml.etree import ElementTree
 
-import pytest
-
-from halfstep.errors import HalfstepError
-from halfstep.report import (
-    Bar,
-    BarChart,
-    Key,
-    LineChart,
-    MissingExtraError,
-    Series,
-    picture_file,
-    render,
-    require_extra,
-)
+from halfstep.report import Bar, BarChart, Key, LineChart, Series, picture_file, render
 from halfstep.report import document as doc
 from tests.report.reader import Page
 
@@ -88,17 +74,6 @@ def test_every_picture_has_words_for_who_does_not_see_it() -> None:
     assert all(p["role"] == "img" and p["aria-label"] == "a line that rises" for p in pictures)
 
 
-def test_no_name_occurs_twice_although_pictures_are_alike() -> None:
-    chart = LineChart(x_label="step", series=(Series(label="a", x=(1.0, 2.0), y=(1.0, 2.0), marks=(1.0,)),))
-    twins = tuple(doc.Figure(heading="", caption="", alt="twin", chart=chart) for _ in range(3))
-    blocks = (doc.Gallery(figures=twins),)
-    page = Page(render(doc.Document(title="t", lead="", sections=(doc.Section(heading="s", blocks=blocks),))))
-    names = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    used = [a["href"][1:] for _, a in page.elements if "href" in a]
-    assert len(names) == len(set(names)) >= 3
-    assert used and set(used) <= set(names)
-
-
 def test_a_page_is_made_for_phones_and_for_both_colour_schemes() -> None:
     text = render(document())
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
@@ -114,16 +89,6 @@ def test_a_number_and_its_unit_stay_on_one_line_but_code_is_left_alone() -> None
     text = render(document("1.5 MB, 37 % less"))
     assert "<p>1.5\N{NO-BREAK SPACE}MB, 37\N{NO-BREAK SPACE}% less</p>" in text
     assert "<pre>1.5 MB, 37 % less</pre>" in text
-
-
-@pytest.mark.parametrize(("module", "name"), [("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2")])
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"--html needs {name}, .* pip install 'halfstep\[plot\]'"):
-        require_extra("--html")
-    with pytest.raises(ImportError, match="an HTML report needs"):
-        render(document())
-    assert issubclass(MissingExtraError, HalfstepError)
 
 
 def test_a_picture_stands_alone_and_fetches_nothing() -> None:

@@ -7,11 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
 from halfstep.report import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Point, PointChart, Series, Strip
 from halfstep.report.charts import COLOURS, Chart
-from halfstep.report.pictures import PAINT, Drawing, draw
+from halfstep.report.pictures import Drawing, draw
 
 LINES = LineChart(
     x_label="step",
@@ -77,11 +75,10 @@ def words(drawing: Drawing) -> list[str]:
 def widths(drawing: Drawing) -> dict[str, list[float]]:
     """Return the widths of filled shapes by their paint."""
     found: dict[str, list[float]] = {}
-    for path in parsed(drawing).iter("path"):
-        fill = re.search(r"fill: (var\(--\w+\))", path.get("style", ""))
-        xs = [float(x) for x in re.findall(r"[ML] ([-\d.]+) [-\d.]+", path.get("d", ""))]
-        if fill and xs:
-            found.setdefault(fill[1], []).append(max(xs) - min(xs))
+    for shape in parsed(drawing).iter("rect"):
+        paint = re.search(r"fill: (var\(--\w+\))", shape.get("style", ""))
+        assert paint is not None
+        found.setdefault(paint[1], []).append(float(shape.get("width", "nan")))
     return found
 
 
@@ -93,9 +90,7 @@ def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
     assert not re.search(r"#[0-9a-fA-F]{6}|#[0-9a-fA-F]{3}\b|rgb|DejaVu|http|xmlns", drawing.body)
     assert not [element for element in root.iter() if element.tag in {"style", "metadata", "image", "script"}]
     assert not any(e.get(name) for e in root.iter() for name in ("class", "font-family"))
-    assert {e.get("id", "@")[0] for e in root.iter()} == {"@"}
-    named = {e.get("id") for e in root.iter()}
-    assert all(e.get("href", "")[1:] in named for e in root.iter("use"))
+    assert not any(e.get(name) for e in root.iter() for name in ("id", "href"))  # pictures share a page
 
 
 @pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT, POINTS], ids=lambda c: type(c).__name__)
@@ -131,15 +126,16 @@ def test_a_bar_off_the_scale_does_not_flatten_the_others() -> None:
 
 def test_colours_start_again_when_they_are_used_up() -> None:
     assert Key(colour=COLOURS + 2).hue == 2 and Key(colour=0).hue == 0
-    assert set(PAINT.values()) >= {f"var(--hue{i})" for i in range(1, COLOURS + 1)}
+    bars = tuple(Bar(label="a", text="1", value=1.0, key=Key(colour=i)) for i in range(1, COLOURS + 3))
+    assert set(widths(draw(BarChart(x_label="", bars=bars)))) == {f"var(--hue{i})" for i in range(1, COLOURS + 1)}
 
 
 def test_a_dot_far_outside_is_an_arrow_at_the_edge() -> None:
-    assert words(draw(DOTS))[-4:] == ["far", "-80", "lost", "diverged"]
+    assert words(draw(DOTS))[5:9] == ["far", "-80", "lost", "diverged"]
     ticks = [w for w in words(draw(DOTS)) if w in {"−1", "0", "+1"}]
     assert ticks == ["−1", "0", "+1"]
-    places = {float(e.get("x", "nan")) for e in parsed(draw(DOTS)).iter("use") if e.get("x")}
-    assert 12.0 in places and max(places) < 338.0  # the left edge of the axes; nothing at the right one
+    arrows = [e.get("d", "") for e in parsed(draw(DOTS)).iter("path") if e.get("d", "").endswith("Z")]
+    assert len(arrows) == 1 and arrows[0].startswith("M 8 ")  # its tip lies left of the edge of the axes, at 12
 
 
 def test_a_value_that_is_not_finite_is_a_gap() -> None:

@@ -88,7 +88,7 @@ def test_a_scaled_loss_added_to_unscaled_gradients_is_an_error(method: str, chan
     if change == "replaced after":
         p.grad = torch.nan_to_num(p.grad)
     scaler.name_parameters([("first", p), ("second", q)])
-    with pytest.raises(ScaleError, match=rf"{method}\(\): .* added to unscaled gradients: first\. Run every backward"):
+    with pytest.raises(ScaleError, match=rf"{method}\(\): .* added to unscaled gradients: first; run every backward"):
         getattr(scaler, method)(optimizer)
     assert p.tolist() == q.tolist() == [0.0, 0.0]
     optimizer.zero_grad()  # and the way out

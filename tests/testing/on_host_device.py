@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.cli.doctor import run_doctor
+from halfstep.cli.doctor import examine
 from halfstep.compat.apex import amp
 from halfstep.step.parts.landing import Landing
 from halfstep.tasks.speed import Sizes
@@ -254,7 +254,7 @@ def doctor() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "doctor.json")
         with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
-            code = run_doctor(device=NAME, json_path=path, quick=True, sizes=lambda kind: sizes)
+            code = examine(NAME, path, True, lambda kind: sizes)
         report = json.loads(path.read_text(encoding="utf-8"))
     return {
         "code": code,

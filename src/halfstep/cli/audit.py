@@ -4,63 +4,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.text import Text
+import typer
+from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
-from halfstep.report import require_extra
+from halfstep.cli.options import Device, Html, Json, PolicyLabel, TaskName
+from halfstep.cli.terminal import STYLES, Files, command, command_line, console, device_type, record, say, show
+from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_candidate
 
 __all__ = ["policy_of", "run_audit"]
 
-PLACES = 4
-"""Places named of each group of findings."""
-
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 
-COLOURS = {"overflow_risk": "yellow", "rounding": "yellow", "saturation": "yellow"}
 
-
+@command
 def run_audit(
-    *, task: str, policy: str, steps: int, after: int, rows: int, sort: str, module: str, role: str,
-    what_if: Sequence[str], device: str, json_path: Path | None, html_path: Path | None,
-) -> int:  # fmt: skip
-    """Run the command, whose options the arguments are; return its exit code: 0, or 2 for bad input."""
-    out = console()
-    try:
-        where = device_type(device)
-        chosen = policy_of(policy, where)
-        loaded = load_task(task)
-        questions = [_question(text) for text in what_if]
-        writable(json_path)
-        if html_path is not None:
-            require_extra("--html")
-            writable(html_path, "--html")
-        empty = hs.lens.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
-        _asked(empty, module, role, sort, questions)  # refuses bad options before anything runs
-        audit = _audited(loaded, chosen, where, steps, after)
-        shown, answers = _asked(audit, module, role, sort, questions)
-    except hs.HalfstepError as error:
-        return complain(error)
-    _print_findings(out, audit)
+    task: TaskName,
+    policy: PolicyLabel = "mixed",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to look at.")] = 3,
+    after: Annotated[int, typer.Option(min=0, help="Training steps before them.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 24,
+    sort: Annotated[
+        str, typer.Option("--sort", help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
+    ] = "",
+    module: Annotated[str, typer.Option("--module", help="Pattern of the modules to print.")] = "*",
+    role: Annotated[
+        str, typer.Option("--role", help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
+    ] = "*",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
+    ] = None,
+    device: Device = "",
+    json: Json = None,
+    html: Html = None,
+) -> int:
+    """Run a few steps of a task under a policy and show what precision does to every operator, weight and gradient.
+
+    Findings come first: underflow, overflow, swallowed updates, low states, large errors, each with its remedy.
+    """
+    out, where = console(), device_type(device)
+    chosen, loaded = policy_of(policy, where), load_task(task)
+    formats = what_if or []
+    questions = [_question(text) for text in formats]
+    files = Files(json=json, html=html)
+    empty = hs.lens.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
+    _asked(empty, module, role, sort, questions)
+    audit = _audited(loaded, chosen, where, steps, after)
+    shown, answers = _asked(audit, module, role, sort, questions)
+    for line, style in audit.lines():
+        say(out, line, STYLES.get(style))
+    say(out)
     _print_rows(out, shown, rows)
-    for text, answer in zip(what_if, answers, strict=True):
+    for text, answer in zip(formats, answers, strict=True):
         _print_answer(out, text, answer, rows)
-    command = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
-    report: dict[str, Any] = {"command": command, "halfstep": hs.__version__, **audit.to_dict()}
-    report["what_if"] = [
-        {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(what_if, answers, strict=True)
+    again = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
+    asked = [
+        {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(formats, answers, strict=True)
     ]
-    write_json(out, json_path, report)
-    if html_path is not None:
-        audit.save_html(html_path)
-        say(out, f"written: {html_path}")
+    files.write(out, json=record(again, **audit.to_dict(), what_if=asked), html=audit.save_html)
     return 0
 
 
@@ -113,50 +121,27 @@ def _asked(
     return shown, [audit.what_if(form, scale) for form, scale in questions]
 
 
-def _print_findings(out: Any, audit: hs.lens.Audit) -> None:
-    say(out, audit.headline, style="bold")
-    for note in audit.notes:
-        item(out, note, style="yellow")
-    groups = audit.groups()
-    if not groups:
-        say(out, audit.quiet, style="red" if audit.bad else "green")
-    for finding, places in groups:
-        more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-        say(out)
-        say(out, f"{finding.kind}: {', '.join(places[:PLACES])}{more}", style=COLOURS.get(finding.kind, "red"))
-        if finding.line:
-            say(out, f"  at {finding.line}")
-        say(out, f"  {finding.cause}")
-        say(out, f"  remedy: {finding.remedy}")
-        for line in finding.diff.splitlines():
-            say(out, f"    {line}")
-    say(out)
-
-
-def _print_rows(out: Any, audit: hs.lens.Audit, count: int) -> None:
+def _print_rows(out: Console, audit: hs.lens.Audit, count: int) -> None:
     headers, *lines = audit.table()
-    made = table(out, *headers, right=tuple(range(4, len(headers))))
-    for line in lines[:count]:
-        made.add_row(*map(Text, line))
-    out.print(made)
+    show(out, table("", headers, lines[:count], words=(1, 2, 3)))
     if len(lines) > count:
         say(out, f"{len(lines) - count} more rows; --rows {len(lines)} prints them all, --json and --html write them")
 
 
-def _print_answer(out: Any, question: str, answers: Sequence[Any], count: int) -> None:
+def _print_answer(out: Console, question: str, answers: Sequence[Any], count: int) -> None:
     """Print the rows that a format would hit hardest."""
     hit = [a for a in answers if a.underflow[1] >= HIT or a.overflow[1] > 0]
     hit.sort(key=lambda a: (a.overflow[1], a.underflow[1]), reverse=True)
     say(out)
     say(out, f"what if {question}: {len(hit)} of {len(answers)} rows would lose numbers", style="bold")
-    if not hit:
-        return
-    made = table(out, "module", "operator", "role", "underflow", "overflow", "best scale", right=(3, 4, 5))
-    for a in hit[:count]:
-        name = f"{a.op} {a.parameter.rpartition('.')[2]}".strip()
-        made.add_row(*map(Text, (a.module or "(root)", name, a.role, _bounds(a.underflow), _bounds(a.overflow))),
-                     f"2**{round(math.log2(a.best_scale))}")  # fmt: skip
-    out.print(made)
+    headers = ("module", "operator", "role", "underflow", "overflow", "best scale")
+    rows = (
+        (a.module or "(root)", f"{a.op} {a.parameter.rpartition('.')[2]}".strip(), a.role, _bounds(a.underflow),
+         _bounds(a.overflow), f"2**{round(math.log2(a.best_scale))}")
+        for a in hit[:count]
+    )  # fmt: skip
+    if hit:
+        show(out, table("", headers, rows, words=(1, 2)))
 
 
 def _bounds(bounds: tuple[float, float]) -> str:

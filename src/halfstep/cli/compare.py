@@ -5,77 +5,81 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-import halfstep as hs
-from halfstep.cli.live import Live
-from halfstep.cli.page import comparison_page
-from halfstep.cli.tables import print_comparison
-from halfstep.cli.terminal import command_line, complain, console, device_type, say, writable, write_json
-from halfstep.report import render, require_extra
+from halfstep.cli import completion
+from halfstep.cli.options import TASK, Device, Html, Json, split
+from halfstep.cli.pages.comparison import comparison_page, print_comparison
+from halfstep.cli.progress import Live
+from halfstep.cli.terminal import Files, command, command_line, console, device_type, record, say
+from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels
-from halfstep.tasks.compare import Comparison, check, compare
+from halfstep.tasks.compare import check, compare
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
 __all__ = ["run_compare"]
 
 
+@command
 def run_compare(
-    *, tasks: Sequence[str], labels: Sequence[str], steps: int | None, seeds: int | None, json_path: Path | None,
-    html_path: Path | None, device: str,
-) -> int:  # fmt: skip
-    """Run the command, whose options the arguments are.
+    task: Annotated[
+        list[str] | None,
+        typer.Option("--task", help=f"{TASK} Again for more. Default: all three.", autocompletion=completion.task),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policies",
+            help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
+            "between them, or the option again. fp32 and torch.amp always run.",
+            autocompletion=completion.policies,
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: the task's.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each policy. Default: 5, the fewest for a verdict.")
+    ] = None,
+    json: Json = None,
+    html: Html = None,
+    device: Device = "",
+) -> int:
+    """Train each policy from the same weights on the same batches, in turns, beside fp32 and torch.amp at its best.
 
-    Returns:
-        Its exit code: 0, or 2 for bad input, after which nothing was trained.
+    Prints what each did to the result, to the time of a step and to memory.
     """
     out, err = console(), console(stderr=True)
-    try:
-        where = device_type(device)
-        loaded = _load(tasks, err)
-        compared = candidates(labels or default_labels(where), where)
-        for task in loaded:
-            check(task, compared, where)
-        _check_outputs(json_path, html_path)
-    except hs.HalfstepError as error:
-        return complain(error)
-    runs = seeds or ENOUGH_SEEDS
-    about = machine()
+    where = device_type(device)
+    loaded, labels = _load(task or (), err), split(policies)
+    compared = candidates(labels or default_labels(where), where)
+    for each in loaded:
+        check(each, compared, where)
+    files = Files(json=json, html=html)
+    runs, about = seeds or ENOUGH_SEEDS, machine()
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
     comparisons = []
-    for task in loaded:
-        length = steps or task.steps
-        with Live(err, task.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
-            made = compare(task, compared, steps=length, seeds=runs, device=where, on_step=live.see)
+    for each in loaded:
+        length = steps or each.steps
+        with Live(err, each.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
+            made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.see)
         comparisons.append(made)
-        print_comparison(out, comparisons[-1])
-    chosen = [word for task in tasks for word in ("--task", task)]
-    command = command_line(
-        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json_path,
-        html=html_path,
+        print_comparison(out, made)
+    chosen = [word for name in task or () for word in ("--task", name)]
+    again = command_line(
+        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json,
+        html=html,
     )  # fmt: skip
-    write_json(out, json_path, _report(comparisons, about, command))
-    if html_path is not None:
-        today = datetime.date.today()
-        page = comparison_page(comparisons, about=about, command=command, day=today)
-        html_path.write_text(render(page), encoding="utf-8")
-        say(out, f"written: {html_path}")
+    day = datetime.date.today()
+    files.write(
+        out,
+        json=record(again, machine=about, tasks=[dataclasses.asdict(c) for c in comparisons]),
+        html=lambda path: write_page(comparison_page(comparisons, about=about, command=again, day=day), path),
+    )
     return 0
-
-
-def _check_outputs(json_path: Path | None, html_path: Path | None) -> None:
-    """Check that all output can be written, before hours of training."""
-    if html_path is not None:
-        require_extra("--html")
-        if json_path is not None and json_path.resolve() == html_path.resolve():
-            raise TaskError(f"--json and --html name the same file {str(html_path)!r}; give them two")
-    writable(json_path, "--json")
-    writable(html_path, "--html")
 
 
 def _load(names: Sequence[str], err: Console) -> list[Task]:
@@ -87,14 +91,5 @@ def _load(names: Sequence[str], err: Console) -> list[Task]:
         try:
             loaded.append(load_task(name))
         except TaskError as error:
-            err.print(f"left out: {error}", markup=False, highlight=False)
+            say(err, f"left out: {error}")
     return loaded
-
-
-def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str) -> dict[str, Any]:
-    return {
-        "command": command,
-        "halfstep": hs.__version__,
-        "machine": about,
-        "tasks": [dataclasses.asdict(c) for c in comparisons],
-    }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +15,36 @@ import torch
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.conclusions import conclusions
-from halfstep.cli.demo_page import demo_page
-from halfstep.cli.demo_tables import print_accuracy, print_pace, print_rescue
-from halfstep.cli.numbers import counted
+from halfstep.cli.options import Device, Html, Json
+from halfstep.cli.pages.comparison import result_table, setting
+from halfstep.cli.pages.conclusions import conclusions
+from halfstep.cli.pages.demo import demo_page, pace_table
+from halfstep.cli.pages.figures import interval
+from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import (
     INTERRUPTED,
+    Files,
+    command,
     command_line,
-    complain,
     console,
     device_type,
     item,
+    record,
     say,
-    writable,
-    write_json,
-)  # fmt: skip
-from halfstep.cli.watch import Watch
-from halfstep.report import render, require_extra
-from halfstep.tasks import TaskError, load_task, machine
+    show,
+)
+from halfstep.report import write_page
+from halfstep.report.numbers import counted
+from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import Comparison, Moment, compare
+from halfstep.tasks.compare import Comparison, compare
 from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.overflow import Rescue, rescue
 from halfstep.tasks.pace import Pace, pace
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
-__all__ = ["TIMED", "Settings", "run_demo"]
+__all__ = ["TIMED", "Settings", "demonstrate", "run_demo"]
 
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
 
@@ -66,34 +71,27 @@ class Measured:
     missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One part of the demo: it adds its result to what was measured, and returns how to print it."""
+OnShare = Callable[[float], None]
+"""Takes the share of a part that is done."""
 
-    title: str
-    weight: float  # seconds it takes, roughly
-    run: Callable[[Callable[[float], None]], Callable[[], None]]
+Part = tuple[str, float, Callable[[OnShare], Callable[[], None]]]
+"""Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns how to print that."""
 
 
-def run_demo(
-    *, html_path: Path | None, json_path: Path | None, device: str, settings: Settings | None = None
-) -> int:  # fmt: skip
-    """Run the command.
+@command
+def run_demo(html: Html = None, json: Json = None, device: Device = "") -> int:
+    """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
 
-    Returns:
-        Its exit code: 0; 2 for bad input; 130 after Ctrl-C, when the finished parts were printed and written.
+    Ctrl-C keeps the finished parts: they are printed and written, and the exit code is 130.
     """
+    return demonstrate(html, json, device, Settings())
+
+
+def demonstrate(html: Path | None, json: Path | None, device: str, settings: Settings) -> int:
+    """Run the demo; return its exit code."""
     out, err = console(), console(stderr=True)
-    try:
-        where = device_type(device)
-        if html_path is not None:
-            require_extra("--html")
-            if json_path is not None and json_path.resolve() == html_path.resolve():
-                raise TaskError(f"--json and --html name the same file {str(html_path)!r}; give them two")
-        writable(json_path, "--json")
-        writable(html_path, "--html")
-    except hs.HalfstepError as error:
-        return complain(error)
+    where = device_type(device)
+    files = Files(json=json, html=html)
     about = machine()
     demo = Measured(device=where, units=hs.policy.units(where))
     on = f", {about['accelerator']}" if about["accelerator"] else ""
@@ -106,105 +104,119 @@ def run_demo(
                  f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
-        interrupted = _measure(demo, list(_parts(demo, settings or Settings(), out)), err)
+        interrupted = _measure(demo, _parts(demo, settings, out), err)
     say(out)
     say(out, "Conclusions", style="bold")
     found = conclusions(demo.paces, demo.rescue, demo.comparisons, demo.units, demo.missing)
     for fact in found:
         item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
-    command = command_line("demo", html=html_path, json=json_path, device=device)
-    if json_path is not None:
-        write_json(out, json_path, _record(demo, about, command))
-    if html_path is not None:
-        page = demo_page(demo.paces, demo.rescue, demo.comparisons, found, about=about, command=command,
-                         day=datetime.date.today())  # fmt: skip
-        html_path.write_text(render(page), encoding="utf-8")
-        say(out, f"written: {html_path}")
+    again = command_line("demo", html=html, json=json, device=device)
+    day = datetime.date.today()
+    files.write(
+        out,
+        json=record(again, machine=about, **_facts(demo)),
+        html=lambda path: write_page(
+            demo_page(demo.paces, demo.rescue, demo.comparisons, found, about=about, command=again, day=day), path
+        ),
+    )
     return INTERRUPTED if interrupted else 0
 
 
 def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
-    total = sum(part.weight for part in parts)
-    done = 0.0
-    for number, part in enumerate(parts):
-        phase = f"{number + 1}/{len(parts)} {part.title}"
+    total, done = sum(weight for _, weight, _ in parts), 0.0
+    for number, (title, weight, run) in enumerate(parts):
         try:
             with Watch(err) as watch:  # ends before its result is printed: a bar would divert what goes to stdout
-                show = part.run(_sharing(watch, phase, done / total, part.weight / total))
-            show()
+                watch.see(done / total, f"{number + 1}/{len(parts)} {title}")
+                show_it = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
+            show_it()
         except KeyboardInterrupt:
-            demo.missing += [f"{part.title} (interrupted)", *(each.title for each in parts[number + 1 :])]
+            demo.missing += [f"{title} (interrupted)", *(later for later, _, _ in parts[number + 1 :])]
             return True
         except hs.HalfstepError as error:
-            demo.missing.append(f"{part.title} ({error})")
-        done += part.weight
+            demo.missing.append(f"{title} ({error})")
+        done += weight
     return False
 
 
-def _sharing(watch: Watch, phase: str, begin: float, share_of_all: float) -> Callable[[float], None]:
-    """Return a function that takes a part's share and shows that of the whole."""
-    watch.see(begin, phase)
-    return lambda share: watch.see(begin + share * share_of_all, phase)
-
-
-def _parts(demo: Measured, settings: Settings, out: Console) -> Iterator[Part]:
-    """Yield the parts in their order."""
-    timed = candidates(TIMED, demo.device)
-    for workload, seconds in zip(
-        workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True
-    ):  # fmt: skip
-
-        def time_it(
-            on_share: Callable[[float], None], workload: Workload = workload, seconds: float = seconds
-        ) -> Callable[[], None]:
-            made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
-            demo.paces.append((workload, made))
-            return lambda: print_pace(out, workload, made)
-
-        yield Part(title=f"time and bytes of a model bound by {workload.bound_by}", weight=seconds + 3, run=time_it)
-
-    def break_it(on_share: Callable[[float], None]) -> Callable[[], None]:
-        demo.rescue = made = rescue(device=demo.device, steps=settings.broken_steps, on_share=on_share)
-        return lambda: print_rescue(out, made)
-
-    yield Part(title="a run in fp16 that goes NaN", weight=8, run=break_it)
-    labels = ("mixed", "lean", "mixed:fp16")
+def _parts(demo: Measured, settings: Settings, out: Console) -> list[Part]:
+    """Return the parts in their order."""
+    works = zip(workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True)
+    parts: list[Part] = [
+        (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, out, w, seconds))
+        for w, seconds in works
+    ]
+    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, out, settings.broken_steps)))
     for name, steps in settings.steps:
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
-            continue
-
-        def train_it(on_share: Callable[[float], None], name: str = name, steps: int = steps) -> Callable[[], None]:
-            compared = candidates(labels, demo.device)
-            moments = (len(compared) + 1) * steps * settings.seeds
-            seen = 0
-
-            def on_step(moment: Moment) -> None:
-                nonlocal seen
-                seen += 1
-                on_share(seen / moments)
-
-            task = load_task(name)
-            made = compare(task, compared, steps=steps, seeds=settings.seeds, device=demo.device, on_step=on_step)
-            demo.comparisons.append(made)
-            return lambda: print_accuracy(out, made)
-
-        yield Part(title=f"accuracy of {name} beside fp32", weight=25, run=train_it)
+        else:
+            run = partial(_train, demo, out, name, steps, settings.seeds)
+            parts.append((f"accuracy of {name} beside fp32", 25, run))
+    return parts
 
 
-def _record(demo: Measured, about: dict[str, Any], command: str) -> dict[str, Any]:
+def _time(
+    demo: Measured, out: Console, workload: Workload, seconds: float, on_share: OnShare
+) -> Callable[[], None]:  # fmt: skip
+    timed = candidates(TIMED, demo.device)
+    made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
+    demo.paces.append((workload, made))
+    return partial(_print_pace, out, workload, made)
+
+
+def _break(demo: Measured, out: Console, steps: int, on_share: OnShare) -> Callable[[], None]:
+    demo.rescue = rescue(device=demo.device, steps=steps, on_share=on_share)
+    return partial(_print_rescue, out, demo.rescue)
+
+
+def _train(
+    demo: Measured, out: Console, name: str, steps: int, seeds: int, on_share: OnShare
+) -> Callable[[], None]:  # fmt: skip
+    compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
+    seen, moments = itertools.count(1), (len(compared) + 1) * steps * seeds
+    on_step = lambda moment: on_share(next(seen) / moments)  # noqa: E731
+    made = compare(task, compared, steps=steps, seeds=seeds, device=demo.device, on_step=on_step)
+    demo.comparisons.append(made)
+    return partial(_print_accuracy, out, made)
+
+
+def _print_pace(out: Console, workload: Workload, made: Pace) -> None:
+    """Print time and bytes of every candidate."""
+    say(out)
+    say(out, f"A model bound by {workload.bound_by}", style="bold")
+    say(out, f"{made.about}; {made.parameters:,} parameters, on {made.device}")
+    show(out, pace_table(workload, made))
+    rounds, control = made.control.rounds, interval(made.control)
+    say(out, f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
+
+
+def _print_accuracy(out: Console, made: Comparison) -> None:
+    """Print the result of every candidate."""
+    say(out)
+    say(out, f"Accuracy of {made.task}: {made.about}", style="bold")
+    say(out, setting(made))
+    show(out, result_table(made))
+
+
+def _print_rescue(out: Console, rescued: Rescue) -> None:
+    """Print the verdict as `step.explain()` prints it."""
+    say(out)
+    say(out, f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())", style="bold")
+    for line in str(rescued.verdict).splitlines():
+        say(out, line)
+
+
+def _facts(demo: Measured) -> dict[str, Any]:
+    """Return what was measured as plain values."""
     rescued = demo.rescue
+    names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")
+    run = rescued and {**{name: getattr(rescued, name) for name in names}, "verdict": rescued.verdict.record()}
     return {
-        "command": command,
-        "halfstep": hs.__version__,
-        "machine": about,
         "units": asdict(demo.units),
         "paces": [{**asdict(made), "bound_by": workload.bound_by} for workload, made in demo.paces],
-        "rescue": None if rescued is None else {
-            "broken_at": rescued.broken_at, "skipped": rescued.skipped, "broken": rescued.broken,
-            "cured": rescued.cured, "cured_skipped": rescued.cured_skipped, "verdict": rescued.verdict.record(),
-        },
+        "rescue": run,
         "tasks": [asdict(made) for made in demo.comparisons],
         "missing": demo.missing,
-    }  # fmt: skip
+    }

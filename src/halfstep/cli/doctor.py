@@ -7,15 +7,16 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
-from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.numbers import counted
-from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
+from halfstep.cli.options import Json
+from halfstep.cli.terminal import Files, command, command_line, console, device_type, item, record, say, show
+from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -23,19 +24,28 @@ from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
 from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
 
-__all__ = ["run_doctor"]
-
-SizesOf = Callable[[str], Sizes]
+__all__ = ["examine", "run_doctor"]
 
 
-def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: SizesOf | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured."""
+@command
+def run_doctor(
+    device: Annotated[
+        str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: an indication.")] = False,
+    json: Json = None,
+) -> int:
+    """Measure what this machine gains from each format, and say which preset to use, and why.
+
+    Also: which optimizers make a step wait for the device, and which settings of this machine stand in the way.
+    """
+    return examine(device, json, quick, lambda kind: sizes_for(kind, quick=quick))
+
+
+def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], Sizes]) -> int:
+    """Measure with these sizes of each device type, print and write; return the exit code."""
     out, err = console(), console(stderr=True)
-    try:
-        main = device_type(device)
-        writable(json_path)
-    except hs.HalfstepError as error:
-        return complain(error)
+    main, files = device_type(device), Files(json=json)
     load = load_average()
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
@@ -45,10 +55,12 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     units = [hs.policy.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
-    with threads_of_torch(threads), _StatusLine(err) as status:
-        chosen = sizes or (lambda kind: sizes_for(kind, quick=quick))
-        speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
-        status.show("optimizers")
+    if not err.is_terminal:
+        say(err, "measuring ...")
+    with threads_of_torch(threads), err.status("measuring", spinner="line", refresh_per_second=1) as status:
+        on_step = lambda what: status.update(f"measuring: {what}")  # noqa: E731
+        speeds = [measure_speed(each, sizes(each), on_step=on_step) for each in devices]
+        status.update("measuring: optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
     found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
@@ -60,19 +72,18 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         _print_advice(out, each)
     _print_reads(out, reads, main)
     _print_pitfalls(out, found)
-    report: dict[str, Any] = {
-        "command": command_line("doctor", device=device, quick=quick, json=json_path),
-        "halfstep": hs.__version__,
-        "quick": quick,
-        "machine": about,
-        "cpu_kernels": hs.step.cpu_kernels(),
-        "threads": threads,
-        "pitfalls": list(found),
+    records = {
+        name: [dataclasses.asdict(each) for each in those]
+        for name, those in (("units", units), ("advice", advice), ("optimizers", reads))
     }
-    for name, records in (("units", units), ("advice", advice), ("optimizers", reads)):
-        report[name] = [dataclasses.asdict(each) for each in records]
-    report["speeds"] = [_record(each) for each in speeds]
-    write_json(out, json_path, report)
+    again = command_line("doctor", device=device, quick=quick, json=json)
+    files.write(
+        out,
+        json=record(
+            again, quick=quick, machine=about, cpu_kernels=hs.step.cpu_kernels(), threads=threads, pitfalls=found,
+            **records, speeds=[_record(each) for each in speeds],
+        ),
+    )  # fmt: skip
     return 0
 
 
@@ -84,28 +95,6 @@ def _record(speed: DeviceSpeed) -> dict[str, Any]:
             if each.faster is not None:
                 values["decided"] = work.decided(each)
     return record
-
-
-class _StatusLine:
-    """A line on a terminal with what is being measured, removed at the end; elsewhere one plain line."""
-
-    def __init__(self, err: Console) -> None:
-        if not err.is_terminal:
-            say(err, "measuring ...")
-        self._status = err.status("", spinner="line", refresh_per_second=1) if err.is_terminal else None
-
-    def __enter__(self) -> _StatusLine:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, what: str) -> None:
-        if self._status is not None:
-            self._status.update(f"measuring: {what}")
 
 
 def _print_machine(out: Console, about: dict[str, Any]) -> None:
@@ -120,32 +109,24 @@ def _print_machine(out: Console, about: dict[str, Any]) -> None:
 
 
 def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:
-    made = table(out, "device", "bf16 units", "fp16 units", "how this is known")
-    for each in units:
-        made.add_row(each.device, *(_yes(there) for there in (each.bf16, each.fp16)), each.reason)
-    out.print(made)
-
-
-def _yes(there: bool) -> Text:
-    return Text("yes", style="green") if there else Text("no", style="yellow")
+    headers = ("device", "bf16 units", "fp16 units", "how this is known")
+    there = {True: Cell("yes", "good"), False: Cell("no", "open")}
+    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
 
 
 def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
     on = f"cpu, {counted(threads, 'thread')}" if speed.device == "cpu" else speed.device
     say(out)
     say(out, f"Speed on {on}, forward and backward", style="bold")
-    made = table(out, "work", "format", "GFLOP/s", "speed / fp32, 90 %", right=(2, 3))
+    rows: list[tuple[str | Cell, ...]] = []
+    ends = set()
     for work in speed.works:
         for each in work.speeds:
-            named = each.faster is None or not out.is_terminal
-            made.add_row(
-                f"{work.work} {work.size}" if named else "",
-                each.label,
-                f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}",
-                _ratio(work, each),
-                end_section=out.is_terminal and each is work.speeds[-1],
-            )
-    out.print(made)
+            name = f"{work.work} {work.size}" if each.faster is None or not out.is_terminal else ""
+            gflops = f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}"
+            rows.append((name, each.label, gflops, _ratio(work, each)))
+        ends.add(len(rows) - 1)
+    show(out, table("", ("work", "format", "GFLOP/s", "speed / fp32, 90 %"), rows, words=(1,)), ends=ends)
     say(out, "medians of paired ratios; undecided: finer than fp32 run twice differs")
     there = hs.policy.units(speed.device)
     lacking = [name for name, has in (("bf16", there.bf16), ("fp16", there.fp16)) if not has]
@@ -155,14 +136,14 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
         say(out, "fp32 is IEEE fp32; unless told, torch runs convolutions in tf32 and matrix products in fp32")
 
 
-def _ratio(work: WorkSpeed, speed: Speed) -> Text:
-    if speed.faster is None:
-        return Text("")
+def _ratio(work: WorkSpeed, speed: Speed) -> Cell:
     ratio = speed.faster
+    if ratio is None:
+        return Cell("")
     interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
     if not work.decided(speed):
-        return Text(f"undecided {interval}", style="yellow")
-    return Text(f"{ratio.median:.2f} {interval}", style="green" if ratio.median > 1 else "red")
+        return Cell(f"undecided {interval}", "open")
+    return Cell(f"{ratio.median:.2f} {interval}", "good" if ratio.median > 1 else "bad")
 
 
 def _print_advice(out: Console, advice: Advice) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 import halfstep as hs
-from halfstep.cli.terminal import WRONG_USE, complain
+from halfstep.cli.options import PolicyLabel, split
+from halfstep.cli.terminal import WRONG_USE, command
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 from halfstep.tasks.candidates import policy_candidate
@@ -21,20 +22,25 @@ WRITERS = {
 }
 
 
-def run_engine(name: str, policy: str, accept: Sequence[str]) -> int:
-    """Print the configuration to stdout and its notes to stderr; return the exit code: 0, or 2 for bad input."""
+@command
+def run_engine(
+    name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
+    policy: PolicyLabel = "mixed",
+    accept: Annotated[
+        str, typer.Option("--accept", help="Fields of the policy that the engine may leave out, with commas.")
+    ] = "",
+) -> int:
+    """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
     try:
         if name not in WRITERS:
             raise TaskError(f"unknown engine {name!r}{did_you_mean(name, WRITERS)}; there are {', '.join(WRITERS)}")
         candidate = policy_candidate(policy, "cpu")
         if candidate is None or candidate.policy is None:
             raise TaskError(f"{policy!r} is a loop of torch; give a preset or a policy file")
-        made = WRITERS[name](candidate.policy, accept=accept)
+        made = WRITERS[name](candidate.policy, accept=split(accept))
     except hs.errors.PolicyError as error:
         typer.echo(f"error: {error}", err=True)  # a line for each field
         return WRONG_USE
-    except hs.HalfstepError as error:
-        return complain(error)
     typer.echo(str(made))
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, rule_of
+from halfstep.cli import completion
 from halfstep.cli.audit import policy_of
-from halfstep.cli.terminal import command_line, complain, console, say, writable, write_json
-from halfstep.errors import HalfstepError, LintError, did_you_mean
-from halfstep.report import SarifResult, sarif_log, strict_json
+from halfstep.cli.options import Json, PolicyLabel, Sarif, split
+from halfstep.cli.terminal import Files, command, command_line, console, record, say
+from halfstep.errors import LintError, did_you_mean
+from halfstep.report import SarifResult, counted, sarif_log, strict_json
 
 __all__ = ["run_lint"]
 
@@ -24,38 +26,53 @@ FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
+@command
 def run_lint(
-    targets: Sequence[str], *, policy: str, severity: str, ignore: Sequence[str], explain: str,
-    json_path: Path | None, sarif_path: Path | None,
-) -> int:  # fmt: skip
-    """Run the command, whose options the arguments are.
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="A .py file, a folder, path/to/file.py:function, which returns an hs.Task (its file is read, and one "
+            "step of it traced), or lenet5, resnet, gpt.",
+        ),
+    ] = None,
+    policy: PolicyLabel = "mixed",
+    severity: Annotated[
+        str,
+        typer.Option(
+            "--severity",
+            help="The least severity for exit code 1: note, warning or error.",
+            autocompletion=completion.severities,
+        ),
+    ] = "warning",
+    ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",
+    explain: Annotated[str, typer.Option("--explain", help="Show a rule with an example, such as HS001.")] = "",
+    json: Json = None,
+    sarif: Sarif = None,
+) -> int:
+    """Find mistakes of mixed precision in scripts and tasks, before they run.
 
-    Returns:
-        The exit code: 0, 1 for a finding of at least `severity`, 2 for bad input.
+    Scripts are read and not run. A line's comment `# halfstep: ignore[HS012]` silences that rule there.
     """
     out = console()
-    try:
-        if explain:
-            say(out, rule_of(explain).text())
-            return 0
-        if not targets:
-            raise LintError("no target; give a .py file, a folder or path/to/file.py:function, or --explain HS001")
-        if severity not in SEVERITIES:
-            words = f"expected {', '.join(SEVERITIES)}"
-            raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
-        writable(json_path)
-        writable(sarif_path, "--sarif")
-        chosen = policy_of(policy, "cpu")
-        found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=ignore)]
-    except HalfstepError as error:
-        return complain(error)
+    if explain:
+        say(out, rule_of(explain).text())
+        return 0
+    if not targets:
+        raise LintError("no target; give a .py file, a folder or path/to/file.py:function, or --explain HS001")
+    if severity not in SEVERITIES:
+        words = f"expected {', '.join(SEVERITIES)}"
+        raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
+    files = Files(json=json, sarif=sarif)
+    chosen, left_out = policy_of(policy, "cpu"), split(ignore)
+    found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     _print(out, found)
-    command = command_line("lint", *targets, policy=policy, ignore=",".join(ignore))
-    records = [finding.record() for finding in found]
-    write_json(out, json_path, {"command": command, "halfstep": hs.__version__, "findings": records})
-    if sarif_path is not None:
-        sarif_path.write_text(strict_json(_sarif(found)), encoding="utf-8")
-        say(out, f"written: {sarif_path}")
+    again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))
+    files.write(
+        out,
+        json=record(again, findings=[finding.record() for finding in found]),
+        sarif=lambda path: path.write_text(strict_json(_sarif(found)), encoding="utf-8"),
+    )
     severe = SEVERITIES[: SEVERITIES.index(severity) + 1]
     return FOUND if any(finding.severity in severe for finding in found) else 0
 
@@ -74,7 +91,7 @@ def _print(out: Console, found: Sequence[LintFinding]) -> None:
         say(out, "nothing found", style="green")
         return
     counts = Counter(finding.severity for finding in found)
-    words = [f"{counts[s]} {s}{'s' * (counts[s] > 1)}" for s in SEVERITIES if counts[s]]
+    words = [counted(counts[s], s) for s in SEVERITIES if counts[s]]
     say(out)
     say(out, f"{', '.join(words)}; `halfstep lint --explain {found[0].code}` shows an example", style="bold")
 

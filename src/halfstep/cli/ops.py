@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
 import halfstep as hs
+from halfstep.cli import completion
 from halfstep.cli.optables import (
     RULES,
     Changed,
@@ -26,7 +28,8 @@ from halfstep.cli.optables import (
     print_parameters,
     print_ruled_modules,
 )
-from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, writable, write_json
+from halfstep.cli.options import Device, Json, PolicyLabel
+from halfstep.cli.terminal import Files, command, command_line, console, device_type, item, record, say
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import Candidate, policy_candidate
 from halfstep.tasks.registry import load_model
@@ -49,27 +52,42 @@ class _Asked:
     names: tuple[str, ...]
 
 
-def run_ops(*, policy: str, patterns: Sequence[str], diff: str, model: str, device: str, json_path: Path | None) -> int:
-    """Run the command, whose options the arguments are; return its exit code: 0, or 2 for bad input."""
-    out = console()
-    try:
-        where = device or device_type("")
-        asked = _check(policy, patterns, diff, model, where)
-        writable(json_path)
-    except hs.HalfstepError as error:
-        return complain(error)
-    report: dict[str, Any] = {
-        "command": command_line("ops", *patterns, policy=policy, diff=diff, model=model, device=device, json=json_path),
-        "halfstep": hs.__version__,
-        "device": where,
-        "label": asked.candidate.label,
-        "policy": asked.policy.to_toml(),
-    }
+@command
+def run_ops(
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATTERN",
+            help="Operators, such as softmax or 'conv*'. Default: all with a rule.",
+            autocompletion=completion.operators,
+        ),
+    ] = None,
+    policy: PolicyLabel = "mixed",
+    diff: Annotated[
+        str,
+        typer.Option("--diff", help="Show what differs from this policy instead.", autocompletion=completion.policy),
+    ] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
+        ),
+    ] = "",
+    device: Device = "",
+    json: Json = None,
+) -> int:
+    """Show the rule of every operator under a policy: which part of the policy decides, why, and from which source."""
+    out, where = console(), device or device_type("")
+    asked = _check(policy, patterns or (), diff, model, where)
+    files = Files(json=json)
     if asked.other is not None:
-        report |= _show_difference(out, asked, asked.other, where)
+        shown = _show_difference(out, asked, asked.other, where)
     else:
-        report |= _show_plan(out, asked, where, patterns)
-    write_json(out, json_path, report)
+        shown = _show_plan(out, asked, where, patterns or ())
+    again = command_line("ops", *(patterns or ()), policy=policy, diff=diff, model=model, device=device, json=json)
+    facts = {"device": where, "label": asked.candidate.label, "policy": asked.policy.to_toml()}
+    files.write(out, json=record(again, **facts, **shown))
     return 0
 
 
@@ -130,7 +148,7 @@ def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) ->
     if used and patterns:
         names = tuple(name for name in asked.names if name in used)
     rows = ordered(_ruled(name, rules, used) for name in names)
-    notes = [*asked.plan.notes, *_remarks(asked)]
+    notes = [*asked.plan.notes, *_notes(asked)]
     print_head(out, asked.candidate.label, asked.plan, is_model=asked.source is not None)
     for note in notes:
         item(out, note, style="yellow")
@@ -178,18 +196,19 @@ def _used(asked: _Asked, device: str) -> tuple[dict[str, Used] | None, str]:
         return None, f"operators are not counted: the first step raised {type(error).__name__}: {first}"
 
 
-def _remarks(asked: _Asked) -> list[str]:
-    remarks = []
+def _notes(asked: _Asked) -> list[str]:
+    """Return what to know of the policy besides its plan."""
+    notes = []
     if asked.plan.policy.dtype == "fp32" and asked.plan.operators:
-        remarks.append("the low format is fp32, so no rule changes anything")
+        notes.append("the low format is fp32, so no rule changes anything")
     if asked.policy.table == "torch":
-        remarks.append(
+        notes.append(
             "torch.autocast's lists as halfstep has them written down; a region uses those of the torch that runs it, "
             f"{torch.__version__} here"
         )
     if asked.policy.modules and asked.source is None:
-        remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
-    return remarks
+        notes.append("the policy has rules for modules too, which win over those of operators; --model shows them")
+    return notes
 
 
 def _show_difference(out: Any, asked: _Asked, other: Candidate, device: str) -> dict[str, Any]:

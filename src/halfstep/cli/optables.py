@@ -6,17 +6,16 @@ On a terminal operators that share rule and reason share a row; elsewhere each h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.numbers import counted
-from halfstep.cli.terminal import say, table
+from halfstep.cli.terminal import STYLES, say, show
 from halfstep.formats import DTYPES
+from halfstep.report import Cell, counted, table
 
 __all__ = [
     "Changed", "RULES", "Ruled", "ordered", "print_changes", "print_fields", "print_head", "print_operators",
@@ -32,11 +31,11 @@ MEANINGS = {
     "banned": "refused with low arguments",
     "": "in the format its arguments come in",
 }
-COLOURS = {
-    "low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "": "dim",
-}  # fmt: skip
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
+
+Key = TypeVar("Key", bound=Hashable)
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,33 +109,55 @@ def print_operators(
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
     for rule in RULES:
         if any(row.rule == rule for row in rows):
-            say(out, f"{rule or 'no rule'}: {MEANINGS[rule].format(low=plan.policy.dtype)}", style=COLOURS[rule])
-    if out.is_terminal:
-        made = table(out, "rule", "operators", "decided by", "why (source)")
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for row in rows:
-            groups.setdefault(row.group, []).append(row.operator)
-        for (rule, by, reason), names in groups.items():
-            made.add_row(_rule(rule), Text(", ".join(names)), _by(by, plan), Text(reason), end_section=True)
-    else:
-        made = table(out, "operator", "rule", "decided by", "why (source)")
-        for row in rows:
-            made.add_row(row.operator, _rule(row.rule), _by(row.decided_by, plan), Text(row.reason))
-    out.print(made)
+            meaning = MEANINGS[rule].format(low=plan.policy.dtype)
+            say(out, f"{rule or 'no rule'}: {meaning}", style=STYLES[rule or "none"])
+    lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
+    _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
 
 
 def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
     say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
-    made = table(out, "operator", "calls", "rule", "gives", "decided by", "why (source)", right=(1,))
+    lines = []
     for row in rows:
         gives = [(plan.policy.dtype if name == "low" else name, times) for name, times in row.gives]
         words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
-        made.add_row(row.operator, str(row.calls), _rule(row.rule), words, _by(row.decided_by, plan), Text(row.reason))
-    out.print(made)
+        by = _by(row.decided_by, plan)
+        lines.append((row.operator, str(row.calls), _rule(row.rule), words, by, row.reason))
+    _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
 
 
-def _rule(rule: str) -> Text:
-    return Text(rule or "-", style=COLOURS[rule])
+def _show(
+    out: Console, headers: Sequence[str], rows: Iterable[tuple[str | Cell, ...]], *, numbers: Collection[int] = (),
+    shared: bool = False,
+) -> None:  # fmt: skip
+    """Print a table of words, with numbers in some columns.
+
+    Args:
+        out: where to print.
+        headers: names of the columns.
+        rows: what stands in them.
+        numbers: columns that are flush right.
+        shared: on a terminal rows that differ in their first cells alone share a row.
+    """
+    ends: Collection[int] = ()
+    if shared and out.is_terminal:
+        groups = _grouped((row[1:], str(row[0])) for row in rows)
+        rows = [(", ".join(names), *rest) for rest, names in groups.items()]
+        ends = range(len(groups))
+    words = (place for place in range(len(headers)) if place not in numbers)
+    show(out, table("", headers, rows, words), ends=ends)
+
+
+def _grouped(pairs: Iterable[tuple[Key, Member]]) -> dict[Key, list[Member]]:
+    """Return key -> what has it, in their order."""
+    groups: dict[Key, list[Member]] = {}
+    for key, member in pairs:
+        groups.setdefault(key, []).append(member)
+    return groups
+
+
+def _rule(rule: str) -> Cell:
+    return Cell(rule or "-", rule or "none")
 
 
 def _by(origin: str, plan: hs.policy.Plan) -> str:
@@ -151,10 +172,7 @@ def print_fields(out: Console, labels: tuple[str, str], fields: Sequence[tuple[s
         say(out, f"{labels[0]} and {labels[1]}: all fields are the same")
         return
     say(out, f"Fields in which {labels[0]} and {labels[1]} differ", style="bold")
-    made = table(out, "field", *labels)
-    for name, left, right in fields:
-        made.add_row(name, Text(_value(left)), Text(_value(right)))
-    out.print(made)
+    _show(out, ("field", *labels), ((name, _value(left), _value(right)) for name, left, right in fields))
 
 
 def _value(value: Any) -> str:
@@ -171,21 +189,13 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
     say(out)
     count = counted(len(changes), "operator")
     say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
-    if out.is_terminal:
-        made = table(out, *labels, "operators")
-        groups: dict[tuple[str, str], list[str]] = {}
-        for change in changes:
-            groups.setdefault((change.before.rule, change.after.rule), []).append(change.before.operator)
-        for (before, after), names in groups.items():
-            made.add_row(_rule(before), _rule(after), Text(", ".join(names)), end_section=True)
-    else:
-        made = table(out, "operator", *labels, *(f"why in {label}" for label in labels))
-        for change in changes:
-            both = (change.before, change.after)
-            made.add_row(
-                change.before.operator, *(_rule(each.rule) for each in both), *(Text(each.reason) for each in both)
-            )
-    out.print(made)
+    names, lines = ["operator", *labels], list[tuple[str | Cell, ...]]()
+    names += [] if out.is_terminal else [f"why in {label}" for label in labels]  # reasons would leave no shared row
+    for one in changes:
+        both = (one.before, one.after)
+        rules, reasons = [_rule(each.rule) for each in both], [each.reason for each in both]
+        lines.append((one.before.operator, *rules, *(() if out.is_terminal else reasons)))
+    _show(out, names, lines, shared=True)
 
 
 def print_ruled_modules(out: Console, plan: hs.policy.Plan) -> None:
@@ -196,15 +206,15 @@ def print_ruled_modules(out: Console, plan: hs.policy.Plan) -> None:
         say(out, f"Modules: none of {len(plan.modules)} has a rule of its own; operators follow theirs", style="bold")
         return
     say(out, f"Modules: {len(ruled)} of {len(plan.modules)} have a rule, which wins over those of operators", "bold")
-    made = table(out, "rule", "computes in", "modules", "why")
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for module in ruled:
-        name = f"{module.path or '(root)'} ({module.kind})"
-        groups.setdefault((module.rule, module.format, module.reason), []).append(name)
-    for (rule, made_in, reason), names in groups.items():
-        for shown in [_few(names)] if out.is_terminal else names:
-            made.add_row(_rule(rule), made_in, Text(shown), Text(reason))
-    out.print(made)
+    groups = _grouped(
+        ((module.rule, module.format, module.reason), f"{module.path or '(root)'} ({module.kind})") for module in ruled
+    )
+    rows = (
+        (_rule(rule), made_in, shown, reason)
+        for (rule, made_in, reason), names in groups.items()
+        for shown in ([_few(names)] if out.is_terminal else names)
+    )
+    _show(out, ("rule", "computes in", "modules", "why"), rows)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -216,23 +226,21 @@ def print_parameters(out: Console, plan: hs.policy.Plan) -> None:
     say(out)
     total = sum(each.numel for each in plan.parameters)
     say(out, f"Parameters: {total:,} in {len(plan.parameters)} tensors", style="bold")
-    made = table(out, "format", "tensors", "elements", "MB", "parameters", "why", right=(1, 2, 3))
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for each in plan.parameters:
-        groups.setdefault((each.format, each.reason), []).append(each)
-    for (name, reason), members in groups.items():
-        count = sum(each.numel for each in members)
-        made.add_row(*_sizes(name, len(members), count), Text(_few([each.name for each in members])), Text(reason))
+    groups = _grouped(((each.format, each.reason), each) for each in plan.parameters)
+    rows = [
+        (*_sizes(name, members), _few([each.name for each in members]), reason)
+        for (name, reason), members in groups.items()
+    ]
     low = [each for each in plan.parameters if each.low]
     if low and plan.policy.master == "master":
-        count = sum(each.numel for each in low)
         why = "master='master': the optimizer steps these"
         if plan.masters:
             why = "in a loop of one's own; half as many bytes (split) in a TrainStep that updates in one pass"
-        made.add_row(*_sizes("fp32", len(low), count), "their fp32 masters", why)
-    if plan.parameters:
-        out.print(made)
+        rows.append((*_sizes("fp32", low), "their fp32 masters", why))
+    if rows:
+        _show(out, ("format", "tensors", "elements", "MB", "parameters", "why"), rows, numbers=(1, 2, 3))
 
 
-def _sizes(name: str, tensors: int, count: int) -> tuple[str, str, str, str]:
-    return name, str(tensors), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"
+def _sizes(name: str, members: Sequence[Any]) -> tuple[str, str, str, str]:
+    count = sum(each.numel for each in members)
+    return name, str(len(members)), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"

@@ -16,15 +16,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import halfstep as hs
+from halfstep.cli import completion
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.errors import HalfstepError
 from halfstep.tasks.candidates import policy_candidate
 from halfstep.tasks.task import TaskError
 
-__all__ = ["run_script", "run_under_policy", "serve_child"]
+__all__ = ["run_run", "run_script", "run_under_policy", "serve_child"]
 
 APEX = str(Path(apex.__file__).parent / "shim")
 """A folder with a package `apex` for processes that the script starts."""
@@ -39,6 +43,32 @@ PREPARE = (
     "halfstep run: such a policy takes a line in the script, after model and optimizer are made and before "
     "DistributedDataParallel: model, optimizer, scaler = hs.prepare(model, optimizer, policy={!r})"
 )
+
+
+def run_run(
+    script: Annotated[Path, typer.Argument(help="A Python file; with --policy also a program, such as torchrun.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
+            "for another format. Before the script.",
+            autocompletion=completion.policy,
+        ),
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Use halfstep even if an apex with amp is installed. Before the script.")
+    ] = False,
+) -> int:
+    """Run a script unchanged: one written for NVIDIA Apex, or with --policy one written for torch.amp.
+
+    Without --policy, `apex`, `apex.amp` and the rest are halfstep's in it. With it, regions of torch.autocast follow
+    the policy, and GradScaler is halfstep's, also in processes that the script starts.
+    """
+    if policy and force:
+        raise typer.BadParameter("--force is about Apex; leave it out with --policy")
+    return run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
 
 
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:

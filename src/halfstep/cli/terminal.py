@@ -1,29 +1,99 @@
-"""What the commands share: consoles, tables, checked input, their command lines, and strict JSON."""
+"""What the commands share: consoles, tables, the files that they write, checked input, and their command lines."""
 
 from __future__ import annotations
 
+import functools
 import shlex
 import textwrap
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec
 
 import torch
 from rich import box
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
+import halfstep as hs
 from halfstep.errors import did_you_mean
-from halfstep.report import strict_json
+from halfstep.report import Table, strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "INTERRUPTED", "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table",
-    "writable", "write_json",
+    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command", "command_line", "console", "device_type",
+    "item", "record", "say", "show",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 WRONG_USE = 2  # exit code for bad input
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+
+STYLES = {
+    "good": "green", "bad": "red", "open": "yellow", "note": "yellow", "title": "bold", "dim": "dim",
+    "low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "none": "dim",
+}  # fmt: skip
+"""Tone of a cell or line, or the rule in it -> style of its text."""
+
+P = ParamSpec("P")
+
+
+def command(run: Callable[P, int]) -> Callable[P, int]:
+    """Make a function a command: an error of halfstep is one line of stderr and the exit code for bad input."""
+
+    @functools.wraps(run)
+    def guarded(*args: P.args, **options: P.kwargs) -> int:
+        try:
+            return run(*args, **options)
+        except hs.HalfstepError as error:
+            return complain(error)
+
+    return guarded
+
+
+class Files:
+    """The files that a command is to write: checked when it begins, written when it ends.
+
+    Args:
+        paths: name of the option -> path, None if it was not given.
+
+    Raises:
+        TaskError: a file cannot be written, or two options name the same one.
+    """
+
+    def __init__(self, **paths: Path | None) -> None:
+        self.paths = {name: path for name, path in paths.items() if path is not None}
+        options: dict[Path, str] = {}
+        for name, path in self.paths.items():
+            first = options.setdefault(path.resolve(), name)
+            if first != name:
+                raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
+        for name, path in self.paths.items():
+            _check_writable(path, name)
+
+    def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
+        """Call the writers of those that were asked for with their paths, and print these."""
+        for name, write in writers.items():
+            if name in self.paths:
+                write(self.paths[name])
+                say(out, f"written: {self.paths[name]}")
+
+
+def _check_writable(path: Path, option: str) -> None:
+    new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise TaskError(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def record(command: str, **facts: object) -> Callable[[Path], object]:
+    """Return the writer of ``--json``: the command, the version and what was found."""
+    text = strict_json({"command": command, "halfstep": hs.__version__, **facts})
+    return lambda path: path.write_text(text, encoding="utf-8")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -44,10 +114,26 @@ def item(out: Console, line: str, style: str | None = None) -> None:
         say(out, part, style)
 
 
+def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
+    """Print a table without its caption, in Markdown where the console is no terminal.
+
+    Args:
+        out: where to print.
+        table: its first column and its columns of words are flush left, numbers flush right.
+        ends: numbers of the rows below which a terminal has a line.
+    """
+    made = rich_table.Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
+    for place, header in enumerate(table.headers):
+        made.add_column(header, justify="left" if place == 0 or place in table.words else "right")
+    for number, row in enumerate(table.rows):
+        cells = (Text(cell.text, style=STYLES.get(cell.tone, "")) for cell in row)
+        made.add_row(*cells, end_section=out.is_terminal and number in ends)
+    out.print(made)
+
+
 def complain(error: BaseException) -> int:
     """Print an error in red, on one line of stderr; return the exit code for bad input."""
-    words = " ".join(f"error: {error}".split())
-    console(stderr=True).print(words, style="red", markup=False, highlight=False)
+    say(console(stderr=True), " ".join(f"error: {error}".split()), style="red")
     return WRONG_USE
 
 
@@ -56,14 +142,6 @@ def command_line(*words: str, **options: object) -> str:
     given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
     parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
     return shlex.join(["halfstep", *words, *parts])
-
-
-def table(out: Console, *headers: str, right: tuple[int, ...] = ()) -> Table:
-    """Return an empty table, in Markdown where the console is no terminal; columns `right` are flush right."""
-    made = Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
-    for place, header in enumerate(headers):
-        made.add_column(header, justify="right" if place in right else "left")
-    return made
 
 
 def device_type(wanted: str) -> str:
@@ -75,24 +153,3 @@ def device_type(wanted: str) -> str:
     if wanted not in there:
         raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
     return wanted
-
-
-def writable(path: Path | None, option: str = "--json") -> None:
-    """Make sure that a report can be written to `path`, the value of `option`; a new file is removed again."""
-    if path is None:
-        return
-    new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise TaskError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-def write_json(out: Console, path: Path | None, report: dict[str, Any]) -> None:
-    """Write `report` to `path`, if there is one, and print its path."""
-    if path is not None:
-        path.write_text(strict_json(report), encoding="utf-8")
-        say(out, f"written: {path}")

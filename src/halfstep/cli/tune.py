@@ -2,84 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.tune import Tuning
-from halfstep.cli.terminal import (
-    INTERRUPTED,
-    command_line,
-    complain,
-    console,
-    device_type,
-    say,
-    writable,
-    write_json,
-)  # fmt: skip
-from halfstep.cli.watch import Watch
-from halfstep.report import require_extra
+from halfstep.cli.options import Device, Html, Json, TaskName, split
+from halfstep.cli.progress import Watch
+from halfstep.cli.terminal import INTERRUPTED, Files, command, command_line, console, device_type, record, say
 from halfstep.tasks import TaskError, load_task
 
 __all__ = ["run_tune"]
 
 
+@command
 def run_tune(
-    *, task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
-    dtypes: Sequence[str], compile: bool, resume: bool, device: str, html_path: Path | None, json_path: Path | None,
-) -> int:  # fmt: skip
-    """Run the command, whose options the arguments are.
+    task: TaskName,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
+    target: Annotated[
+        str, typer.Option("--target", help="time, memory, or the weights of both, such as 0.7:0.3.")
+    ] = "time",
+    max_loss_rise: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss-rise",
+            help="How much higher than fp32's the loss may end, as a fraction (0.01: one per cent). Default: the "
+            "spread of fp32 from seed to seed.",
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="Time for measuring.")] = 10.0,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Pairs of trainings of the test at the end, at least. Default: what it takes.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and orders.")] = 0,
+    dtypes: Annotated[
+        str,
+        typer.Option("--dtypes", help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
+    ] = "",
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether compiled steps are tried.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what an earlier search for this file measured.")
+    ] = False,
+    device: Device = "",
+    html: Html = None,
+    json: Json = None,
+) -> int:
+    """Find the cheapest policy for a task on this machine, and test whether it trains as fp32 does.
 
-    Returns:
-        Its exit code: 0; 2 for bad input; 130 after Ctrl-C, when the best safe policy so far was written.
+    Measures presets, exceptions, weight strategies and compiled steps beside fp32; writes the policy with its reasons.
+    Ctrl-C writes the best safe policy so far; --resume goes on from there.
     """
     out, err = console(), console(stderr=True)
     state = output.with_name(output.name + ".state.json")
+    where = device_type(device)
+    if output.suffix != ".toml":
+        raise TaskError(f"--output {str(output)!r}: a policy's file ends in .toml, so that Policy.of reads it")
+    files = Files(output=output, html=html, json=json)
+    loaded = load_task(task)
+    if resume and not state.exists():
+        raise TaskError(f"--resume: there is no {str(state)!r} of an earlier search; leave --resume out")
+    if state.exists() and not resume:
+        state.replace(state.with_name(state.name + ".old"))
     try:
-        where = device_type(device)
-        _check_outputs(output, html_path, json_path)
-        loaded = load_task(task)
-        if resume and not state.exists():
-            raise TaskError(f"--resume: there is no {str(state)!r} of an earlier search; leave --resume out")
-        if state.exists() and not resume:
-            state.replace(state.with_name(state.name + ".old"))
         with Watch(err) as watch:
             found = hs.tune(
                 loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
-                seeds=seeds, dtypes=dtypes, compile=compile, resume=state,
+                seeds=seeds, dtypes=split(dtypes), compile=compile, resume=state,
                 on_progress=lambda moment: watch.see(moment.share, moment.phase, moment.note),
             )  # fmt: skip
-    except hs.HalfstepError as error:
-        return complain(error)
     except KeyboardInterrupt:
         say(err, "interrupted before anything was measured: nothing was written", style="red")
         return INTERRUPTED
-    command = command_line(
+    again = command_line(
         "tune", task, output=output, target=target, max_loss_rise=max_loss_rise, minutes=minutes, seeds=seeds,
-        seed=seed, dtypes=",".join(dtypes), no_compile=not compile, device=device,
+        seed=seed, dtypes=",".join(split(dtypes)), no_compile=not compile, device=device,
     )  # fmt: skip
-    found = replace(found, command=command)
+    found = replace(found, command=again)
     output.write_text(found.to_toml(), encoding="utf-8")
     _print(out, found)
     say(out, f"written: {output}; what was measured: {state}")
-    write_json(out, json_path, {"halfstep": hs.__version__, **found.record()})
-    if html_path is not None:
-        found.save_html(html_path)
-        say(out, f"written: {html_path}")
+    files.write(out, json=record(**found.record()), html=found.save_html)
     return INTERRUPTED if found.interrupted else 0
-
-
-def _check_outputs(output: Path, html_path: Path | None, json_path: Path | None) -> None:
-    """Check that all output can be written, before minutes of measuring."""
-    if output.suffix != ".toml":
-        raise TaskError(f"--output {str(output)!r}: a policy's file ends in .toml, so that Policy.of reads it")
-    if html_path is not None:
-        require_extra("--html")
-    for path, option in ((output, "--output"), (html_path, "--html"), (json_path, "--json")):
-        writable(path, option)
 
 
 def _print(out: Console, found: Tuning) -> None:

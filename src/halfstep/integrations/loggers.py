@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import HalfstepError, IntegrationError
+from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import need
 from halfstep.lens import Audit, ExponentSketch, SketchWriter, Verdict
 from halfstep.step import StepMetrics
@@ -48,8 +48,7 @@ class Logger(ABC):
             record: `hs.step.StepMetrics`: its numbers as curves, and as text which gradients were not finite.
                 A record of `hs.Monitor`: its numbers as curves, its sketches as histograms.
                 `hs.lens.Verdict`: its text.
-                `hs.lens.Audit`: its text, its sketches and, where the library shows HTML and the extra
-                ``halfstep[plot]`` is installed, its page with pictures.
+                `hs.lens.Audit`: its text, its sketches and, where the library shows HTML, its page with pictures.
             step: where it belongs; None: where the record says, or 0.
 
         Raises:
@@ -79,10 +78,7 @@ class Logger(ABC):
         self.histograms({name: row.sketch for name, row in zip(names, audit.rows, strict=True) if row.sketch}, step)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "audit.html"
-            try:
-                audit.save_html(file)
-            except HalfstepError:  # without the extra there are no pictures; the rest is logged
-                return
+            audit.save_html(file)
             self.page("audit", file.read_text(encoding="utf-8"), step)
 
     def numbers(self, numbers: Mapping[str, float], step: int) -> None:

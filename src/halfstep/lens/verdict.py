@@ -239,15 +239,11 @@ class Verdict:
         return _written(path, strict_json(sarif_log(rules, "docs/verdicts/{}.md", [result])))
 
     def save_html(self, path: str | Path) -> None:
-        """Write the verdict as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
-
-        Raises:
-            MissingExtraError: jinja2 or matplotlib is not installed.
-        """
+        """Write the verdict as one HTML file with pictures that needs nothing else."""
         from halfstep.lens.box.page import verdict_page
-        from halfstep.report import render
+        from halfstep.report import write_page
 
-        Path(path).write_text(render(verdict_page(self)), encoding="utf-8")
+        write_page(verdict_page(self), path)
 
     def record(self) -> dict[str, Any]:
         """Return plain values: the fields, policies as TOML, and the headline."""

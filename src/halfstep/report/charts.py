@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from halfstep.formats import Format
 
 __all__ = [
     "COLOURS", "AreaChart", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Point",
-    "PointChart", "Series", "Strip",
+    "PointChart", "Series", "Strip", "limits_of",
 ]  # fmt: skip
 
 COLOURS = 6  # hues that stay apart for colour-blind readers; colour 0 is the text's own, for the reference
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """How something looks, the same in every picture of a document."""
 
@@ -25,7 +28,7 @@ class Key:
         return self.colour if self.colour == 0 else (self.colour - 1) % COLOURS + 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """One curve."""
 
@@ -36,7 +39,7 @@ class Series:
     key: Key = Key()  # how it looks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LineChart:
     """Curves over a common axis. With ``log`` the y axis is logarithmic if all values are positive."""
 
@@ -46,7 +49,7 @@ class LineChart:
     zero_line: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AreaChart:
     """Amounts on top of each other over a common axis: all series have the same `x`; the first lies at the bottom."""
 
@@ -55,7 +58,7 @@ class AreaChart:
     line: float | None = None  # a height to compare the sum with
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bar:
     """One bar from zero: its label and what is written beside it, its length, and the interval of that length.
 
@@ -70,7 +73,7 @@ class Bar:
     key: Key = Key()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BarChart:
     """Bars below each other."""
 
@@ -80,14 +83,14 @@ class BarChart:
     band: tuple[float, float] | None = None  # an interval around it that counts as equal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Dot(Bar):
     """One estimate: where it lies, its interval, and how sure it is."""
 
     mark: str = "full"  # "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DotChart:
     """Estimates below each other against zero and a margin around it: ``-margin`` to ``margin`` counts as none."""
 
@@ -96,7 +99,7 @@ class DotChart:
     margin: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Strip:
     """One row of a heat map: how many of its numbers lie in each binade."""
 
@@ -108,7 +111,7 @@ class Strip:
     limits: tuple[float, float, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HeatMap:
     """Strips below each other over a common axis of exponents; the range of each one's format lies behind it."""
 
@@ -116,7 +119,7 @@ class HeatMap:
     strips: tuple[Strip, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """One point of a plane."""
 
@@ -128,7 +131,7 @@ class Point:
     key: Key = Key()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PointChart:
     """Points of a plane, with a limit for y: linear up to the limit, logarithmic beyond it."""
 
@@ -141,3 +144,8 @@ class PointChart:
 
 
 Chart = LineChart | AreaChart | BarChart | DotChart | HeatMap | PointChart
+
+
+def limits_of(form: Format) -> tuple[float, float, float]:
+    """Return the limits of a strip of numbers in `form`."""
+    return math.log2(form.smallest_subnormal), math.log2(form.smallest_normal), math.log2(form.max)

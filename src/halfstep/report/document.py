@@ -1,39 +1,54 @@
-"""Documents: headings, paragraphs, tables and pictures as data."""
+"""Documents: headings, paragraphs, tables and pictures as data.
+
+`render` makes a page of a document. A `Table` is also what the command line prints.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from halfstep.report.charts import Chart, Key
+from halfstep.report.charts import Bar, Chart, Key
 
 __all__ = [
     "Block", "Bullets", "Cell", "Code", "Details", "Document", "Fact", "Facts", "Figure", "Gallery", "Note",
-    "Paragraph", "Section", "Table",
+    "Paragraph", "Section", "TONES", "Table", "hidden", "judged", "page", "sentence", "spoken", "table",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+TONES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("within noise", "equivalent", "better", "fits", "chosen", "within"), "good"),
+        **dict.fromkeys(("worse", "diverged", "failed", "does not fit"), "bad"),
+        "undecided": "open",
+    }
+)
+"""Word of a verdict -> its tone, the same on pages and terminals."""
+
+
+@dataclass(frozen=True, slots=True)
 class Paragraph:
     """Running text."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bullets:
     """Short texts below each other."""
 
     items: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """Text that must not be overlooked."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """A finding in words under a short heading; `tone` is "good", "bad", "open" or ""."""
 
@@ -43,31 +58,36 @@ class Fact:
     tone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Findings side by side, where there is room."""
 
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
-    """One field of a table; `tone` as in `Fact`, or "words" for sentences, which are broken into lines."""
+    """One field of a table; `tone` as in `Fact`."""
 
     text: str
     tone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
-    """A table: the first column names the rows, numbers stand in the others."""
+    """A table: the first column names the rows, numbers stand in the others, but sentences in the columns `words`."""
 
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    words: tuple[int, ...] = ()  # numbers of the columns, from 0
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return headers and rows as plain texts."""
+        return [self.headers, *(tuple(cell.text for cell in row) for row in self.rows)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A picture."""
 
@@ -77,7 +97,7 @@ class Figure:
     chart: Chart  # its content
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gallery:
     """Figures side by side, where there is room; the legend has the label and the look of each curve in them."""
 
@@ -85,30 +105,30 @@ class Gallery:
     legend: tuple[tuple[str, Key], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Code:
     """Text in a fixed-width font, with its line breaks."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Details:
     """Blocks that are shown on demand."""
 
     summary: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """A heading and what stands under it."""
 
     heading: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """A page: its title, one paragraph below it, its sections, and a last line."""
 
@@ -119,3 +139,37 @@ class Document:
 
 
 Block = Paragraph | Bullets | Note | Facts | Table | Figure | Gallery | Code | Details
+
+
+def page(title: str, lead: str, sections: Iterable[Section], made_by: str = "halfstep") -> Document:
+    """Return a document of the sections that are not empty, whose last line says what made it."""
+    footer = f"Made by {made_by}. This file is complete: it loads nothing and runs no script."
+    return Document(title, lead, tuple(section for section in sections if section.blocks), footer)
+
+
+def table(
+    caption: str, headers: Sequence[str], rows: Iterable[Iterable[str | Cell]], words: Iterable[int] = ()
+) -> Table:
+    """Return a table in which a plain text is a cell without a tone."""
+    cells = (tuple(Cell(cell) if isinstance(cell, str) else cell for cell in row) for row in rows)
+    return Table(caption, tuple(headers), tuple(cells), tuple(words))
+
+
+def judged(verdict: str) -> Cell:
+    """Return the word of a verdict with its tone."""
+    return Cell(verdict, TONES.get(verdict, ""))
+
+
+def hidden(summary: str, text: str) -> Details:
+    """Return code that is shown on demand, such as a policy."""
+    return Details(summary, (Code(text.strip()),))
+
+
+def sentence(text: str) -> str:
+    """Return `text` with a capital at its begin and a full stop at its end."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def spoken(what: str, rows: Iterable[Bar]) -> str:
+    """Return bars or dots in words, for readers who do not see them."""
+    return f"{what}: {'; '.join(f'{row.label} {row.text}' for row in rows)}."

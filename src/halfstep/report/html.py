@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
+import html
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import HalfstepError
 from halfstep.report.charts import Chart
 from halfstep.report.document import Document
+from halfstep.report.pictures import draw
 from halfstep.report.style import picture_style, style_sheet
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["MissingExtraError", "picture_file", "render", "require_extra"]
+__all__ = ["picture_file", "render", "write_page"]
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
-NEEDED = ("jinja2", "matplotlib.figure")
 
 PAGE = """\
 {%- macro key(look) -%}
@@ -47,15 +46,15 @@ stroke-width: 3; stroke: var(--{{ "hue%d" % look.hue if look.hue else "ink" }})"
 <div class="scroll" role="region" tabindex="0" aria-label="{{ block.caption }}"><table>
 <caption>{{ block.caption }}</caption>
 <thead><tr>{% for header in block.headers -%}
-<th scope="col"
-{%- if block.rows and block.rows[0][loop.index0].tone == "words" %} class="words"{% endif %}>{{ header }}</th>
+<th scope="col"{% if loop.index0 in block.words %} class="words"{% endif %}>{{ header }}</th>
 {%- endfor %}</tr></thead>
 <tbody>
 {%- for row in block.rows %}
 <tr>
 {%- for cell in row -%}
-{%- if loop.first %}<th scope="row"{% if cell.tone %} class="{{ cell.tone }}"{% endif %}>{{ cell.text }}</th>
-{%- else %}<td{% if cell.tone %} class="{{ cell.tone }}"{% endif %}>{{ cell.text }}</td>{% endif -%}
+{%- set look = "words" if loop.index0 in block.words else cell.tone -%}
+{%- set tag, scope = ("th", ' scope="row"') if loop.first else ("td", "") -%}
+<{{ tag }}{{ scope | safe }}{% if look %} class="{{ look }}"{% endif %}>{{ cell.text }}</{{ tag }}>
 {%- endfor -%}
 </tr>
 {%- endfor %}
@@ -108,71 +107,35 @@ stroke-width: 3; stroke: var(--{{ "hue%d" % look.hue if look.hue else "ink" }})"
 """
 
 
-class MissingExtraError(HalfstepError, ImportError):
-    """Packages that only reports need are not installed."""
-
-
-def require_extra(wanted: str) -> None:
-    """Make sure that what draws and renders is installed.
-
-    Raises:
-        MissingExtraError: it is not; the message has the command that installs it.
-    """
-    for module in NEEDED:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            name = module.partition(".")[0]
-            raise MissingExtraError(
-                f"{wanted} needs {name}, which is not installed; pip install 'halfstep[plot]'"
-            ) from error
-
-
 def render(document: Document) -> str:
-    """Return `document` as one HTML file; text is escaped, equal documents give equal files.
-
-    Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
-    """
-    require_extra("an HTML report")
-    import jinja2
+    """Return `document` as one HTML file; text is escaped, equal documents give equal files."""
+    import jinja2  # here: importing halfstep imports torch and little else
     from markupsafe import Markup
-
-    from halfstep.report.pictures import draw
-
-    count = itertools.count(1)
 
     def picture(chart: Chart, alt: str) -> Markup:
         made = draw(chart)
-        number = next(count)  # an id may occur once in a page, and pictures share theirs
-        inside = made.body.replace('id="@', f'id="p{number}-').replace("#@", f"#p{number}-")
-        head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">').format(alt, made.width, made.height)
-        return head + Markup(inside) + Markup("</svg>")
+        head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">\n').format(alt, made.width, made.height)
+        return head + Markup(made.body + "\n</svg>")
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_kept_together)
     page = environment.from_string(PAGE).render(document=document, style=Markup(style_sheet()), picture=picture)
     return f"{page}\n"
 
 
+def write_page(document: Document, path: str | Path) -> None:
+    """Write `document` to `path` as one HTML file that needs nothing else."""
+    Path(path).write_text(render(document), encoding="utf-8")
+
+
 def picture_file(chart: Chart, alt: str) -> str:
-    """Return `chart` as an SVG file of its own, for other pages: light and dark, with its own background.
-
-    Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
-    """
-    require_extra("a picture")
-    from markupsafe import Markup
-
-    from halfstep.report.pictures import draw
-
+    """Return `chart` as an SVG file of its own, for other pages: light and dark, with its own background."""
     made = draw(chart)
-    inside = made.body.replace('id="@', 'id="').replace("#@", "#")
-    head = Markup(
-        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
-        'width="{0}" height="{1}" viewBox="0 0 {0} {1}">\n<title>{2}</title>\n<style>\n{3}</style>\n'
-        '<rect width="{0}" height="{1}" rx="8" style="fill: var(--paper)"/>\n'
-    ).format(made.width, made.height, alt, Markup(picture_style()))
-    return f"{head}{inside}</svg>\n"
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'width="{made.width}" height="{made.height}" viewBox="0 0 {made.width} {made.height}">\n'
+        f"<title>{html.escape(alt)}</title>\n<style>\n{picture_style()}</style>\n"
+        f'<rect width="{made.width}" height="{made.height}" rx="8" style="fill: var(--paper)"/>\n{made.body}\n</svg>\n'
+    )
 
 
 def _kept_together(value: Any) -> Any:

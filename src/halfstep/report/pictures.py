@@ -1,34 +1,22 @@
-"""Pictures: a chart drawn by matplotlib as SVG that takes its colours and its font from the page around it.
+"""Pictures: a chart as SVG that takes its colours and its font from the page around it.
 
-Everything is drawn in placeholder colours, which become CSS variables (`PAINT`): one picture serves light and dark.
-Text stays text. Pictures are as wide as a phone; where there is more room, a page puts several side by side.
+Colours are CSS variables, so one picture serves light and dark. Text stays text. Pictures are as wide as a phone; where
+there is more room, a page puts several side by side. Equal charts give equal pictures.
 """
 
 from __future__ import annotations
 
-import io
+import html
+import itertools
 import math
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from xml.etree import ElementTree
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from halfstep.report.charts import (
-    COLOURS,
     AreaChart,
     Bar,
     BarChart,
     Chart,
-    Dot,
     DotChart,
     HeatMap,
     Key,
@@ -36,58 +24,33 @@ from halfstep.report.charts import (
     PointChart,
     Series,
     Strip,
-)
+)  # fmt: skip
 
-__all__ = ["PAINT", "Drawing", "draw"]
+__all__ = ["Drawing", "draw"]
 
-WIDTH = 350  # px of a picture: a phone's screen without its margins
-SIDE = 12  # px left and right of bars and dots: room for half a number below the axis
-PITCH = 38  # px from one bar to the next: a line of text above the bar
-FOOT = 42  # px below the axes: numbers and what they count
-LINES_HEIGHT = 250
-POINTS_HEIGHT = 330
-TRACK = 17  # px of that for the bar and what lies behind it
-FONT = 12  # px
-STRIP = 15  # px of a heat map's row for its cells
-TICKS = 12
-"""Powers of two that have room on an axis."""
+# Sizes in px.
+WIDTH = 350  # of a picture: a phone's screen without its margins
+SIDE = 12  # left and right of bars and dots: room for half a number below the axis
+PITCH = 38  # from one bar to the next: a line of text above the bar
+FOOT = 42  # below the axes: numbers and what they count
+TRACK = 17  # of a bar with what lies behind it
+STRIP = 15  # of a heat map's row for its cells
+FONT = 12
+LETTER = 6.3  # mean width of a letter of that font
+LINE_LETTERS = 45  # that fit on a line above a bar
 
 ZEROS_APART = 5  # binades between the zeros of a heat map and its first exponent
 NEAR_END = 40  # exponents: limits of a format beyond it, as those of bf16 and fp32, are not shown
 FARTHEST = 60  # exponents: numbers beyond it are drawn in the outermost binade
+POWERS = 12  # powers of two that have room on an axis
 OFF_SCALE = 3.0  # a bar this many times longer than the median bar is cut, so that the others can be told apart
 WIDEST = 4.0  # margins that the axis of a dot chart shows on either side; what lies beyond becomes an arrow
-
-INK, MUTED, FAINT, BAND, PAPER = "#0a0001", "#0a0002", "#0a0003", "#0a0004", "#0a0005"
-HUES = tuple(f"#0b000{hue}" for hue in range(1, COLOURS + 1))
-PAINT: Mapping[str, str] = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    FAINT: "var(--faint)",
-    BAND: "var(--band)",
-    PAPER: "var(--paper)",
-    **{placeholder: f"var(--hue{hue})" for hue, placeholder in enumerate(HUES, start=1)},
-}
-"""Placeholder colour -> CSS variable that takes its place."""
-
-REFERENCE = re.compile(r"(?:^|\()#([^)]+)")  # to a name in the same file: "#name" or "url(#name)"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-SETTINGS: Any = {
-    "svg.fonttype": "none",  # text as text: it can be searched and copied, and has the page's font
-    "svg.hashsalt": "halfstep",  # equal charts give equal files
-    "text.parse_math": False,  # a dollar sign is a dollar sign
-    "axes.unicode_minus": True,
-    "font.size": FONT,
-    "path.simplify": False,
-}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Drawing:
-    """What belongs between ``<svg>`` and ``</svg>``, and the size of its canvas in px.
-
-    References inside it begin with "@", to be replaced by something unique in the page.
-    """
+    """What belongs between ``<svg>`` and ``</svg>``, and the size of its canvas in px."""
 
     width: int
     height: int
@@ -95,110 +58,215 @@ class Drawing:
 
 
 def draw(chart: Chart) -> Drawing:
-    """Return `chart` as a picture; equal charts give equal pictures."""
-    with mpl.rc_context(SETTINGS), warnings.catch_warnings():
-        # matplotlib only measures the text; the browser has the glyphs
-        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        if isinstance(chart, LineChart):
-            return _drawn(LINES_HEIGHT, lambda figure: _lines(figure, chart))
-        if isinstance(chart, AreaChart):
-            return _drawn(LINES_HEIGHT, lambda figure: _areas(figure, chart))
-        if isinstance(chart, BarChart):
-            return _drawn(_height(len(chart.bars)), lambda figure: _bars(figure, chart))
-        if isinstance(chart, PointChart):
-            return _drawn(POINTS_HEIGHT, lambda figure: _points(figure, chart))
-        if isinstance(chart, HeatMap):
-            return _drawn(_height(len(chart.strips)), lambda figure: _heat(figure, chart))
-        return _drawn(_height(len(chart.dots)), lambda figure: _dots(figure, chart))
+    """Return `chart` as a picture."""
+    match chart:
+        case LineChart():
+            axes = _lines(chart)
+        case AreaChart():
+            axes = _areas(chart)
+        case BarChart():
+            axes = _bars(chart)
+        case DotChart():
+            axes = _dots(chart)
+        case HeatMap():
+            axes = _heat(chart)
+        case PointChart():
+            axes = _points(chart)
+    return Drawing(WIDTH, axes.height, "\n".join(axes.elements))
 
 
-def _drawn(height: int, paint: Callable[[Figure], None]) -> Drawing:
-    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)  # SVG has 72 dots to the inch: a point is a px
-    figure.patch.set_visible(False)
-    paint(figure)
-    file = io.StringIO()
-    canvas: Any = FigureCanvasSVG(figure)  # print_svg has no types
-    canvas.print_svg(file, metadata={"Date": None})
-    return Drawing(width=WIDTH, height=height, body=_inside(file.getvalue()))
+class _Axes:
+    """Axes on a canvas: `x` and `y` turn data into px from the left and from the top; methods draw at px.
 
+    Args:
+        height: of the canvas.
+        edges: px left of the axes, right of them and above them.
+        x: the ends of the x axis.
+        y: the ends of the y axis, from bottom to top.
+        x_label: what the x axis means.
+    """
 
-def _axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Return axes with these distances in px from the edges of the picture."""
-    width, height = figure.get_size_inches() * 72
-    axes = figure.add_axes(
-        (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
-    )
-    axes.patch.set_visible(False)
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.tick_params(colors=MUTED, labelsize=FONT, length=0, pad=6)
-    axes.xaxis.label.set_color(MUTED)
-    return axes
+    def __init__(
+        self, height: int, edges: tuple[int, int, int], x: tuple[float, float], y: tuple[float, float], x_label: str
+    ) -> None:
+        left, right, top = edges
+        self.height, self.elements = height, list[str]()
+        self.left, self.right, self.top, self.bottom = left, WIDTH - right, top, height - FOOT
+        self._x, self._y = x, y
+        self.line([(self.left, self.bottom), (self.right, self.bottom)], "faint", 0.8)
+        self.write((self.left + self.right) / 2, height - 8, x_label, "muted", "middle")
+
+    def x(self, value: float) -> float:
+        low, high = self._x
+        return self.left + (value - low) / (high - low) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self._y
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+
+    def add(self, tag: str, style: str, text: str = "", **attributes: float | str) -> None:
+        numbers = {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+        written = "".join(f' {name}="{value}"' for name, value in numbers.items())
+        self.elements.append(f'<{tag}{written} style="{style}">{html.escape(_printable(text))}</{tag}>')
+
+    def box(self, left: float, top: float, right: float, bottom: float, colour: str, strength: float = 1.0) -> None:
+        style = f"fill: var(--{colour}){'' if strength == 1.0 else f'; opacity: {strength:g}'}"
+        self.add("rect", style, x=left, y=top, width=right - left, height=bottom - top)
+
+    def line(
+        self, points: Iterable[tuple[float, float]], colour: str, width: float, dashes: str = "", strength: float = 1.0
+    ) -> None:
+        """Draw a line through points; one that is not finite is a gap."""
+        parts = [list(part) for known, part in itertools.groupby(points, lambda p: all(map(math.isfinite, p))) if known]
+        path = " ".join(f"M {' L '.join(f'{_px(x)} {_px(y)}' for x, y in part)}" for part in parts)
+        style = f"fill: none; stroke: var(--{colour}); stroke-width: {width:g}"
+        style += f"; stroke-dasharray: {dashes}" if dashes else ""
+        self.add("path", style + (f"; opacity: {strength:g}" if strength != 1.0 else ""), d=path)
+
+    def write(self, x: float, y: float, text: str, colour: str = "ink", anchor: str = "start") -> None:
+        if text:
+            place = "" if anchor == "start" else f"; text-anchor: {anchor}"
+            self.add("text", f"font-size: {FONT}px; fill: var(--{colour}){place}", text, x=x, y=y)
+
+    def mark(self, x: float, y: float, shape: str, colour: str, size: float, face: str = "") -> None:
+        """Draw a sign: a "dot" filled with `face`, a "cross", or an arrow to "<" or ">"."""
+        half = size / 2
+        if shape == "dot":
+            style = f"fill: {f'var(--{face})' if face else 'none'}; stroke: var(--{colour}); stroke-width: 1.6"
+            self.add("circle", style, cx=x, cy=y, r=half)
+        elif shape == "cross":
+            for way in (-1, 1):
+                self.line([(x - half, y - way * half), (x + half, y + way * half)], colour, 2.2)
+        else:
+            tip = half if shape == ">" else -half
+            path = f"M {_px(x + tip)} {_px(y)} L {_px(x - tip)} {_px(y - half)} L {_px(x - tip)} {_px(y + half)} Z"
+            self.add("path", f"fill: var(--{colour})", d=path)
+
+    def x_ticks(self, ticks: Iterable[float], names: Sequence[str] = ()) -> None:
+        for place, tick in enumerate(ticks):
+            name = names[place] if names else _plain(tick)
+            self.write(self.x(tick), self.bottom + 16, name, "muted", "middle")
+
+    def y_ticks(self, ticks: Sequence[float], names: Sequence[str], *, grid: bool = True) -> None:
+        for tick, name in zip(ticks, names, strict=True):
+            y = self.y(tick)
+            if grid:
+                self.line([(self.left, y), (self.right, y)], "faint", 0.7)
+            self.write(self.left - 6, y + 4, name, "muted", "end")
+
+    def across(self, y: float, colour: str, width: float, dashes: str = "") -> None:
+        self.line([(self.left, self.y(y)), (self.right, self.y(y))], colour, width, dashes)
 
 
 def _colour(key: Key) -> str:
-    return HUES[key.hue - 1] if key.hue else INK
+    return f"hue{key.hue}" if key.hue else "ink"
+
+
+def _px(number: float) -> str:
+    """Return a number with hundredths at most."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _printable(text: str) -> str:
+    """Return `text` on one line, without control characters, which XML forbids."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _plain(number: float, form: str = ".6g") -> str:
+    """Return a number as a tick label; large ones without an exponent."""
+    text = f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:{form}}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def _ends(values: Iterable[float], room: float) -> tuple[float, float]:
+    """Return the ends of an axis: those of the finite values, and this share of their range as room."""
+    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    more = room * (high - low) if high > low else room * abs(high) or 0.5
+    return low - more, high + more
+
+
+def _ticks(ends: tuple[float, float], most: int, *, whole: bool = False) -> list[float]:
+    """Return round numbers between two ends, whole ones if so wanted: `most` intervals at most."""
+    raw = max((ends[1] - ends[0]) / most, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(raw))
+    digits = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = next(power * digit for digit in digits if power * digit >= 0.999 * raw)
+    return [n * step for n in range(math.ceil(ends[0] / step - 1e-9), math.floor(ends[1] / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten between two positive numbers, with 2 and 5 times them where there is room."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    digits, apart = ((1, 2, 5), 1) if last - first <= 2 else ((1,), math.ceil((last - first) / 7))
+    found = (digit * 10.0**power for power in range(first, last + 1, apart) for digit in digits)
+    return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
 
 
 # ------------------------------------------------------------------ curves
 
 
-def _lines(figure: Figure, chart: LineChart) -> None:
-    axes = _axes(figure, left=58, right=10, top=24, bottom=FOOT)
+def _lines(chart: LineChart) -> _Axes:
     finite = [y for s in chart.series for y in s.y if math.isfinite(y)]
-    if chart.log and finite and min(finite) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    power = _power(finite) if axes.get_yscale() == "linear" else 0
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _plain(y / 10**power)))
+    log = chart.log and bool(finite) and min(finite) > 0
+
+    def height(y: float) -> float:
+        return math.log10(y) if log and math.isfinite(y) else y
+
+    ends = _ends([*map(height, finite), *([0.0] if chart.zero_line else [])], 0.05)
+    across = _ends((x for s in chart.series for x in s.x), 0.01)
+    axes = _Axes(250, (58, 10, 24), across, ends, chart.x_label)
+    axes.x_ticks(_ticks(across, 5, whole=True))
+    power = 0 if log else _power(finite)
     if power:
-        factor = f"\N{MULTIPLICATION SIGN} 10{str(power).translate(SUPERSCRIPTS)}"
-        axes.annotate(factor, (0, 1), (-50, 9), "axes fraction", "offset points", color=MUTED)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
+        axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{_superscript(power)}", "muted")
+    if finite:
+        ticks = _log_ticks(10 ** ends[0], 10 ** ends[1]) if log else _ticks(ends, 5)
+        axes.y_ticks([height(tick) for tick in ticks], [_plain(tick / 10**power) for tick in ticks])
+    else:
+        axes.write((axes.left + axes.right) / 2, 120, "no finite value", "muted", "middle")
     if chart.zero_line:
-        axes.axhline(0.0, color=MUTED, linewidth=1.0)
+        axes.across(0.0, "muted", 1.0)
     for series in chart.series:
-        look: dict[str, Any] = {"dashes": (4, 2)} if series.key.light else {}
-        lone: dict[str, Any] = {"marker": "o", "markersize": 4} if len(series.x) == 1 else {}
+        points = [(axes.x(x), axes.y(height(y))) for x, y in zip(series.x, series.y, strict=True)]
+        colour = _colour(series.key)
         if not series.key.hue:  # the reference lies below the others: wide and pale, it shows on both sides of them
-            look = {"linewidth": 4.5, "alpha": 0.35}
-        axes.plot(series.x, series.y, color=_colour(series.key), clip_on=False, **{"linewidth": 1.5, **look, **lone})
-        at = [_height_at(series, x) for x in series.marks]
-        axes.plot(series.marks, at, "x", color=_colour(series.key), markersize=7, markeredgewidth=1.8, clip_on=False)
-    if not finite:
-        axes.set_yticks([])
-        axes.text(0.5, 0.5, "no finite value", color=MUTED, ha="center", transform=axes.transAxes)
-    axes.margins(x=0.01)
-    axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
+            axes.line(points, colour, 4.5, strength=0.35)
+        else:
+            axes.line(points, colour, 1.5, "6 3" if series.key.light else "")
+        if len(points) == 1 and math.isfinite(series.y[0]):
+            axes.mark(*points[0], "dot", colour, 4, colour)
+        for x in series.marks:
+            y = _height_at(series, x)
+            if math.isfinite(y):
+                axes.mark(axes.x(x), axes.y(height(y)), "cross", colour, 7)
+    return axes
 
 
-def _areas(figure: Figure, chart: AreaChart) -> None:
-    axes = _axes(figure, left=58, right=10, top=24, bottom=FOOT)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    below = [0.0] * len(chart.series[0].x if chart.series else ())
-    for series in chart.series:
-        above = [low + y for low, y in zip(below, series.y, strict=True)]
-        strength = 0.45 if series.key.light else 1.0
-        axes.fill_between(series.x, below, above, step="post", color=_colour(series.key), alpha=strength, linewidth=0)
-        below = above
+def _areas(chart: AreaChart) -> _Axes:
+    xs = chart.series[0].x if chart.series else ()
+    sums = [0.0] * len(xs)
+    tops = [sums := [low + y for low, y in zip(sums, series.y, strict=True)] for series in chart.series]
+    high = 1.04 * max([*sums, chart.line or 0.0], default=1.0) or 1.0
+    axes = _Axes(250, (58, 10, 24), _ends(xs, 0.0), (0.0, high), chart.x_label)
+    axes.x_ticks(_ticks(_ends(xs, 0.0), 5, whole=True))
+    ticks = _ticks((0.0, high), 5)
+    axes.y_ticks(ticks, list(map(_plain, ticks)))
+    floors = [[0.0] * len(xs), *tops]
+    for series, low, top in zip(chart.series, floors, tops, strict=False):
+        edge = [*_stairs(xs, top), *reversed(_stairs(xs, low))]
+        path = " L ".join(f"{_px(axes.x(x))} {_px(axes.y(y))}" for x, y in edge)
+        opacity = "; opacity: 0.45" if series.key.light else ""
+        axes.add("path", f"fill: var(--{_colour(series.key)}){opacity}", d=f"M {path} Z")
     if chart.line is not None:
-        axes.axhline(chart.line, color=INK, linewidth=1.2, dashes=(4, 2))
-    axes.set_ylim(0, 1.04 * max([*below, chart.line or 0.0], default=1.0) or 1.0)
-    axes.margins(x=0.0)
-    axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
+        axes.across(chart.line, "ink", 1.2, "5 2.5")
+    return axes
+
+
+def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of a curve that keeps each height until the next x."""
+    return [point for (x, y), (after, _) in itertools.pairwise(zip(xs, ys, strict=True))
+            for point in ((x, y), (after, y))] or list(zip(xs, ys, strict=True))  # fmt: skip
 
 
 def _power(values: Sequence[float]) -> int:
@@ -218,33 +286,22 @@ def _height_at(series: Series, x: float) -> float:
     return low + (high - low) * (x - left) / (right - left)
 
 
-# ------------------------------------------------------------------ bars and dots
+# ------------------------------------------------------------------ bars, dots and strips below each other
 
 
-def _height(rows: int) -> int:
-    return PITCH * max(rows, 1) + FOOT + 4
-
-
-def _rows(figure: Figure, rows: Sequence[Bar | Dot | Strip], x_label: str) -> Axes:
-    """Return axes, y in px from the top, with the words of each row written above the place of its bar or dot."""
-    axes = _axes(figure, left=SIDE, right=SIDE, top=4, bottom=FOOT)
-    axes.set_ylim(PITCH * max(len(rows), 1), 0)
-    axes.yaxis.set_visible(False)
-    axes.set_xlabel(_printable(x_label), fontsize=FONT)
-    across = axes.get_yaxis_transform()  # x from 0 to 1 over the axes, y in px
-    room = 45  # letters of a line
+def _rows(rows: Sequence[Bar | Strip], x: tuple[float, float], x_label: str) -> _Axes:
+    """Return axes with the words of each row written above the place of its bar, dot or cells."""
+    axes = _Axes(PITCH * max(len(rows), 1) + FOOT + 4, (SIDE, SIDE, 4), x, (1.0, 0.0), x_label)
     for place, row in enumerate(rows):
-        label = _shortened(row.label, max(8, room - len(row.text)))
-        axes.text(0.0, PITCH * place + 15, label, color=INK, transform=across, fontsize=FONT)
-        axes.text(
-            1.0, PITCH * place + 15, _printable(row.text), color=MUTED, transform=across, ha="right", fontsize=FONT
-        )
+        y = PITCH * place + 19
+        axes.write(axes.left, y, _shortened(row.label, max(8, LINE_LETTERS - len(row.text))))
+        axes.write(axes.right, y, row.text, "muted", "end")
     return axes
 
 
-def _printable(text: str) -> str:
-    """Return `text` on one line, without control characters, which XML forbids."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+def _middle(place: int) -> float:
+    """Return the height of the row `place`, in px from the top."""
+    return PITCH * place + 32.0
 
 
 def _shortened(text: str, letters: int) -> str:
@@ -256,38 +313,34 @@ def _shortened(text: str, letters: int) -> str:
     return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (letters - 1 - head) :]}"
 
 
-def _middle(place: int) -> float:
-    return PITCH * place + 28.0
+def _tick(axes: _Axes, x: float, y: float, colour: str, width: float, dashes: str = "", size: float = TRACK) -> None:
+    """Draw an upright stroke at the height of a row."""
+    axes.line([(x, y - size / 2), (x, y + size / 2)], colour, width, dashes)
 
 
-def _tracks(axes: Axes, rows: int, band: tuple[float, float] | None) -> None:
-    """Draw the band behind each bar or dot, not behind the words between them."""
-    if band is None:
-        return
-    for place in range(rows):
-        axes.broken_barh([(band[0], band[1] - band[0])], (_middle(place) - TRACK / 2, TRACK), color=BAND, linewidth=0)
-
-
-def _bars(figure: Figure, chart: BarChart) -> None:
-    axes = _rows(figure, chart.bars, chart.x_label)
-    lengths = [bar.value for bar in chart.bars if bar.value is not None and math.isfinite(bar.value)]
-    end = _end(lengths, chart.line)
-    axes.set_xlim(0.0, end)
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    _tracks(axes, len(chart.bars), chart.band)
+def _bars(chart: BarChart) -> _Axes:
+    end = _end([bar.value for bar in chart.bars if bar.value is not None and math.isfinite(bar.value)], chart.line)
+    axes = _rows(chart.bars, (0.0, end), chart.x_label)
+    axes.x_ticks(_ticks((0.0, end), 4))
     for place, bar in enumerate(chart.bars):
+        y, colour = _middle(place), _colour(bar.key)
+        if chart.band is not None:
+            axes.box(axes.x(chart.band[0]), y - TRACK / 2, axes.x(min(chart.band[1], end)), y + TRACK / 2, "band")
         if bar.value is None or not math.isfinite(bar.value):
             continue
-        y, colour = _middle(place), _colour(bar.key)
-        shown = min(bar.value, end)
-        axes.barh(y, shown, height=11, color=colour, alpha=0.55 if bar.key.light else 1.0, linewidth=0)
+        shown = axes.x(min(bar.value, end))
+        axes.box(axes.left, y - 5.5, shown, y + 5.5, colour, 0.55 if bar.key.light else 1.0)
         if bar.value > end:
-            axes.plot([end], [y], ">", color=colour, markersize=9, clip_on=False)
+            axes.mark(shown, y, ">", colour, 9)
         elif bar.low is not None and bar.high is not None:
-            _whisker(axes, bar.low, min(bar.high, end), y)
+            low, high = axes.x(bar.low), axes.x(min(bar.high, end))
+            for paint, width in (("paper", 4.0), ("ink", 1.6)):  # an outline keeps it visible on any hue
+                axes.line([(low, y), (high, y)], paint, width)
+                for cap in (low, high):
+                    _tick(axes, cap, y, paint, width, size=7)
         if chart.line is not None:
-            axes.plot([chart.line] * 2, [y - TRACK / 2, y + TRACK / 2], color=INK, linewidth=1.2, dashes=(2.5, 1.5))
+            _tick(axes, axes.x(chart.line), y, "ink", 1.2, "3 1.8")
+    return axes
 
 
 def _end(lengths: Sequence[float], line: float | None) -> float:
@@ -300,140 +353,58 @@ def _end(lengths: Sequence[float], line: float | None) -> float:
     return max(near or known) * 1.04
 
 
-def _whisker(axes: Axes, low: float, high: float, y: float) -> None:
-    """Draw an interval on a bar: an outline in the colour of the page keeps it visible on any hue."""
-    for colour, width in ((PAPER, 4.0), (INK, 1.6)):
-        axes.plot([low, high], [y, y], color=colour, linewidth=width, solid_capstyle="butt", clip_on=False)
-        axes.plot([low, high], [y, y], "|", color=colour, markersize=7, markeredgewidth=width, clip_on=False)
-
-
-def _dots(figure: Figure, chart: DotChart) -> None:
-    axes = _rows(figure, chart.dots, chart.x_label)
+def _dots(chart: DotChart) -> _Axes:
     ends = (d for dot in chart.dots for d in (dot.value, dot.low, dot.high) if d is not None and math.isfinite(d))
     limit = min(max([1.4 * chart.margin, *(1.05 * abs(end) for end in ends)]), WIDEST * chart.margin)
-    axes.set_xlim(-limit, limit)
-    _tracks(axes, len(chart.dots), (-chart.margin, chart.margin))
-    axes.set_xticks([-chart.margin, 0.0, chart.margin])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _plain(x, form="+.3g" if x else "g")))
+    axes = _rows(chart.dots, (-limit, limit), chart.x_label)
+    ticks = (-chart.margin, 0.0, chart.margin)
+    axes.x_ticks(ticks, [_plain(tick, "+.3g" if tick else "g") for tick in ticks])
     for place, dot in enumerate(chart.dots):
+        y, colour = _middle(place), _colour(dot.key)
+        axes.box(axes.x(-chart.margin), y - TRACK / 2, axes.x(chart.margin), y + TRACK / 2, "band")
         if dot.value is None or not math.isfinite(dot.value):
             continue
-        y, colour = _middle(place), _colour(dot.key)
-        axes.plot([0.0, 0.0], [y - TRACK / 2, y + TRACK / 2], color=MUTED, linewidth=1.0)
+        _tick(axes, axes.x(0.0), y, "muted", 1.0)
         if dot.low is not None and dot.high is not None and max(dot.low, -limit) < min(dot.high, limit):
-            inside = [max(dot.low, -limit), min(dot.high, limit)]
-            axes.plot(inside, [y, y], color=colour, linewidth=2.4, solid_capstyle="butt", clip_on=False)
-            caps = [end for end in (dot.low, dot.high) if abs(end) <= limit]
-            axes.plot(caps, [y] * len(caps), "|", color=colour, markersize=8, markeredgewidth=1.6, clip_on=False)
-        mark = {"full": "o", "hollow": "o", "cross": "X"}[dot.mark]
+            axes.line([(axes.x(max(dot.low, -limit)), y), (axes.x(min(dot.high, limit)), y)], colour, 2.4)
+            for cap in (end for end in (dot.low, dot.high) if abs(end) <= limit):
+                _tick(axes, axes.x(cap), y, colour, 1.6, size=8)
         at = min(max(dot.value, -limit), limit)
-        if at != dot.value:
-            mark = "<" if at < 0.0 else ">"
-        face = PAPER if dot.mark == "hollow" else colour
-        axes.plot([at], [y], mark, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.6, clip_on=False)
+        arrow = "" if at == dot.value else "<" if at < 0.0 else ">"
+        shape = arrow or ("cross" if dot.mark == "cross" else "dot")
+        axes.mark(axes.x(at), y, shape, colour, 8, "paper" if dot.mark == "hollow" else colour)
+    return axes
 
 
-# ------------------------------------------------------------------ points
-
-
-def _points(figure: Figure, chart: PointChart) -> None:
-    """Draw points; y in limits up to the limit, beyond it one more unit for each power of ten."""
-    axes = _axes(figure, left=66, right=16, top=32, bottom=FOOT)
-
-    def height(y: float) -> float:
-        return y / chart.limit if abs(y) <= chart.limit else math.copysign(1 + math.log10(abs(y) / chart.limit), y)
-
-    finite = [height(p.y) for p in chart.points if math.isfinite(p.y)]
-    lost = any(not math.isfinite(p.y) for p in chart.points)
-    low, high = min([-1.0, *finite]), max([1.6, *finite])
-    top = high + (0.16 * (high - low) if lost else 0.0)  # where points that are not finite are drawn
-    axes.set_ylim(low - 0.1, top + 0.1)
-    across = [p.x for p in chart.points]
-    room = 0.06 * ((max(across) - min(across)) or abs(across[0]) or 1.0) if across else 1.0
-    axes.set_xlim(min(across, default=0.0) - room, max(across, default=1.0) + room)
-    powers = [sign * 10.0**n for sign in (-1, 1) for n in range(math.ceil(max(abs(low), high)))]
-    shown = {0.0: 0.0, **{height(n * chart.limit): n * chart.limit for n in powers}}
-    ticks = [t for t in sorted(shown) if low <= t <= high]
-    names = [_plain(shown[t], form="+.3g" if shown[t] else "g") for t in ticks]
-    axes.set_yticks([*ticks, top] if lost else ticks, [*names, "not finite"] if lost else names)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.axhspan(-1.0, 1.0, color=BAND, linewidth=0)
-    axes.axhline(1.0, color=INK, linewidth=1.2, dashes=(4, 2))
-    axes.annotate(
-        chart.limit_label, (1, 1.0), (0, 4), ("axes fraction", "data"), "offset points", ha="right", color=MUTED
-    )
-    axes.annotate(_printable(chart.y_label), (0, 1), (-62, 17), "axes fraction", "offset points", color=MUTED)
-    axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
-    if chart.front:
-        xs, ys = zip(*chart.front, strict=True)
-        axes.step(xs, [height(y) for y in ys], where="post", color=MUTED, linewidth=1.2, alpha=0.7)
-    taken: list[tuple[float, float, float, float]] = []
-    places = [(p, *axes.transData.transform((p.x, height(p.y) if math.isfinite(p.y) else top))) for p in chart.points]
-    taken += [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
-    for point, _, _ in places:
-        at = (point.x, height(point.y) if math.isfinite(point.y) else top)
-        colour = _colour(point.key)
-        mark, face = ("X" if point.mark == "cross" else "o"), PAPER if point.mark == "hollow" else colour
-        look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "clip_on": False}
-        if point.mark == "chosen":
-            axes.plot(*at, "o", color=colour, markerfacecolor="none", markersize=15, markeredgewidth=1.6, clip_on=False)
-        axes.plot(*at, mark, markersize=7.5, markeredgewidth=1.6, **look)
-    for tick in axes.get_yticks():
-        beside = axes.transData.transform((0.0, tick))[1]
-        taken.append((0.0, beside - 7, 64.0, beside + 7))
-    for point, x, y in reversed(places):
-        if point.named:
-            _beside(axes, _shortened(point.label, 30), x, y, taken)
-
-
-def _beside(axes: Axes, text: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> None:
-    """Write `text` at the first free place beside the point (x, y), in px; where all are taken, nowhere."""
-    wide, tall = 6.3 * len(text), FONT + 1.0
-    right, left, middle = x + 10, x - 10 - wide, x - wide / 2
-    spots = [(right, y - 4), (left, y - 4), (middle, y + 11), (middle, y - 11 - tall), (right, y + 8), (right, y - 18),
-             (left, y + 8), (left, y - 18)]  # fmt: skip
-    spots += [(min(max(middle, 68.0), WIDTH - wide - 2), y + way * n) for n in (26, 40, 54, 68, 82) for way in (-1, 1)]
-    for a, b in spots:
-        box = (a, b, a + wide, b + tall)
-        inside = a >= 0 and a + wide <= WIDTH and b >= FOOT and b + tall <= POINTS_HEIGHT - 18
-        if inside and not any(a < x1 and x0 < a + wide and b < y1 and y0 < b + tall for x0, y0, x1, y1 in taken):
-            axes.annotate(text, (a, b), xycoords="figure pixels", color=INK)
-            taken.append(box)
-            return
-
-
-# ------------------------------------------------------------------ heat maps
-
-
-def _heat(figure: Figure, chart: HeatMap) -> None:
-    axes = _rows(figure, chart.strips, chart.x_label)
+def _heat(chart: HeatMap) -> _Axes:
     first, last = _exponents(chart)
     gone = first - ZEROS_APART  # where zeros are drawn
-    axes.set_xlim(gone - 0.6, last + 1.1)
-    axes.xaxis.set_major_locator(FixedLocator([gone + 0.5, *_powers(gone, first, last)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x < first else f"2{_superscript(round(x))}"))
+    axes = _rows(chart.strips, (gone - 0.6, last + 1.1), chart.x_label)
+    powers = _powers(gone, first, last)
+    axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{_superscript(power)}" for power in powers)])
     for place, strip in enumerate(chart.strips):
         top = _middle(place) - STRIP / 2
 
-        def box(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
-            look: dict[str, Any] = {"color": colour, "alpha": None if strength == 1.0 else strength}
-            axes.add_patch(Rectangle((left, top), right - left, STRIP, linewidth=0, **look))
+        def cells(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
+            axes.box(axes.x(left), top, axes.x(right), top + STRIP, colour, strength)
 
         least, normal, most = (min(max(limit, first), last + 1) for limit in strip.limits)
-        box(least, most, BAND, 0.5)
-        box(normal, most, BAND)
-        cells = _clipped(strip.cells, first, last)
-        peak = max((share for _, share in cells), default=0.0)
-        for exponent, share in cells:
+        cells(least, most, "band", 0.5)
+        cells(normal, most, "band")
+        sums: dict[int, float] = {}  # what lies beyond the axis is in its outermost binades
+        for exponent, share in strip.cells:
+            inside = min(max(exponent, first), last)
+            sums[inside] = sums.get(inside, 0.0) + share
+        for exponent, share in sorted(sums.items()):
             if share > 0.0:
                 full = strip.limits[1] <= exponent <= strip.limits[2]
-                box(exponent, exponent + 1, HUES[0] if full else HUES[1], _strength(share / peak))
+                cells(exponent, exponent + 1, "hue1" if full else "hue2", _strength(share / max(sums.values())))
         if strip.zeros > 0.0:
-            box(gone, gone + 1, MUTED, _strength(strip.zeros))
+            cells(gone, gone + 1, "muted", _strength(strip.zeros))
         for limit in strip.limits:
             if first <= limit <= last + 1:
-                axes.plot([limit] * 2, [top - 2, top + STRIP + 2], color=INK, linewidth=1.2)
+                _tick(axes, axes.x(limit), _middle(place), "ink", 1.2, size=STRIP + 4)
+    return axes
 
 
 def _strength(share: float) -> float:
@@ -452,69 +423,69 @@ def _exponents(chart: HeatMap) -> tuple[int, int]:
 
 def _powers(gone: int, first: int, last: int) -> list[int]:
     """Return the exponents that ticks stand at: as many as have room beside each other and beside the zero."""
-    room = (last - gone) / TICKS
+    room = (last - gone) / POWERS
     step = next(step for step in (8, 16, 32, 64) if step >= room)
     return [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
-
-
-def _clipped(cells: Sequence[tuple[int, float]], first: int, last: int) -> list[tuple[int, float]]:
-    """Return cells with what lies beyond the axis in its outermost binades."""
-    sums: dict[int, float] = {}
-    for exponent, share in cells:
-        inside = min(max(exponent, first), last)
-        sums[inside] = sums.get(inside, 0.0) + share
-    return sorted(sums.items())
 
 
 def _superscript(exponent: int) -> str:
     return str(exponent).translate(SUPERSCRIPTS)
 
 
-def _plain(number: float, _: float | None = None, form: str = ".6g") -> str:
-    """Return a number as a tick label; large ones without an exponent."""
-    text = f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:{form}}"
-    return text.replace("-", "\N{MINUS SIGN}")
+# ------------------------------------------------------------------ points
 
 
-# ------------------------------------------------------------------ SVG into a page
+def _points(chart: PointChart) -> _Axes:
+    """Draw points; y in limits up to the limit, beyond it one more unit for each power of ten."""
+
+    def height(y: float) -> float:
+        return y / chart.limit if abs(y) <= chart.limit else math.copysign(1 + math.log10(abs(y) / chart.limit), y)
+
+    finite = [height(p.y) for p in chart.points if math.isfinite(p.y)]
+    low, high = min([-1.0, *finite]), max([1.6, *finite])
+    lost = len(finite) < len(chart.points)
+    top = high + (0.16 * (high - low) if lost else 0.0)  # where points that are not finite are drawn
+    ends = _ends((p.x for p in chart.points), 0.06)
+    axes = _Axes(330, (66, 16, 32), ends, (low - 0.1, top + 0.1), chart.x_label)
+    axes.box(axes.left, axes.y(1.0), axes.right, axes.y(-1.0), "band")
+    powers = [sign * 10.0**n for sign in (-1, 1) for n in range(math.ceil(max(abs(low), high)))]
+    shown = {0.0: 0.0, **{height(n * chart.limit): n * chart.limit for n in powers}}
+    ticks = [tick for tick in sorted(shown) if low <= tick <= high]
+    names = [_plain(shown[tick], "+.3g" if shown[tick] else "g") for tick in ticks]
+    axes.x_ticks(_ticks(ends, 5))
+    axes.y_ticks([*ticks, top] if lost else ticks, [*names, "not finite"] if lost else names, grid=False)
+    axes.across(1.0, "ink", 1.2, "5 2.5")
+    axes.write(axes.right, axes.y(1.0) - 4, chart.limit_label, "muted", "end")
+    axes.write(4, 15, chart.y_label, "muted")
+    xs, ys = [x for x, _ in chart.front], [height(y) for _, y in chart.front]
+    corners = [*_stairs(xs, ys), (xs[-1], ys[-1])] if chart.front else []
+    axes.line([(axes.x(x), axes.y(y)) for x, y in corners], "muted", 1.2, strength=0.7)
+    places = [(p, axes.x(p.x), axes.y(height(p.y) if math.isfinite(p.y) else top)) for p in chart.points]
+    for point, x, y in places:
+        colour = _colour(point.key)
+        if point.mark == "chosen":
+            axes.mark(x, y, "dot", colour, 15)
+        shape = "cross" if point.mark == "cross" else "dot"
+        axes.mark(x, y, shape, colour, 7.5, "paper" if point.mark == "hollow" else colour)
+    taken = [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
+    taken += [(0.0, axes.y(tick) - 7, 64.0, axes.y(tick) + 7) for tick in ticks]
+    for point, x, y in reversed(places):
+        if point.named:
+            _write_beside(axes, _shortened(point.label, 30), x, y, taken)
+    return axes
 
 
-def _inside(svg: str) -> str:
-    """Return the content of matplotlib's SVG file made fit to stand in a page."""
-    root = ElementTree.fromstring(svg)
-    for element in root.iter():
-        element.tag = element.tag.partition("}")[2]  # in a page SVG's elements have no namespace
-        element.attrib = {name.partition("}")[2] or name: value for name, value in element.attrib.items()}
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in {"metadata", "style"} or (child.tag in {"g", "defs"} and not len(child)):
-                parent.remove(child)
-    used = {name for element in root.iter() for value in element.attrib.values() for name in REFERENCE.findall(value)}
-    for element in root.iter():
-        if element.tag != "text":
-            element.text = None
-        element.tail = "\n"
-        element.attrib = {name: _adapted(name, value) for name, value in _needed(element.attrib, used)}
-    return "".join(ElementTree.tostring(child, encoding="unicode") for child in root)
-
-
-def _needed(attributes: Mapping[str, str], used: set[str]) -> Iterator[tuple[str, str]]:
-    for name, value in attributes.items():
-        unused = name == "id" and value not in used
-        if not unused and not (name == "transform" and value.startswith(("rotate(-0 ", "rotate(0 "))):
-            yield name, value
-
-
-def _adapted(name: str, value: str) -> str:
-    """Return the value of an attribute with the page's colours, font and names, and hundredths of a px at most."""
-    if name == "style":
-        value = re.sub(r"font: ([\d.]+)px .*?(?=;|$)", r"font-size: \1px", value)  # matplotlib writes a plain font so
-        value = re.sub(r"font-family: .*?(; |$)", "", value)  # and otherwise its properties apart
-        for placeholder, paint in PAINT.items():
-            value = value.replace(placeholder, paint)
-        return value
-    if name == "id":
-        return f"@{value}"
-    if name in {"d", "x", "y", "transform"}:
-        value = " ".join(re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), value).split())
-    return REFERENCE.sub(lambda m: m[0].replace("#", "#@"), value)
+def _write_beside(axes: _Axes, text: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> None:
+    """Write `text` at the first free place beside the point (x, y); where all are taken, nowhere."""
+    wide, tall = LETTER * len(text), FONT + 1.0
+    right, left, middle = x + 10, x - 10 - wide, x - wide / 2
+    spots = [(right, y - 9), (left, y - 9), (middle, y - 24), (middle, y + 11), (right, y - 21), (right, y + 5),
+             (left, y - 21), (left, y + 5)]  # fmt: skip
+    inside = min(max(middle, 68.0), WIDTH - wide - 2)
+    spots += [(inside, y - tall + way * n) for n in (26, 40, 54, 68, 82) for way in (-1, 1)]
+    for a, b in spots:
+        fits = a >= 0 and a + wide <= WIDTH and b >= 18 and b + tall <= axes.bottom
+        if fits and not any(a < x1 and x0 < a + wide and b < y1 and y0 < b + tall for x0, y0, x1, y1 in taken):
+            axes.write(a, b + FONT - 1, text)
+            taken.append((a, b, a + wide, b + tall))
+            return

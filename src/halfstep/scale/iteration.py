@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.errors import ScaleError
+from halfstep.mistakes import MISTAKES
 from halfstep.scale.finite import gradients, names_of
 
 __all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
@@ -242,16 +243,16 @@ class Iteration:
             return work
         mixed, late, others = work.classify()
         kind = type(optimizer).__name__
-        remedy = "Run every backward pass before unscale_(), and call update() also after a step that you skip by hand"
+        remedy = MISTAKES["HS203"].remedy
         if mixed:
             raise ScaleError(
                 f"{method}(): unscale_() has been called on this {kind}, and a scaled loss was then added to unscaled "
-                f"gradients: {', '.join(names_of(optimizer, mixed, names))}. {remedy}"
+                f"gradients: {', '.join(names_of(optimizer, mixed, names))}; {remedy}"
             )
         if others and method == "step" and work.is_unclear(unfollowed):
             raise ScaleError(
                 f"{method}(): this {kind} has gradients that came after unscale_(), and it is not known whether they "
-                f"are scaled. {remedy}"
+                f"are scaled; {remedy}"
             )
         if late and not others:
             if work.found is not None:

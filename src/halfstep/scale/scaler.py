@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.errors import ScaleError, warn
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import FP32, format_of
+from halfstep.mistakes import MISTAKES
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
@@ -205,13 +206,12 @@ class GradScaler(StoredScale):
         kind = type(optimizer).__name__
         if work.stage is Stage.UNSCALED and work.found is not None:
             raise ScaleError(
-                f"unscale_() has already been called on this {kind} since the last update(); call it once per step, "
-                "and call update() also after a step that you skip by hand"
+                f"unscale_() has already been called on this {kind} since the last update(); {MISTAKES['HS003'].remedy}"
             )
         if work.stage is Stage.STEPPED:
             raise ScaleError(
-                f"unscale_() is called after step() on this {kind}; call it before step(), and update() at the end of "
-                "every iteration"
+                f"unscale_() is called after step() on this {kind}; call it before step(), and "
+                f"{MISTAKES['HS004'].remedy}"
             )
         work.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
         if work.found is not None:
@@ -265,15 +265,14 @@ class GradScaler(StoredScale):
         if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
             raise ScaleError(
                 f"step({type(optimizer).__name__}, closure): a closure runs backward inside the optimizer, where "
-                "gradients would stay scaled and unchecked. Run forward and backward before step(); or, for an "
-                "optimizer that needs a closure (LBFGS), train without a scale: GradScaler(enabled=False), bf16 or fp32"
+                f"gradients would stay scaled and unchecked; {MISTAKES['HS009'].remedy}"
             )
         state = self._started("step")
         work = self._work_of(optimizer, "step")
         if work.stage is Stage.STEPPED:
             raise ScaleError(
                 f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
-                "call update() once at the end of every iteration"
+                f"{MISTAKES['HS004'].remedy}"
             )
         if work.stage is Stage.UNSCALED:
             self._unscale_late(work, state)
@@ -381,7 +380,7 @@ class GradScaler(StoredScale):
             self.by_hand = True
             return
         if not iteration:
-            raise ScaleError("update(): nothing was stepped since the last update(); call step(optimizer) before it")
+            raise ScaleError(f"update(): nothing was stepped since the last update(); {MISTAKES['HS002'].remedy}")
         self._iteration = Iteration()
         if (found := iteration.found()) is not None:
             state = self._started("update")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ScaleError, warn
+from halfstep.mistakes import MISTAKES
 from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule, plain, whole
 from halfstep.scale.arguments import check_factor
 from halfstep.scale.rule import (
@@ -140,9 +141,7 @@ class StoredScale:
 
     def _started(self, method: str) -> ScaleState:
         if self._state is None:
-            raise ScaleError(
-                f"{method}(): no loss has been scaled yet; run scaler.scale(loss).backward() instead of loss.backward()"
-            )
+            raise ScaleError(f"{method}(): no loss has been scaled yet; {MISTAKES['HS007'].remedy}")
         return self._state
 
     def _host_state(self) -> dict[str, Any]:

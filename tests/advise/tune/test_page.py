@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
-
 import halfstep as hs
 from halfstep.advise.tune.page import tuning_page
 from halfstep.advise.tune.proof import Proof

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.mistakes import MISTAKES
+
 __all__ = ["SEVERITIES", "Hit", "LintFinding", "Rule"]
 
 SEVERITIES = ("error", "warning", "note")
@@ -92,6 +94,14 @@ class Rule:
     good: str
     check: Callable[[Any], Iterable[Hit]]
     under: str = "mixed"
+
+    @classmethod
+    def of(cls, code: str, *, bad: str, good: str, check: Callable[[Any], Iterable[Hit]]) -> Rule:
+        """Return the rule that finds a mistake of the catalogue in source."""
+        m = MISTAKES[code]
+        return cls(
+            code=code, severity=m.severity, title=m.title, why=m.why, fix=m.fix, bad=bad, good=good, check=check
+        )  # fmt: skip
 
     @property
     def traced(self) -> bool:

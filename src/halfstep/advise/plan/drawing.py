@@ -78,22 +78,17 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
     at = tuple(float(moment.operator) for moment in plan.timeline)
     unit, one = unit_of(plan.peak_at.total)
     series = tuple(
-        Series(label=part, x=at, y=tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=key)
-        for part, key in zip(parts, keys(parts), strict=True)
+        Series(part, at, tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=Key(n % 6 + 1, n >= 6))
+        for n, part in enumerate(parts)  # six hues, then the same paler
     )
     line = f" The dashed line is what torch can allocate on {label}." if limit else ""
     return Figure(
-        heading="Memory of a step",
-        caption="From left to right the operators of one step after the first: forward, backward, update; "
+        "Memory of a step",
+        "From left to right the operators of one step after the first: forward, backward, update; "
         f"{unit} alive, by part. Its highest point, {gib(plan.peak_at.total)}, is in {place(plan.peak_at)}.{line}",
-        alt=f"Memory over a step; highest point {gib(plan.peak_at.total)} in {place(plan.peak_at)}.",
-        chart=AreaChart(x_label="operators run", series=series, line=limit / one if limit else None),
+        f"Memory over a step; highest point {gib(plan.peak_at.total)} in {place(plan.peak_at)}.",
+        AreaChart("operators run", series, limit / one if limit else None),
     )
-
-
-def keys(parts: Sequence[str]) -> list[Key]:
-    """Return how parts look: six hues, then the same paler."""
-    return [Key(colour=n % 6 + 1, light=n >= 6) for n, _ in enumerate(parts)]
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:

@@ -165,26 +165,22 @@ class MemoryPlan:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the parts as rows of text: headers first, then bytes between steps and at the peak, and the share."""
-        from halfstep.advise.plan.words import PART_HEADERS, part_rows
+        from halfstep.advise.plan.text import part_table
 
-        return [PART_HEADERS, *part_rows(self)]
+        return part_table(self).texts()
 
     def __str__(self) -> str:
         """Return the answer, the parts and the drawing of the peak as text."""
-        from halfstep.advise.plan.words import plan_text
+        from halfstep.advise.plan.text import plan_text
 
         return plan_text(self)
 
     def save_html(self, path: str | Path) -> None:
-        """Write the plan as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
-
-        Raises:
-            MissingExtraError: jinja2 or matplotlib is not installed.
-        """
+        """Write the plan as one HTML file with pictures that needs nothing else."""
         from halfstep.advise.plan.page import plan_page
-        from halfstep.report import render
+        from halfstep.report import write_page
 
-        Path(path).write_text(render(plan_page([self])), encoding="utf-8")
+        write_page(plan_page([self]), path)
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain values for JSON, with the sums under "summary"."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
+from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
 if TYPE_CHECKING:
@@ -151,6 +152,11 @@ class Tuning:
         """Whether to give TrainStep ``compile=True`` with it."""
         return self.chosen.compile
 
+    @property
+    def fp32(self) -> Tried:
+        """The candidate that the others are compared with."""
+        return next((tried for tried in self.tried if tried.label == FP32), self.tried[0])
+
     def to_toml(self) -> str:
         """Return the policy as TOML, with comments: why each exception, what was rejected; `Policy.of` reads it."""
         from halfstep.advise.tune.text import commented
@@ -158,15 +164,11 @@ class Tuning:
         return commented(self)
 
     def save_html(self, path: str | Path) -> None:
-        """Write the search as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
-
-        Raises:
-            MissingExtraError: jinja2 or matplotlib is not installed.
-        """
+        """Write the search as one HTML file with pictures that needs nothing else."""
         from halfstep.advise.tune.page import tuning_page
-        from halfstep.report import render
+        from halfstep.report import write_page
 
-        Path(path).write_text(render(tuning_page(self)), encoding="utf-8")
+        write_page(tuning_page(self), path)
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain values; a policy is its TOML text."""

@@ -48,7 +48,7 @@ def _head(tuning: Tuning) -> Iterator[str]:
     )
     yield f"chosen: {chosen.reason}"
     yield f"time: {_time(chosen, tuning.control)}"
-    fp32 = next(tried for tried in tuning.tried if tried.label == FP32)
+    fp32 = tuning.fp32
     if chosen.bytes and fp32.bytes:
         yield (
             f"memory: {size(chosen.state_bytes)} between steps (fp32 {size(fp32.state_bytes)}), "

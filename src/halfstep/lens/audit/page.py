@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from halfstep import report as doc
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
 from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.audit.table import COLUMNS, Audit, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
-from halfstep.report import (
-    Block,
-    Bullets,
-    Cell,
-    Code,
-    Details,
-    Document,
-    Fact,
-    Facts,
-    Figure,
-    Gallery,
-    HeatMap,
-    Paragraph,
-    Section,
-    Strip,
-    Table,
-)
 
 __all__ = ["audit_page"]
 
@@ -40,6 +24,8 @@ FEW = 0.01
 """Share of a row's numbers whose loss counts."""
 
 PLACES = 6
+"""Places named of each group of findings."""
+
 QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})
 
@@ -57,74 +43,61 @@ METHOD = (
 )
 
 
-def audit_page(audit: Audit) -> Document:
+def audit_page(audit: Audit) -> doc.Document:
     """Return the report of an audit."""
-    sections = [_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), _method(audit)]
-    name = f"{audit.policy.name} {audit.plan.policy.dtype}".strip()
-    line = audit.headline
-    return Document(
-        title=f"halfstep audit: {audit.plan.model}, {name}",
-        lead=f"{line[0].upper()}{line[1:]}.",
-        sections=tuple(section for section in sections if section.blocks),
-        footer="Made by halfstep. This file is complete: it loads nothing and runs no script.",
+    return doc.page(
+        f"halfstep audit: {audit.plan.model}, {f'{audit.policy.name} {audit.plan.policy.dtype}'.strip()}",
+        doc.sentence(audit.headline),
+        (_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), _method(audit)),
     )
 
 
 # ------------------------------------------------------------------ findings
 
 
-def _findings(audit: Audit) -> Section:
+def _findings(audit: Audit) -> doc.Section:
     facts = []
     for finding, places in audit.groups():
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-        cause = f"{finding.cause[0].upper()}{finding.cause[1:]}."
         words = [f"In {', '.join(places[:PLACES])}{more}.", *([f"At {finding.line}"] if finding.line else [])]
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""
-        remedy = f"Remedy: {finding.remedy}.{diff}"
+        words.append(f"Remedy: {finding.remedy}.{diff}")
         tone = "bad" if finding.kind in GRAVE else "open"
-        facts.append(Fact(heading=finding.kind.replace("_", " "), text=cause, more=(*words, remedy), tone=tone))
-    if not facts:
-        text = "Nothing underflows, overflows, is swallowed or far off."
-        facts = [Fact(heading="Healthy", text=text, tone="good")]
-        if audit.bad:
-            text = f"{audit.quiet[0].upper()}{audit.quiet[1:]}."
-            facts = [Fact(heading="Not finite", text=text, tone="bad")]
-    blocks: list[Block] = [Facts(facts=tuple(facts))]
-    if audit.notes:
-        blocks.append(Bullets(items=audit.notes))
-    return Section(heading="Findings", blocks=tuple(blocks))
+        facts.append(doc.Fact(finding.kind.replace("_", " "), doc.sentence(finding.cause), tuple(words), tone))
+    if not facts and audit.bad:
+        facts = [doc.Fact("Not finite", doc.sentence(audit.quiet), tone="bad")]
+    elif not facts:
+        facts = [doc.Fact("Healthy", "Nothing underflows, overflows, is swallowed or far off.", tone="good")]
+    notes = [doc.Bullets(audit.notes)] if audit.notes else []
+    return doc.Section("Findings", (doc.Facts(tuple(facts)), *notes))
 
 
 # ------------------------------------------------------------------ pictures
 
 
-def _pictures(audit: Audit) -> Section:
-    figures = [
-        _figure(audit.filter(role="activation"), "Activations", "what operators give"),
-        _figure(audit.filter(role="activation gradient"), "Gradients", "what comes back to them, with the loss scale"),
-        _figure(audit.filter(role="weight gradient"), "Gradients of weights", "with the loss scale"),
-        _figure(audit.filter(role="weight"), "Weights", "as they are stored"),
-    ]
-    how = Paragraph(
-        text="Each strip is one operator of one module: how many of its numbers have which power of two, zeros apart "
+def _pictures(audit: Audit) -> doc.Section:
+    kinds = (
+        ("activation", "Activations", "What operators give"),
+        ("activation gradient", "Gradients", "What comes back to them, with the loss scale"),
+        ("weight gradient", "Gradients of weights", "With the loss scale"),
+        ("weight", "Weights", "As they are stored"),
+    )
+    figures = tuple(_figure(audit.filter(role=role), *words) for role, *words in kinds if audit.filter(role=role).rows)
+    how = doc.Paragraph(
+        "Each strip is one operator of one module: how many of its numbers have which power of two, zeros apart "
         "at the left. Behind it the range of its format: paler where numbers are subnormal, with marks at its smallest "
         "number, its smallest of full precision and its largest (those of bf16 and fp32 lie far outside). The other "
         "colour is what lies below full precision or outside. What loses most comes first."
     )
-    return Section(heading="Where the numbers lie", blocks=(how, Gallery(figures=tuple(f for f in figures if f))))
+    return doc.Section("Where the numbers lie", (how, doc.Gallery(figures)))
 
 
-def _figure(those: Audit, heading: str, caption: str) -> Figure | None:
-    if not those.rows:
-        return None
-    names = _names(those)
-    shown = those.worst(STRIPS)
+def _figure(those: Audit, heading: str, caption: str) -> doc.Figure:
+    names, shown = _names(those), those.worst(STRIPS)
     some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
-    return Figure(
-        heading=heading,
-        caption=f"{caption[0].upper()}{caption[1:]}; {some}.",
-        alt=f"Heat map of {heading.lower()} over powers of two, {some}.",
-        chart=HeatMap(x_label="magnitude", strips=tuple(_strip(row, names[id(row)]) for row in shown)),
+    chart = doc.HeatMap("magnitude", tuple(_strip(row, names[id(row)]) for row in shown))
+    return doc.Figure(
+        heading, f"{caption}; {some}.", f"Heat map of {heading.lower()} over powers of two, {some}.", chart
     )
 
 
@@ -141,19 +114,14 @@ def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
     return named
 
 
-def _strip(row: AuditRow, name: str) -> Strip:
+def _strip(row: AuditRow, name: str) -> doc.Strip:
     sketch, form = row.sketch, format_of(row.format)
     total = max(sketch.count, 1)
-    return Strip(
-        label=name,
-        text=f"{form.name}{_trouble(row)}",
-        cells=tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents)),
-        zeros=sketch.zeros / total,
-        limits=(math.log2(form.smallest_subnormal), math.log2(form.smallest_normal), math.log2(form.max)),
-    )
+    cells = tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents))
+    return doc.Strip(name, f"{form.name}{_largest_loss(row)}", cells, sketch.zeros / total, doc.limits_of(form))
 
 
-def _trouble(row: AuditRow) -> str:
+def _largest_loss(row: AuditRow) -> str:
     """Return the worst number of a row, for beside its strip."""
     if row.nonfinite and not row.sketch.nonzero and not row.sketch.zeros:
         return ", all nan" if row.sketch.nans and not row.sketch.infs else ", all inf or nan"
@@ -170,16 +138,11 @@ def _trouble(row: AuditRow) -> str:
 # ------------------------------------------------------------------ tables
 
 
-def _table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = tuple(tuple(Cell(text=word) for word in row) for row in rows)
-    return Table(caption=caption, headers=tuple(headers), rows=made)
-
-
 HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "accumulated", "headroom", "amax", "zero",
            "inf, nan", "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _words(row: AuditRow, where: str) -> tuple[str, ...]:
+def _cells(row: AuditRow, where: str) -> tuple[str, ...]:
     """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])
@@ -187,74 +150,52 @@ def _words(row: AuditRow, where: str) -> tuple[str, ...]:
     return (where, *middle, casts, f"{row.bytes / 1e3:.3g}", row.rule)
 
 
-def _rows(audit: Audit) -> Section:
+def _rows(audit: Audit) -> doc.Section:
     rest = audit.filter(lambda row: row.role not in {"update", "state"})
     names = _names(rest)
-    worst = _table("What loses most", HEADERS, (_words(row, names[id(row)]) for row in rest.worst(WORST)))
-    every = _table("In the order in which operators ran", HEADERS, (_words(row, names[id(row)]) for row in rest))
+    worst = doc.table("What loses most", HEADERS, (_cells(row, names[id(row)]) for row in rest.worst(WORST)))
+    every = doc.table("In the order in which operators ran", HEADERS, (_cells(row, names[id(row)]) for row in rest))
     reasons = dict.fromkeys((row.op, row.rule, row.reason) for row in rest if row.reason and row.role == "activation")
-    why = _table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
-    blocks: tuple[Block, ...] = (
-        worst,
-        Details(summary=f"All {len(rest)} rows", blocks=(every,)),
-        Details(summary="Why each operator has its format", blocks=(why,)),
+    why = doc.table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
+    return doc.Section(
+        "Operators", (worst, doc.Details(f"All {len(rest)} rows", (every,)), doc.Details(why.caption, (why,)))
     )
-    return Section(heading="Operators", blocks=blocks)
 
 
-def _updates(audit: Audit) -> Section:
+def _updates(audit: Audit) -> doc.Section:
     rows = audit.filter(lambda row: row.role == "update" or (row.role == "state" and not math.isnan(row.swallowed)))
-    if not rows.rows:
-        return Section(heading="Updates", blocks=())
-    shown = rows.sorted("swallowed_mass").rows[:WORST]
-    table = _table(
-        "Updates and low states: what their format swallows",
+    headers = ("parameter", "what", "format", "largest change", "swallowed", "of their size", "error")
+    texts = (
         (
-            "parameter",
-            "what",
-            "format",
-            "largest change",
-            "swallowed",
-            "of their size",
-            "error",
-        ),
-        (
-            (
-                row.parameter,
-                row.op.partition(".")[2] or row.role,
-                f"{row.format}, stochastic" if row.reason else row.format,
-                three_digits(row.amax),
-                percent(row.swallowed) or "0 %",
-                percent(row.swallowed_mass) or "0 %",
-                percent(row.error),
-            )
-            for row in shown
-        ),
+            row.parameter,
+            row.op.partition(".")[2] or row.role,
+            f"{row.format}, stochastic" if row.reason else row.format,
+            three_digits(row.amax),
+            percent(row.swallowed) or "0 %",
+            percent(row.swallowed_mass) or "0 %",
+            percent(row.error),
+        )
+        for row in rows.sorted("swallowed_mass").rows[:WORST]
     )
-    return Section(heading="Updates", blocks=(table,))
+    table = doc.table("Updates and low states: what their format swallows", headers, texts)
+    return doc.Section("Updates", (table,) if rows.rows else ())
 
 
-def _what_if(audit: Audit) -> Section:
-    gradients = audit.filter(role="* gradient")
+def _what_if(audit: Audit) -> doc.Section:
+    gradients, activations, weights = (audit.filter(role=role) for role in ("* gradient", "activation", "weight"))
     rows: list[tuple[str, ...]] = []
     for form in QUESTIONED:
-        best = _best_scale(gradients, form)
-        questions = [
-            ("activations", audit.filter(role="activation"), 1.0),
-            ("weights", audit.filter(role="weight"), 1.0),
-        ]
-        questions += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]
+        questions = [("activations", activations, 1.0), ("weights", weights, 1.0)]
+        scales = sorted({1.0, _best_scale(gradients, form)})
+        questions += [(f"gradients, scale {scale:g}", gradients, scale) for scale in scales]
         rows += [_answer(form, what, those, scale) for what, those, scale in questions if those.rows]
-    table = _table(
-        "What other formats would do to these numbers",
-        ("format", "numbers", "rows hit", "would underflow", "would overflow", "worst row"),
-        rows,
-    )
+    headers = ("format", "numbers", "rows hit", "would underflow", "would overflow", "worst row")
+    table = doc.table("What other formats would do to these numbers", headers, rows)
     text = (
         "From the sketches, without another run. Hit: a hundredth of its numbers would become zero, or any would be "
         "too large. The scale is the largest power of two that lets no gradient overflow."
     )
-    return Section(heading="What if", blocks=(Paragraph(text=text), table) if rows else ())
+    return doc.Section("What if", (doc.Paragraph(text), table) if rows else ())
 
 
 def _answer(form: Format, what: str, those: Audit, scale: float) -> tuple[str, ...]:
@@ -275,12 +216,14 @@ def _best_scale(gradients: Audit, form: Format) -> float:
     return 2.0 ** math.floor(room) if math.isfinite(room) else 1.0
 
 
-def _method(audit: Audit) -> Section:
-    kinds = _table("Kinds of findings", ("kind", "meaning"), KINDS.items())
-    blocks: tuple[Block, ...] = (
-        Bullets(items=METHOD),
-        Details(summary="Kinds of findings", blocks=(kinds,)),
-        Details(summary="The policy", blocks=(Code(text=audit.policy.to_toml().strip()),)),
-        Details(summary="What it means for this model", blocks=(Code(text=str(audit.plan)),)),
+def _method(audit: Audit) -> doc.Section:
+    kinds = doc.table("Kinds of findings", ("kind", "meaning"), KINDS.items())
+    return doc.Section(
+        "How to read it",
+        (
+            doc.Bullets(METHOD),
+            doc.Details(kinds.caption, (kinds,)),
+            doc.hidden("The policy", audit.policy.to_toml()),
+            doc.hidden("What it means for this model", str(audit.plan)),
+        ),
     )
-    return Section(heading="How to read it", blocks=blocks)

@@ -307,31 +307,32 @@ class Audit:
         return [COLUMNS, *map(cells, self.rows)]
 
     def save_html(self, path: str | Path) -> None:
-        """Write the audit as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
-
-        Raises:
-            MissingExtraError: jinja2 or matplotlib is not installed.
-        """
+        """Write the audit as one HTML file with pictures that needs nothing else."""
         from halfstep.lens.audit.page import audit_page
-        from halfstep.report import render
+        from halfstep.report import write_page
 
-        Path(path).write_text(render(audit_page(self)), encoding="utf-8")
+        write_page(audit_page(self), path)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield headline, notes and findings by line, each with its style: "title", "note", "good", "bad" or ""."""
+        yield self.headline, "title"
+        for note in self.notes:
+            yield f"note: {note}", "note"
+        groups = self.groups()
+        if not groups:
+            yield self.quiet, "bad" if self.bad else "good"
+        for finding, places in groups:
+            more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
+            yield "", ""
+            mild = finding.kind in {"overflow_risk", "rounding", "saturation"}
+            yield f"{finding.kind}: {', '.join(places[:PLACES])}{more}", "note" if mild else "bad"
+            diff = (f"  {line}" for line in finding.diff.splitlines())
+            texts = [f"at {finding.line}" if finding.line else "", finding.cause, f"remedy: {finding.remedy}"]
+            yield from ((f"  {text}", "") for text in [*filter(None, texts), *diff])
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
-        lines = [self.headline]
-        groups = self.groups()
-        if not groups:
-            lines.append(self.quiet)
-        for finding, places in groups:
-            more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-            lines.append(f"{finding.kind}: {', '.join(places[:PLACES])}{more}")
-            if finding.line:
-                lines.append(f"  {finding.line}")
-            lines += [f"  {finding.cause}", f"  remedy: {finding.remedy}"]
-            lines += [f"    {line}" for line in finding.diff.splitlines()]
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, *_columns(self.worst(SHOWN).table())])
+        return "\n".join([*(line for line, _ in self.lines()), *_columns(self.worst(SHOWN).table())])
 
 
 def badness(row: AuditRow) -> float:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from halfstep.kernels.sharded import local
 from halfstep.lens.calls import extremes, line_of, user_frame
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.mistakes import MISTAKES
 from halfstep.scale.alarm import in_scaler, is_scaler
 
 __all__ = ["Fact", "Loop", "poisoned"]
@@ -52,23 +53,21 @@ UNKNOWN = 64
 COPIED = 1 << 26
 """Bytes of weights that are copied to find out whether a bad step was applied to them."""
 
-ZERO_GRAD = "call optimizer.zero_grad() once for each update, also after one that was skipped"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
     """An error in the order of calls.
 
     Attributes:
+        code: its number in `mistakes.MISTAKES`, which has the remedy.
         because: what shows it, in one sentence.
-        advice: what to change.
         line: the user's line with the call, "file.py:12 text"; "" where a call is missing.
         sure: "shown" or "likely".
         spoils: whether training may run away because of it.
     """
 
+    code: str
     because: str
-    advice: str
     line: str = ""
     sure: str = "shown"
     spoils: bool = True
@@ -100,7 +99,7 @@ class Loop:
         optimizer: the loop's.
 
     Attributes:
-        facts: errors found so far, by name.
+        facts: errors found so far, by their numbers.
         bad: (number, scale) of the last step that was not finite, until its gradients are gone.
         carried: the number of the step whose gradients, which were not finite, went into the present one; 0: none.
         same_window: whether the present step adds to the gradients of a bad one within one update.
@@ -146,10 +145,10 @@ class Loop:
         self._kept += 1
         if self._kept == SEEN:
             largest = max(extremes(gradient)[0] for gradient in kept)
-            self.facts["gradients are never cleared"] = Fact(
+            self._note(
+                "HS034",
                 because=f"zero_grad() is missing: the gradients of the updates before, up to {largest:.3g}, are still "
                 f"there when backward() of step {step} begins",
-                advice=ZERO_GRAD,
             )
 
     def end(self) -> None:
@@ -239,9 +238,9 @@ class Loop:
             gone = all(parameter.grad is None for parameter, _, _ in self._made)
             self._cleared = self._cleared + 1 if gone else -1
             if self._cleared == SEEN:
-                self.facts["gradients are cleared too early"] = Fact(
+                self._note(
+                    "HS201",
                     because=f"zero_grad() ran between backward() and the update: {SEEN} updates had no gradients",
-                    advice="call optimizer.zero_grad() after the update, or before backward()",
                     line=_line(),
                     spoils=False,
                 )
@@ -249,7 +248,7 @@ class Loop:
     def _compare(self, seed: Tensor | None) -> None:
         """Compare the gradients of a second update with those of the first; copies are taken from the next step on."""
         if self._first is None:
-            self._suspected = "one backward pass, two updates" not in self.facts
+            self._suspected = "HS006" not in self.facts
             return
         (line, first), now = self._first, self._joined()
         self._first = None
@@ -258,9 +257,9 @@ class Loop:
         alike = (bool(torch.allclose(now * factor, first, rtol=1e-6, atol=0.0)) for factor in {1.0, scale})
         if bool(first.any()) and any(alike):
             places = " and ".join(where.partition(" ")[0] for where in (line, _line()))
-            self.facts["one backward pass, two updates"] = Fact(
+            self._note(
+                "HS006",
                 because=f"the optimizer stepped twice with the gradients of one backward pass, at {places}",
-                advice="take one of the two steps out",
                 line=_line(),
             )
         self._suspected = False
@@ -277,18 +276,18 @@ class Loop:
         frame = sys._getframe()
         near = _scales_near(frame)
         if any(math.isclose(scale, one * one) for one in near):
-            self.facts["the loss is scaled twice"] = Fact(
+            self._note(
+                "HS202",
                 because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
                 "gradients are divided by it once",
-                advice="call scaler.scale(loss) once",
             )
         elif self._made and all(_is_same(*one) for one in self._made) and not in_scaler(frame):
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
-                self.facts["gradients are not divided by the loss scale"] = Fact(
+                self._note(
+                    "HS005",
                     because=f"optimizer.step() ran in the place of scaler.step(optimizer): it applied gradients that "
                     f"are multiplied by the loss scale, {scale:g}",
-                    advice="call scaler.step(optimizer), which divides and checks gradients, and then scaler.update()",
                     line=_line(),
                 )
             self._tries = TRIES
@@ -310,13 +309,16 @@ class Loop:
             varied = max(befores) > (1 + 100 * EQUAL) * min(befores)
             scale, after = self._samples[0][0], self._samples[0][column]
             if clipped and alike and varied and _is_round(limits[0]) and not _is_round(after):
-                self.facts["clipped before unscale_"] = Fact(
+                self._note(
+                    "HS001",
                     because=f"{call} ran before unscale_(): in {SAMPLES} updates the {what} of all gradients is "
                     f"{limits[0]:.3g} / {scale:g} (the loss scale), their norm without clipping {befores[0]:.3g}",
-                    advice=f"call scaler.unscale_(optimizer) before {call}",
                     spoils=False,
                 )
                 return
+
+    def _note(self, code: str, because: str, line: str = "", *, spoils: bool = True) -> None:
+        self.facts[code] = Fact(code=code, because=because, line=line, spoils=spoils)
 
     # ------------------------------------------------------------------ verdicts
 
@@ -324,16 +326,13 @@ class Loop:
         """Return the verdict on a bad step, with the loop as its cause where that is so."""
         if self.carried and verdict.kind == "not_reproducible":
             fact = Fact(
+                code="HS034",
                 because=f"zero_grad() is missing: the gradients of step {self.carried}, which were not finite, were "
                 f"still there when backward() of step {verdict.step} began; its own are finite",
-                advice=ZERO_GRAD,
             )
             return _blamed(replace(verdict, kind="loop", phase="update", detail=""), fact)
         if verdict.kind == "bad_state" and verdict.parameter in self.buffers:
-            fact = Fact(
-                because=_of_buffers([verdict.parameter], self.buffers[verdict.parameter]),
-                advice="restore the statistics when a step is skipped (hs.TrainStep does), or load a checkpoint",
-            )
+            fact = Fact(code="HS204", because=_of_buffers([verdict.parameter], self.buffers[verdict.parameter]))
             return _blamed(verdict, fact)
         if verdict.kind == "bad_state" and self.wrote is not None and self.wrote[0] < verdict.step:
             step, first = self.wrote
@@ -359,15 +358,12 @@ class Loop:
             verdict = replace(verdict, kind="loop", phase="update", op="", module="", line=update.line, detail="")
         if update.scaler:
             fact = Fact(
+                code="HS006",
                 because=f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}",
-                advice="take this step out: scaler.step(optimizer) is the one that checks gradients",
             )
             verdict = _blamed(verdict, fact)
         elif scaled:
-            fact = Fact(
-                because=f"{call} applied gradients that overflowed under the loss scale; {count}",
-                advice="step with scaler.step(optimizer), which skips such a step",
-            )
+            fact = Fact(code="HS005", because=f"{call} applied gradients that overflowed under the loss scale; {count}")
             verdict = _blamed(verdict, fact)
         else:
             verdict = replace(verdict, notes=(*verdict.notes, f"its update was applied by {call}: {count}"))
@@ -420,7 +416,7 @@ def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) ->
 
 
 def _blamed(verdict: Verdict, fact: Fact) -> Verdict:
-    cure = Cure(policy=None, text=fact.advice, verified=False)
+    cure = Cure(policy=None, text=MISTAKES[fact.code].remedy, verified=False)
     return replace(
         verdict, cause="loop", because=fact.because, sure=fact.sure, line=fact.line or verdict.line, cures=(cure,)
     )

@@ -151,23 +151,14 @@ def _own_step(script: Script) -> Iterator[Hit]:
 LAST = "if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()"
 
 LOOP_RULES = (
-    Rule(
-        code="HS034",
-        severity="error",
-        title="gradients are never cleared",
-        why="All gradients since the start are summed. After the first overflow they stay inf, every step is "
-        "skipped, and the loss scale falls to 0.",
-        fix="Call `optimizer.zero_grad()` after each step.",
+    Rule.of(
+        "HS034",
         bad=loop(FORWARD, SCALED, STEP, UPDATE),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=_never_cleared,
     ),
-    Rule(
-        code="HS035",
-        severity="error",
-        title="gradients are cleared only where they are finite",
-        why="A gradient that is not finite stays, and every later sum is not finite either: no step runs again.",
-        fix="Call `zero_grad()` outside of the condition.",
+    Rule.of(
+        "HS035",
         bad=loop(
             FORWARD_BF16, BACKWARD, "norm = " + CLIP,
             "if torch.isfinite(norm):\n        optimizer.step()\n        optimizer.zero_grad()", before="",
@@ -178,13 +169,8 @@ LOOP_RULES = (
         ),
         check=_cleared_if_finite,
     ),
-    Rule(
-        code="HS036",
-        severity="warning",
-        title="clipping in every micro-batch",
-        why="The sum of the micro-batches before is clipped again and again, so early ones count for less; with a "
-        "loss scale the second `unscale_` of a window raises.",
-        fix="Unscale and clip once, in the micro-batch that ends the window.",
+    Rule.of(
+        "HS036",
         bad=loop(FORWARD_BF16, BACKWARD, CLIP, LAST, before=""),
         good=loop(FORWARD_BF16, BACKWARD, LAST.replace("optimizer.step", f"{CLIP}\n        optimizer.step"), before=""),
         check=lambda script: judged(script, _clip_in_micro_batch),
@@ -200,13 +186,8 @@ LOOP_RULES = (
         good=loop(FORWARD, SCALED, UNSCALE, STEP, UPDATE, ZERO, "total += loss.detach()"),
         check=_waits,
     ),
-    Rule(
-        code="HS038",
-        severity="error",
-        title="an optimizer stepped beside hs.TrainStep",
-        why="The step unscales, clips and updates; a second `optimizer.step()` has no gradients, or those of "
-        "another pass.",
-        fix="Delete `optimizer.step()`.",
+    Rule.of(
+        "HS038",
         bad="""
 import halfstep as hs
 

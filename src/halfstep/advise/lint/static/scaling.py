@@ -195,111 +195,62 @@ def _scheduler(path: Sequence[Op]) -> Verdict:
 ZEROS = "model.zero_grad()"
 
 SCALING_RULES = (
-    Rule(
-        code="HS001",
-        severity="error",
-        title="gradients are clipped before unscale_",
-        why="The gradients are still multiplied by the loss scale, so the bound is thousands of times too small: "
-        "after unscaling every step is close to zero.",
-        fix="Call `scaler.unscale_(optimizer)` after the backward pass and before clipping.",
+    Rule.of(
+        "HS001",
         bad=loop(FORWARD, SCALED, CLIP, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _clip_scaled),
     ),
-    Rule(
-        code="HS002",
-        severity="error",
-        title="update without a step",
-        why="torch raises: no gradients were checked since the last update.",
-        fix="Call `scaler.update()` once an iteration, after the steps of all optimizers.",
+    Rule.of(
+        "HS002",
         bad=loop(FORWARD, SCALED, STEP, UPDATE, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _update_twice, library="torch"),
     ),
-    Rule(
-        code="HS003",
-        severity="error",
-        title="unscale_ twice",
-        why="torch raises: gradients are unscaled once between two updates, and step does it where unscale_ did "
-        "not.",
-        fix="Unscale once, just before clipping; with accumulation only in the micro-batch that ends a window.",
+    Rule.of(
+        "HS003",
         bad=loop(FORWARD, SCALED, UNSCALE, CLIP, UNSCALE, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _unscale_twice, library="torch"),
     ),
-    Rule(
-        code="HS004",
-        severity="error",
-        title="a scaler's step without update",
-        why="torch raises at the second step, and the scale never adapts.",
-        fix="Call `scaler.update()` after `scaler.step(optimizer)`.",
+    Rule.of(
+        "HS004",
         bad=loop(FORWARD, SCALED, STEP, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _step_without_update, library="torch"),
     ),
-    Rule(
-        code="HS005",
-        severity="error",
-        title="the optimizer steps on scaled gradients",
-        why="Gradients are as many times too large as the scale, which Adam hides and SGD does not, and gradients "
-        "that overflowed are applied: the weights become inf or NaN.",
-        fix="Call `scaler.step(optimizer)` in its place, then `scaler.update()`.",
+    Rule.of(
+        "HS005",
         bad=loop(FORWARD, SCALED, "optimizer.step()", ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _unprotected_step),
     ),
-    Rule(
-        code="HS006",
-        severity="error",
-        title="a second step that nothing protects",
-        why="The same gradients are applied twice, and those of a step that the scaler skipped are applied by the "
-        "second call.",
-        fix="Delete `optimizer.step()`: the scaler calls it.",
+    Rule.of(
+        "HS006",
         bad=loop(FORWARD, SCALED, STEP, "optimizer.step()", UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=lambda script: judged(script, _second_step),
     ),
-    Rule(
-        code="HS007",
-        severity="error",
-        title="backward of a loss that is not scaled",
-        why="The scaler divides gradients by a scale that they were not multiplied with: torch raises if no loss "
-        "was ever scaled, and else every update is thousands of times too small.",
-        fix="Write `scaler.scale(loss).backward()`.",
+    Rule.of(
+        "HS007",
         bad=loop(FORWARD, "scaler.scale(loss)", BACKWARD, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=_forgotten_scale,
     ),
-    Rule(
-        code="HS008",
-        severity="error",
-        title="update between the steps of two optimizers",
-        why="update may change the scale, and the second optimizer's gradients are then divided by another scale "
-        "than they were multiplied with.",
-        fix="Step all optimizers, then call `scaler.update()` once.",
+    Rule.of(
+        "HS008",
         bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE, ZEROS),
         good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE, ZEROS),
         check=lambda script: judged(script, _update_between),
     ),
-    Rule(
-        code="HS009",
-        severity="error",
-        title="a closure under a loss scaler",
-        why="The closure runs its backward pass inside of the step: torch raises, or its gradients are never "
-        "unscaled.",
-        fix="Use an optimizer without a closure, or train this part in bf16 or fp32 without a scaler.",
+    Rule.of(
+        "HS009",
         bad=loop(FORWARD, SCALED, "scaler.step(optimizer, closure)", UPDATE),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
         check=_closure,
     ),
-    Rule(
-        code="HS010",
-        severity="note",
-        title="the scheduler advances after skipped steps",
-        why="A step that overflows is skipped, and the learning rate moves on: a warm-up begins too late, and "
-        "torch may warn of lr_scheduler.step() before optimizer.step().",
-        fix="Compare the scale before and after `scaler.update()`, and step the scheduler if it did not fall; "
-        "hs.TrainStep(scheduler=) does it.",
+    Rule.of(
+        "HS010",
         bad=loop(FORWARD, SCALED, STEP, UPDATE, "scheduler.step()", ZERO),
         good=loop(
             FORWARD, SCALED, STEP, "before = scaler.get_scale()", UPDATE,

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import halfstep as hs
-from halfstep.cli.findings import findings
-from halfstep.cli.numbers import Size, listed
-from halfstep.report import Fact
+from halfstep.cli.pages.figures import interval
+from halfstep.cli.pages.findings import findings
+from halfstep.report import Fact, sentence
+from halfstep.report.numbers import Size, listed
 from halfstep.tasks.candidates import AMP, FP32
 from halfstep.tasks.compare import Comparison
 from halfstep.tasks.overflow import Rescue
-from halfstep.tasks.pace import Pace, PaceRow
+from halfstep.tasks.pace import Pace
 from halfstep.tasks.workloads import Workload
-from halfstep.timing import Ratio
 
-__all__ = ["conclusions", "interval"]
+__all__ = ["conclusions"]
 
 ENDS = 10  # steps whose mean loss stands for the end of a run
 
@@ -34,11 +34,6 @@ def conclusions(
     if rescued is not None:
         facts.append(_rescue(rescued))
     return (*facts, _missing(units, missing))
-
-
-def interval(ratio: Ratio) -> str:
-    """Return ``0.56 [0.55, 0.57]``."""
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
@@ -65,17 +60,14 @@ def _time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
         finer = ratio.finer_than(made.control)
         more.append(f"{words}: {'undecided, ' if finer else ''}{interval(ratio)}.")
     if low and slow:
-        more.append(f"A step took over {least:.0f} times fp32's, and was left out: {listed(_labels(slow))}{without}.")
-    more.append(f"{workload.lesson[:1].upper()}{workload.lesson[1:]}.")
-    return Fact(heading=f"Bound by {workload.bound_by}; {made.about}", text=text, more=tuple(more), tone=tone)
+        names = listed([row.label for row in slow])
+        more.append(f"A step took over {least:.0f} times fp32's, and was left out: {names}{without}.")
+    more.append(sentence(workload.lesson))
+    return Fact(f"Bound by {workload.bound_by}; {made.about}", text, tuple(more), tone)
 
 
 def _fp32(label: str) -> bool:
     return label in (FP32, "O0")
-
-
-def _labels(rows: Sequence[PaceRow]) -> list[str]:
-    return [row.label for row in rows]
 
 
 def _bytes(paces: Sequence[tuple[Workload, Pace]], units: hs.policy.Units) -> list[Fact]:
@@ -102,7 +94,7 @@ def _bytes(paces: Sequence[tuple[Workload, Pace]], units: hs.policy.Units) -> li
         more.append(f"More than fp32 between steps: {words} (low copies of the weights).")
     if not units.bf16:
         more.append("They are saved on any machine, also without units for bf16, as here.")
-    return [Fact(heading="Bytes, counted", text=text, more=tuple(more), tone="good")]
+    return [Fact("Bytes, counted", text, tuple(more), "good")]
 
 
 def _accuracy(made: Comparison) -> Fact:
@@ -124,7 +116,7 @@ def _rescue(rescued: Rescue) -> Fact:
         f"Cure, {'verified by training on' if rescued.cure.verified else 'not verified'}: {remedy}. Under it the run "
         f"went on for {steps} steps{again}; mean loss of {ENDS} steps {last} before, {_end(rescued.cured)} at the end.",
     )
-    return Fact(heading="A run that went NaN, explained and cured", text=text, more=more, tone="good")
+    return Fact("A run that went NaN, explained and cured", text, more, "good")
 
 
 def _end(losses: Sequence[float]) -> str:
@@ -140,4 +132,4 @@ def _missing(units: hs.policy.Units, missing: Sequence[str]) -> Fact:
             words.append("fp16 is emulated: its results are those of a GPU's units, its time is not.")
     words.append("Several devices were not tried.")
     text, *more = words
-    return Fact(heading="Not measured", text=text, more=tuple(more), tone="open" if missing else "")
+    return Fact("Not measured", text, tuple(more), "open" if missing else "")

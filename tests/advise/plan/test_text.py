@@ -10,7 +10,7 @@ import pytest
 from halfstep.advise.plan import PARTS, Largest, MemoryPlan, Moment, Row, fit_of
 from halfstep.advise.plan.drawing import LETTERS, drawing, figure
 from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.words import gpus_line, module_rows, part_rows, preset_rows, sent_rows, verdict
+from halfstep.advise.plan.text import gpus_line, module_table, part_table, preset_table, sent_table, verdict
 from halfstep.report import render
 from tests.advise.plan.plans import GIB, made
 
@@ -51,14 +51,16 @@ def test_a_plan_without_a_gpu_names_those_it_fits() -> None:
 
 def test_parts_and_modules_add_up() -> None:
     plan = made(9.0)
-    assert part_rows(plan) == [
+    assert part_table(plan).texts()[1:] == [
         ("parameters", "1.00 GiB", "1.00 GiB", "11 %"),
         ("saved for backward", "0 B", "8.00 GiB", "89 %"),
         ("together", "1.00 GiB", "9.00 GiB", ""),
     ]
-    assert module_rows(plan, 5) == [("blocks.*.up", "2", "saved for backward 8.00 GiB", "9.00 GiB", "100 %")]
-    assert preset_rows([plan, fitted(75.0)])[1][-2:] == ("undecided", "")
-    assert sent_rows(()) == []
+    assert module_table(plan, 5).texts()[1:] == [
+        ("blocks.*.up", "2", "saved for backward 8.00 GiB", "9.00 GiB", "100 %")
+    ]
+    assert preset_table([plan, fitted(75.0)]).texts()[2][-2:] == ("undecided", "")
+    assert sent_table(()).rows == ()
 
 
 def test_the_drawing_has_the_phases_the_peak_and_a_letter_for_each_part() -> None:
@@ -84,7 +86,6 @@ def test_the_highest_column_survives_when_a_step_is_long() -> None:
 
 
 def test_a_page_is_escaped_and_loads_nothing() -> None:
-    pytest.importorskip("matplotlib")
     row = Row(part="temporaries", module="<b>", format="fp32", bytes=5, tensors=1)
     page = render(plan_page([replace(fitted(75.0), name="<i>net", peak=(row,)), made(40.0)]))
     assert "<i>net" not in page and "&lt;i&gt;net" in page and "<td><b>" not in page and "&lt;b&gt;" in page

@@ -1,4 +1,4 @@
-"""Words: a plan as a sentence and as rows of text. In: plans. Out: strings for terminal, page and `print`."""
+"""Text: a plan as a sentence and as tables. In: plans. Out: what terminal, page and `print` show."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from halfstep.advise.plan.fit import TOLERANCE, Largest, fit_of, gib
 from halfstep.advise.plan.gpus import gpu_names
 from halfstep.advise.plan.memory import PARTS, MemoryPlan
 from halfstep.advise.plan.traffic import Sent
+from halfstep.report import Cell, Table, judged, table
 
 __all__ = [
-    "MODULE_HEADERS", "PART_HEADERS", "PRESET_HEADERS", "SENT_HEADERS", "gpus_line", "label", "module_rows",
-    "part_rows", "plan_text", "preset_rows", "sent_rows", "verdict",
+    "gpus_line", "label", "module_table", "part_table", "plan_text", "preset_table", "sent_table", "verdict",
 ]  # fmt: skip
 
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-
-Rows = list[tuple[str, ...]]
 
 
 def label(plan: MemoryPlan) -> str:
@@ -70,19 +68,20 @@ def gpus_line(plan: MemoryPlan) -> str:
     return "; ".join(parts)
 
 
-def part_rows(plan: MemoryPlan) -> Rows:
-    """Return (part, between steps, at the peak, share of the peak), and their sum."""
+def part_table(plan: MemoryPlan) -> Table:
+    """Return the bytes of each part between steps and at the peak, with their share of the peak, and their sum."""
     steady, peak = plan.by_part(peak=False), plan.by_part()
     rows = [
         (part, gib(steady.get(part, 0)), gib(peak.get(part, 0)), _share(peak.get(part, 0), plan.peak_bytes))
         for part in PARTS
         if steady.get(part) or peak.get(part)
     ]
-    return [*rows, ("together", gib(plan.persistent_bytes), gib(plan.peak_bytes), "")]
+    rows.append(("together", gib(plan.persistent_bytes), gib(plan.peak_bytes), ""))
+    return table("By part", ("part", "between steps", "at the peak", "share"), rows)
 
 
-def module_rows(plan: MemoryPlan, count: int) -> Rows:
-    """Return (modules, how many, what most of it is, at the peak, share) of those that weigh most at the peak.
+def module_table(plan: MemoryPlan, count: int) -> Table:
+    """Return the modules that weigh most at the peak: how many, what most of it is, bytes and share.
 
     Modules whose names differ in numbers alone are one row: ``blocks.*.mlp``.
     """
@@ -93,71 +92,53 @@ def module_rows(plan: MemoryPlan, count: int) -> Rows:
         parts = sums.setdefault(name, {})
         parts[row.part] = parts.get(row.part, 0) + row.bytes
         members.setdefault(name, set()).add(row.module)
-    order = sorted(sums, key=lambda name: -sum(sums[name].values()))
-    rows: Rows = []
-    for name in order[:count]:
-        most, size = max(sums[name].items(), key=lambda item: item[1])
+    rows = []
+    for name in sorted(sums, key=lambda name: -sum(sums[name].values()))[:count]:
+        part, size = max(sums[name].items(), key=lambda item: item[1])
         total = sum(sums[name].values())
-        rows.append((name, str(len(members[name])), f"{most} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
-    return rows
+        rows.append((name, str(len(members[name])), f"{part} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
+    headers = ("modules", "number", "most of it", "at the peak", "share")
+    return table("Modules that weigh most at the peak", headers, rows, words=(2,))
 
 
-def sent_rows(found: Sequence[Sent]) -> Rows:
-    """Return (collective, number, put in, sent in a ring) a step, and their sum."""
-    rows: Rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
+def sent_table(found: Sequence[Sent]) -> Table:
+    """Return what the collectives of a step send, and their sum."""
+    rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
     if len(rows) > 1:
-        rows.append(("together", str(sum(s.number for s in found)), gib(sum(s.put_in for s in found)),
-                     gib(sum(s.ring for s in found))))  # fmt: skip
-    return rows
+        number, put_in, ring = (sum(getattr(s, name) for s in found) for name in ("number", "put_in", "ring"))
+        rows.append(("together", str(number), gib(put_in), gib(ring)))
+    headers = ("collective", "number", "a device puts in", "it sends, in a ring")
+    return table("Communication of a step", headers, rows)
 
 
-def preset_rows(plans: Sequence[MemoryPlan]) -> Rows:
-    """Return a row for each plan: policy, parameters to temporaries at the peak, peak, verdict, largest batch."""
-    rows: Rows = []
+def preset_table(plans: Sequence[MemoryPlan]) -> Table:
+    """Return a row for each plan: its policy, the parts of the peak, and on a GPU the verdict and the largest batch."""
+    headers = ["policy", "between steps", "weights at the peak", "optimizer state", "saved for backward", "the rest",
+               "peak"]  # fmt: skip
+    rows: list[list[str | Cell]] = []
     for plan in plans:
         peak = plan.by_part()
         kept = sum(peak.get(part, 0) for part in ("parameters", "precise values", "low copies", "gathered parameters"))
         state, saved = peak.get("optimizer state", 0), peak.get("saved for backward", 0)
-        rest = plan.peak_bytes - kept - state - saved
-        row = [
-            label(plan),
-            gib(plan.persistent_bytes),
-            gib(kept),
-            gib(state),
-            gib(saved),
-            gib(rest),
-            gib(plan.peak_bytes),
-        ]
+        sizes = (plan.persistent_bytes, kept, state, saved, plan.peak_bytes - kept - state - saved, plan.peak_bytes)
+        rows.append([label(plan), *map(gib, sizes)])
         if plan.fit is not None:
-            row.append(plan.fit.verdict)
-            row.append("" if plan.largest is None else _batch(plan.largest))
-        rows.append(tuple(row))
-    return rows
-
-
-PART_HEADERS = ("part", "between steps", "at the peak", "share")
-MODULE_HEADERS = ("modules", "number", "most of it", "at the peak", "share")
-SENT_HEADERS = ("collective", "number", "a device puts in", "it sends, in a ring")
-PRESET_HEADERS = (
-    "policy", "between steps", "weights at the peak", "optimizer state", "saved for backward", "the rest", "peak",
-    "verdict", "largest batch",
-)  # fmt: skip
+            largest = "" if plan.largest is None else _batch(plan.largest)
+            rows[-1] += [judged(plan.fit.verdict), largest]
+    if any(plan.fit is not None for plan in plans):
+        headers += ["verdict", "largest batch"]
+        rows = [row + [""] * (len(headers) - len(row)) for row in rows]
+    return table("Every policy, bytes of a device", headers, rows)
 
 
 def plan_text(plan: MemoryPlan) -> str:
     """Return a plan as text: the answer, its parts, the drawing of the peak."""
     from halfstep.advise.plan.drawing import drawing
 
-    rows = [PART_HEADERS, *part_rows(plan)]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(PART_HEADERS))]
-    table = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    head = f"{plan.name}, {label(plan)}: {verdict(plan)}"
-    return "\n".join([head, "", *table, "", *drawing(plan)])
+    rows = plan.table()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join([f"{plan.name}, {label(plan)}: {verdict(plan)}", "", *lines, "", *drawing(plan)])
 
 
 def _batch(largest: Largest) -> str:

@@ -5,7 +5,7 @@ import io
 import torch
 from rich.console import Console
 
-from halfstep.cli.live import SECONDS, Live, read
+from halfstep.cli.progress import SECONDS, Live, _numbers
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import Moment, compare
 from tests.tasks.small import small_task
@@ -19,7 +19,7 @@ def moments(policy: str = "mixed:fp16") -> list[Moment]:
 
 def test_the_numbers_are_those_of_the_loop_that_made_the_step() -> None:
     moment = next(m for m in moments()[::-1] if m.label == "mixed fp16")
-    record = read(moment)
+    record = _numbers(moment)
     assert record.step == moment.step and record.scale == moment.loop.scale() == 2.0**16 and record.skipped == 0
     assert record.loss == float(moment.loop.loss) and record.grad_norm == float(moment.loop.grad_norm) > 0
 
@@ -52,5 +52,5 @@ def test_on_a_terminal_the_line_shows_the_numbers_and_reads_them_rarely() -> Non
 
 
 def shown(live: Live) -> str:
-    assert live._progress is not None
-    return str(live._progress.tasks[0].fields["numbers"])
+    assert live.bar is not None
+    return str(live.bar.tasks[0].fields["numbers"])

@@ -1,0 +1,1 @@
+"""Pages and tables of the commands that train: `compare` and `demo`."""

@@ -1,0 +1,153 @@
+"""The demo for people: its page, with the conclusions first, and its tables, which the terminal prints too."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from halfstep import report as doc
+from halfstep.cli.pages.comparison import cost_table, left_out, measured, measured_on, result_table
+from halfstep.cli.pages.figures import bytes_figure, galleries, interval, time_figure
+from halfstep.tasks.candidates import FP32
+from halfstep.tasks.compare import Comparison
+from halfstep.tasks.measure import Ratio
+from halfstep.tasks.overflow import Rescue
+from halfstep.tasks.pace import Pace
+from halfstep.tasks.workloads import Workload
+
+__all__ = ["demo_page", "pace_table"]
+
+METHOD = (
+    "Time: every candidate takes one step a round on the same batch, in an order shuffled each round; the ratio to "
+    "fp32 is the median over the rounds, with its 90 % interval. fp32 runs twice: a difference finer than these "
+    "two have is undecided. fp32 and torch.amp are loops of torch alone with fused optimizers; all clip gradients.",
+    "Bytes are counted, not sampled. Between steps: parameters, buffers, optimizer states, fp32 masters and "
+    "gradients that stay. Saved for backward: what autograd keeps in one step, parameters excepted.",
+    "Accuracy: the final metric of each run minus that of fp32 with the same seed, mean and 90 % interval "
+    "(Student's t). Within noise: the whole interval lies inside a margin fixed beforehand. Runs are short; "
+    "halfstep compare trains the full length.",
+    "Models to time are fed random data of a few batches; their loss has no meaning.",
+)
+
+
+def demo_page(
+    paces: Sequence[tuple[Workload, Pace]], rescued: Rescue | None, comparisons: Sequence[Comparison],
+    found: Sequence[doc.Fact], *, about: Mapping[str, Any], command: str, day: datetime.date,
+) -> doc.Document:  # fmt: skip
+    """Return the report of a demo; what was not finished is left out, and named in `found`."""
+    sections = [doc.Section("Conclusions", (doc.Facts(tuple(found)),))]
+    if paces:
+        sections += [_times(paces), _bytes([pace for _, pace in paces])]
+    if comparisons:
+        sections.append(_accuracy(comparisons))
+    if rescued is not None:
+        sections.append(_rescue(rescued))
+    return doc.page(
+        "halfstep demo: what low formats do on this machine",
+        "Where low formats pay on this machine and where not, what they do to the result, and a run that went NaN. "
+        f"{measured_on({**about, 'accelerator': about['accelerator'] or 'no GPU'}, day)}",
+        [*sections, measured(METHOD, about, command)],
+        "halfstep demo --html",
+    )
+
+
+def pace_table(workload: Workload, made: Pace) -> doc.Table:
+    """Return time, with its intervals, and bytes of every candidate."""
+    control = made.control
+    caption = f"Bound by {workload.bound_by}: {control.rounds} rounds; fp32 beside itself {interval(control)}"
+    return cost_table(made.rows, control, _with_interval, caption)
+
+
+def _with_interval(ratio: Ratio | None, control: Ratio | None) -> str:
+    if ratio is None or control is None:
+        return ""
+    return f"{'undecided, ' if ratio.finer_than(control) else ''}{interval(ratio)}"
+
+
+def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
+    figures = (
+        time_figure(
+            f"Bound by {workload.bound_by}",
+            f"{made.about}. Time of a step over that of fp32: shorter is faster. Lines are 90 % intervals, the "
+            "band is what two identical fp32 loops differ by. O0 is halfstep's step in fp32.",
+            FP32,
+            {row.label: row.to_fp32 for row in made.rows},
+            made.control,
+            slow={row.label: left_out(row) for row in made.rows},
+        )
+        for workload, made in paces
+    )
+    numbers = doc.Details("The numbers", tuple(pace_table(*each) for each in paces))
+    return doc.Section("Time of a step", (doc.Gallery(tuple(figures)), numbers))
+
+
+def _bytes(paces: Sequence[Pace]) -> doc.Section:
+    """Return the bytes between steps of the model with most parameters, and those for backward of the deepest."""
+    heavy, deep = max(paces, key=lambda p: p.parameters), max(paces, key=lambda p: p.rows[0].saved_bytes)
+    state = bytes_figure(
+        "Between steps", f"Weights, optimizer states, fp32 masters and gradients that stay. {heavy.about}.",
+        {row.label: row.state_bytes for row in heavy.rows},
+    )  # fmt: skip
+    saved = bytes_figure(
+        "Saved for backward", f"What autograd keeps for the backward pass; it grows with the batch. {deep.about}.",
+        {row.label: row.saved_bytes for row in deep.rows},
+    )  # fmt: skip
+    return doc.Section("Bytes, counted", (doc.Gallery((state, saved)),))
+
+
+def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:
+    figures: list[doc.Figure] = []
+    more: list[doc.Block] = []
+    for comparison in comparisons:
+        result, _, losses = galleries(comparison)
+        figures.append(replace(result.figures[0], heading=f"{comparison.task}: {result.figures[0].heading}"))
+        more += [result_table(comparison), losses]
+    details = doc.Details("Numbers and loss curves", more)
+    return doc.Section("Accuracy beside fp32", (doc.Gallery(tuple(figures)), details))
+
+
+def _rescue(rescued: Rescue) -> doc.Section:
+    steps = tuple(float(step) for step in range(1, len(rescued.broken) + 1))
+    at, verdict = rescued.broken_at, rescued.verdict
+    skipped = tuple(step for step, loss in zip(steps, rescued.broken, strict=True) if not math.isfinite(loss))
+    curves = (
+        doc.Series("fp16", steps, rescued.broken, skipped[:1], doc.Key(2)),
+        doc.Series("fp16 with the cure", steps[at - 1 :], rescued.cured, key=doc.Key(3)),
+    )
+    remedy = rescued.cure.text.splitlines()[0]
+    figure = doc.Figure(
+        "Training loss",
+        f"The cross marks step {at}, the first that is not finite. From its weights the run goes on under the "
+        f"cure, {remedy}.",
+        f"Training loss: in fp16 it is finite until step {at - 1}; under the cure it goes on from there and ends "
+        f"at {rescued.cured[-1]:.2g}.",
+        doc.LineChart("step", curves),
+    )
+    how = doc.Paragraph(
+        "Two blocks of attention that divide their logits after the product, trained in fp16. step.explain() "
+        "replayed the first step that was not finite and tried cures by training on."
+    )
+    operators = doc.table(
+        "The operators that led to it",
+        ("operator", "module", "phase", "format", "largest", "limit"),
+        (
+            (row.op, row.module or "the model", row.phase, row.dtype,
+             f"{row.largest:.4g}" if row.finite else "not finite", f"{row.limit:.6g}")
+            for row in verdict.story
+        ),
+    )  # fmt: skip
+    cures = (f"{cure.text.splitlines()[0]}{f' ({cure.outcome})' if cure.outcome else ''}" for cure in verdict.cures)
+    return doc.Section(
+        "A run that went NaN, explained and cured",
+        (
+            how,
+            doc.Gallery((figure,), tuple((curve.label, curve.key) for curve in curves)),
+            operators,
+            doc.Paragraph("Cures, smallest first:"),
+            doc.Bullets(tuple(cures)),
+            doc.hidden("As print(step.explain()) shows it", str(verdict)),
+        ),
+    )
