@@ -18,8 +18,9 @@ from halfstep.cli.terminal import say, show
 from halfstep.report.numbers import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison
-from halfstep.tasks.measure import ENOUGH_SEEDS, Ratio
+from halfstep.tasks.measure import ENOUGH_SEEDS
 from halfstep.tasks.pace import PaceRow
+from halfstep.timing import Ratio
 
 __all__ = [
     "comparison_page", "cost_table", "left_out", "measured", "measured_on", "print_comparison", "result_table",

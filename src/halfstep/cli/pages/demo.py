@@ -13,10 +13,10 @@ from halfstep.cli.pages.comparison import cost_table, left_out, measured, measur
 from halfstep.cli.pages.figures import bytes_figure, galleries, interval, time_figure
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import Comparison
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.pace import Pace
 from halfstep.tasks.workloads import Workload
+from halfstep.timing import Ratio
 
 __all__ = ["demo_page", "pace_table"]
 

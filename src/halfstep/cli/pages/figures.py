@@ -10,8 +10,8 @@ from halfstep import report as doc
 from halfstep.report.numbers import Decimals, Size, minus
 from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import CandidateRow, Comparison
-from halfstep.tasks.measure import Ratio
 from halfstep.tasks.pace import PaceRow
+from halfstep.timing import Ratio
 
 __all__ = ["Cost", "amp_label", "bytes_figure", "galleries", "interval", "ratio_text", "time_figure"]
 
