@@ -8,6 +8,7 @@ One frozen `Policy` states in which number format every operator, module, parame
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from halfstep import checkpoints as checkpoints
 from halfstep import errors as errors
 from halfstep import formats as formats
 from halfstep import policy as policy

@@ -65,7 +65,7 @@ def trained(folder: Path) -> float:
     with hs.on_preemption(step, folder):
         hs.save(step, folder, extra={"epoch": 1})
     loaded = hs.load(step, folder, missing_ok=True)
-    assert_type(loaded, "hs.step.Loaded | None")
+    assert_type(loaded, "hs.checkpoints.Loaded | None")
     monitor = hs.Monitor(step, every=10)
     for finding in monitor.findings():
         print(finding)

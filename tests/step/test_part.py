@@ -79,7 +79,7 @@ def test_a_part_that_raises_is_undone_like_a_forward_pass() -> None:
 
 def test_a_part_decides_the_loss_scale_and_the_seed() -> None:
     class Eight(Part):
-        def scale(self, device: torch.device) -> Tensor:
+        def loss_scale(self, device: torch.device) -> Tensor:
             return torch.full((), 8.0, device=device)
 
     step = made(policy=hs.Policy.of("mixed", dtype="fp16"))

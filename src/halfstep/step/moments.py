@@ -98,7 +98,7 @@ class Moments:
         interrupted: the phase in which it makes that step.
         critical: the context manager of the critical part.
         cause: what ended a part that cannot be undone.
-        scale: of `Part`, that of the last part which defines it; 1 where none does.
+        loss_scale: of `Part`, that of the last part which defines it; 1 where none does.
 
     Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
     """
@@ -114,7 +114,7 @@ class Moments:
         "interrupted",
         "parts",
         "phase",
-        "scale",
+        "loss_scale",
         "scheduler",
     )
 
@@ -132,7 +132,7 @@ class Moments:
     after_update: list[Callable[[Tensor], Exception | None]]
     abort: list[Callable[..., None]]
     end_call: list[Callable[..., None]]
-    scale: Callable[[torch.device], Tensor]
+    loss_scale: Callable[[torch.device], Tensor]
 
     def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
         self.phase = self.interrupted = Phase.REST
@@ -151,9 +151,9 @@ class Moments:
             setattr(self, name, [*self._methods(name)])
         for name in REVERSE:
             setattr(self, name, [*self._methods(name)][::-1])
-        self.scale = self._unscaled
-        for method in self._methods("scale"):
-            self.scale = method
+        self.loss_scale = self._unscaled
+        for method in self._methods("loss_scale"):
+            self.loss_scale = method
 
     def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
         """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""

@@ -29,7 +29,7 @@ class Part:
 
     1. `begin_call`
     2. `begin_window`: gradients are dropped, and no forward pass has run
-    3. `begin_micro_batch`, `passes`, `after_forward`, `scale`, `seed`, `around_backward`, `end_micro_batch`
+    3. `begin_micro_batch`, `passes`, `after_forward`, `loss_scale`, `seed`, `around_backward`, `end_micro_batch`
     4. `before_update`, `repeats`, `after_update`; if the window runs again, `again`
     5. `end_call`
 
@@ -75,7 +75,7 @@ class Part:
     def after_forward(self, loss: Tensor) -> None:
         """See the detached, unscaled loss: a 0-dim tensor on the device."""
 
-    def scale(self, device: torch.device) -> Tensor:
+    def loss_scale(self, device: torch.device) -> Tensor:
         """Return the loss scale of the window, 0-dim fp32 on `device`; the last part that defines this decides."""
         raise NotImplementedError
 

@@ -262,7 +262,7 @@ class TrainStep(Settings):
         record, moments = self.record, self._moments
         run: Run = self._run_backward
         if record.micro_batches == 0:
-            record.scale = moments.scale(loss.device)
+            record.scale = moments.loss_scale(loss.device)
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)

@@ -282,9 +282,9 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     with Snapshot(attributes(model.modules())).returning():
         # new parameters take their places: another format in `.data` would remove the hooks of a gradient
         for module in model.modules():
-            for name, old in list(module._parameters.items()):
-                if old is not None and id(old) in made:
-                    setattr(module, name, made[id(old)])
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in made:
+                    setattr(module, name, made[id(parameter)])
         rules = {m.path: m.rule for m in plan.modules}
         for module, old in bound:
             rule = rules.get(old.path, "")

@@ -101,8 +101,8 @@ class Ranks(Part):
 
     def passes(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context in which a forward and a backward pass average gradients over ranks, or do not."""
-        no_sync: Callable[[], AbstractContextManager[Any]] = self._model.no_sync
-        return no_sync() if self.postpones(last=last) else nullcontext()
+        model: Any = self._model
+        return model.no_sync() if self.postpones(last=last) else nullcontext()
 
     def postpones(self, *, last: bool) -> bool:
         """Return whether DDP must not average in the backward pass of the next micro-batch.

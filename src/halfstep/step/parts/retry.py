@@ -150,7 +150,7 @@ class Retry(Part):
 
     # ------------------------------------------------------------------ another attempt
 
-    def scale(self, device: torch.device) -> Tensor:
+    def loss_scale(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window as a 0-dim fp32 tensor of its own on `device`."""
         if self.fallen is None:
             return self.scaler.scale_on(device).clone()
@@ -175,7 +175,7 @@ class Retry(Part):
             if not batches:  # a flush, and other ranks have some
                 self._ranks.keep_up()
                 self.moments.begin()
-                self.record.scale = self.scale(self.record.scale.device)
+                self.record.scale = self.loss_scale(self.record.scale.device)
             for kept in batches:
                 if kept.put_generators is not None:
                     kept.put_generators()

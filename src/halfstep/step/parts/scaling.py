@@ -24,7 +24,7 @@ class Scaling(Part):
     def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self.scaler, self.optimizer = scaler, optimizer
 
-    def scale(self, device: torch.device) -> Tensor:
+    def loss_scale(self, device: torch.device) -> Tensor:
         """Return a copy of the scale: a window has one, also if another step moves the scaler's meanwhile."""
         return self.scaler.scale_on(device).clone()
 

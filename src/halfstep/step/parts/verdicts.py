@@ -73,7 +73,9 @@ class Verdicts(Part):
         if self.box is None:
             from halfstep.lens.box.stepbox import StepBox
 
-            self.box = StepBox(self._step())
+            step = self._step()
+            assert step is not None
+            self.box = StepBox(step)
             if self._record.history is not None:
                 self._record.history.watched = True
         return self.box
