@@ -720,7 +720,7 @@ def test_copies_of_a_step_choose_for_themselves_or_keep_the_choice(
     step = built("auto", clip_norm=0.5)
     early: Any = copied(step)
     assert isinstance(early._moments, Undecided)
-    assert early.clip_norm == 0.5 and early.choice is None
+    assert early.clip_norm == 0.5 and early._given.choice is None
     step(*batch())
     early(*batch())
     assert early.choice is not None and early.choice.rounds

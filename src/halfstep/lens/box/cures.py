@@ -282,9 +282,9 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     with Snapshot(attributes(model.modules())).returning():
         # new parameters take their places: another format in `.data` would remove the hooks of a gradient
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and id(parameter) in made:
-                    setattr(module, name, made[id(parameter)])
+            for name, own in list(module._parameters.items()):
+                if own is not None and id(own) in made:
+                    setattr(module, name, made[id(own)])
         rules = {m.path: m.rule for m in plan.modules}
         for module, old in bound:
             rule = rules.get(old.path, "")
