@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,8 +34,10 @@ from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untrace
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.moments import Moments, Phase, Watchers
+from halfstep.step.part import Part
 from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.parts.memory import AddedGradients, KeptPages
+from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import Ranks, ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import Retry
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Given", "NotChosen", "Settings"]
 
+P = TypeVar("P", bound=Part)
 ANEW = "build the TrainStep anew"
 
 
@@ -132,6 +135,7 @@ class Settings:
     _given: Given
     _moments: Any  # Moments, or `Undecided` under policy="auto" before the first call
     _in_backward: InBackward | None
+    _graphs: Graphs | None
 
     model: nn.Module = fixed("model", ANEW, "_given.model")
     policy: Policy = fixed("policy", f"{ANEW}, after hs.unprepare(model)", "_binding.policy")
@@ -167,6 +171,36 @@ class Settings:
         )
 
     # ------------------------------------------------------------------ parts
+
+    def add_part(self, part: P) -> P:
+        """Call `part` too, after the others, from the next call of the step on; return it.
+
+        Raises:
+            StepError: it is no `hs.step.Part`; or the step replays CUDA graphs, in which Python does not run.
+        """
+        if not isinstance(part, Part) or self.cuda_graph:
+            raise StepError(
+                f"add_part({type(part).__name__}): "
+                + ("a captured step runs no Python; leave out cuda_graph" if self.cuda_graph else "no hs.step.Part")
+            )
+        self._moments.add(part)
+        return part
+
+    def remove_part(self, part: Part) -> None:
+        """Call `part` no longer; nothing happens if it was not added."""
+        self._moments.remove(part)
+
+    def metrics(self, *, every: int = 50, to: MetricsLogger | None = None) -> Metrics:
+        """Begin to collect metrics, anew at a second call: a record every so many updates; return where to poll them.
+
+        Each goes to ``to.add(record)`` instead, see `hs.integrations.loggers`. A wrong argument is a StepError.
+        """
+        made = Metrics(every, to=to)
+        for part in self._moments.parts:
+            if isinstance(part, Metrics):
+                self._moments.remove(part)
+        self._moments.add(made)
+        return made
 
     def _build(self) -> None:
         """Prepare model and optimizer, and make the parts of the step; if that fails, nothing has changed."""

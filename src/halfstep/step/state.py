@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,16 +13,19 @@ from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
-from halfstep.step.moments import Moments, Phase
+from halfstep.step.moments import Moments, Phase, one_thread
+from halfstep.step.parts.record import Record
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
+    from halfstep.step.graph.graphs import Graphs
+    from halfstep.step.parts.verdicts import Verdicts
     from halfstep.step.settings import Settings
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["KEPT", "check_state", "copied", "load_step", "refuse_window", "save_step"]
+__all__ = ["KEPT", "Stateful", "check_state", "copied", "load_step", "refuse_window", "save_step"]
 
 WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
@@ -188,3 +191,66 @@ def _scaler(step: TrainStep) -> Callable[[], None]:
             step.scaler.load_state_dict(before)
 
     return restore
+
+
+# ---------------------------------------------------------------------- methods of a training step
+
+
+class Stateful:
+    """What is saved, copied and loaded of a `TrainStep`."""
+
+    record: Record
+    _moments: Any
+    _updater: Updater
+    _statistics: Statistics
+    _verdicts: Verdicts
+    _graphs: Graphs | None
+
+    @one_thread
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs to continue bit for bit; fp32 weights. Reads the last verdict.
+
+        Raises:
+            StepError: in the middle of an accumulation window (gradients are not part of the state).
+        """
+        if self._moments.phase is Phase.UNDECIDED:
+            undecided: dict[str, Any] = self._moments.state_dict()
+            return undecided
+        self._settled()
+        return save_step(cast("TrainStep", self), self._updater)
+
+    @one_thread
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
+
+        Raises:
+            StepError: in the middle of an accumulation window.
+        """
+        if self._moments.phase is Phase.UNDECIDED:
+            made: tuple[Any, ...] = self._moments.copied()
+            return made
+        self._settled()
+        return copied(cast("TrainStep", self), self._updater)
+
+    @one_thread
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; all of it is validated before anything changes.
+
+        A step that was cut off, and refuses to go on, goes on from there.
+
+        Raises:
+            StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
+            ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
+        """
+        if self._moments.phase is Phase.UNDECIDED:
+            self._moments.load_state_dict(state)
+            return
+        self._moments.cut_off()
+        load_step(cast("TrainStep", self), state, self._updater, self._moments, self._statistics)
+        if self._graphs is not None:
+            self._graphs.reset()
+
+    def _settled(self) -> None:
+        """Refuse a step that was cut off, and read the last verdict."""
+        self._moments.refuse(self.record.done)
+        self._verdicts.settle(wait=True)

@@ -3,7 +3,7 @@
 A call runs one micro-batch: the forward pass in the policy's region, then the scaled backward pass. A window is
 `accumulate` of them and ends with an update: gradients are completed, read once for norm and verdict, and applied with
 one factor that unscales and clips. Everything that must stay consistent through a window is a `Part`, which `Moments`
-calls; what was done is in `Record`. `Settings`, the base class, has the arguments and makes the parts.
+calls; what was done is in `Record`. `Settings`, a base class, has the arguments and makes the parts.
 
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES
 from halfstep.policy.policy import Policy
@@ -41,13 +40,12 @@ from halfstep.step.batch_errors import EXPLAINED, explained
 from halfstep.step.byproducts import detached
 from halfstep.step.evaluate import evaluate
 from halfstep.step.moments import Phase, one_thread
-from halfstep.step.part import Part, Run
-from halfstep.step.parts.metrics import Metrics, MetricsLogger
-from halfstep.step.parts.ranks import OneRank, join
+from halfstep.step.part import Run
 from halfstep.step.parts.retry import ENOUGH
-from halfstep.step.settings import Given, Settings
-from halfstep.step.state import copied, load_step, save_step
+from halfstep.step.settings import Given
+from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
+from halfstep.step.windows import Windows
 from halfstep.update.phases import profiler_runs, show_phases
 from halfstep.update.updater import Culprits
 
@@ -56,11 +54,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainStep"]
 
-P = TypeVar("P", bound=Part)
 WHOLE: Any = nullcontext()
 
 
-class TrainStep(Settings):
+class TrainStep(Windows, Stateful):
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     It prepares what is not prepared, uses an optimizer's fused form where only speed changes, and waits for the work
@@ -309,107 +306,6 @@ class TrainStep(Settings):
 
     # ------------------------------------------------------------------ other calls
 
-    def add_part(self, part: P) -> P:
-        """Call `part` too, after the others, from the next call of the step on; return it.
-
-        Raises:
-            StepError: it is no `hs.step.Part`; or the step replays CUDA graphs, in which Python does not run.
-        """
-        if not isinstance(part, Part) or self.cuda_graph:
-            raise StepError(
-                f"add_part({type(part).__name__}): "
-                + ("a captured step runs no Python; leave out cuda_graph" if self.cuda_graph else "no hs.step.Part")
-            )
-        self._moments.add(part)
-        return part
-
-    def remove_part(self, part: Part) -> None:
-        """Call `part` no longer; nothing happens if it was not added."""
-        self._moments.remove(part)
-
-    def metrics(self, *, every: int = 50, to: MetricsLogger | None = None) -> Metrics:
-        """Begin to collect metrics, anew at a second call: a record every so many updates; return where to poll them.
-
-        Each goes to ``to.add(record)`` instead, see `hs.integrations.loggers`. A wrong argument is a StepError.
-        """
-        made = Metrics(every, to=to)
-        for part in self._moments.parts:
-            if isinstance(part, Metrics):
-                self._moments.remove(part)
-        self._moments.add(made)
-        return made
-
-    @one_thread
-    def flush(self) -> StepResult | None:
-        """Update with the micro-batches of an unfinished window (their mean); None if there are none.
-
-        Also reads the last verdict and advances the scheduler. Under DistributedDataParallel with ``accumulate`` > 1 or
-        in `join` it is collective and waits for the device: every rank calls it, also one that has none left. Windows
-        may differ in length; each micro-batch of any rank counts the same.
-
-        Raises:
-            StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
-        """
-        if isinstance(self._moments, Undecided):
-            return None
-        moments, record, ranks = self._moments, self.record, self._ranks
-        if moments.phase is not Phase.REST:
-            moments.resume(record.done)
-        moments.grad = torch.is_grad_enabled()
-        self._verdicts.settle(wait=True)
-        count, scale = float(record.micro_batches), record.scale
-        if isinstance(ranks, OneRank):
-            ranks.refuse_flush(record.micro_batches, self.accumulate)
-        elif self.accumulate > 1 or ranks.joining:
-            count, scale = ranks.agree(record.micro_batches, record.scale)
-            record.host_reads += 1
-        if not count:
-            return None
-
-        counts = [count]
-
-        def finish() -> StepResult:  # other ranks run a window again too, and agree anew in a join
-            number = counts.pop() if counts else ranks.window(self.accumulate) if ranks.joining else count
-            norm, bad, culprits = self._update(number)
-            loss = torch.full_like(norm, float("nan"))
-            return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
-
-        try:
-            moments.phase = Phase.MICRO_BATCH
-            for begin in moments.begin_call:
-                begin()
-            if not record.micro_batches:  # other ranks have micro-batches left
-                moments.begin()
-                record.scale = scale
-            ranks.averaged = False
-            result = finish()
-            for again in moments.again:
-                result = again(result, self._micro_batch, finish)
-            moments.phase = Phase.REST
-        except BaseException as error:
-            moments.cut_off(error)
-            raise
-        finally:
-            ranks.averaged = True
-        if record.awaited:
-            self._verdicts.examine_at_once(result)
-        for end in moments.end_call:
-            end(result, None)
-        return result
-
-    def join(self) -> AbstractContextManager[None]:
-        """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
-
-        A rank that leaves it makes the updates of the others with them, as `flush` does, until none has a micro-batch
-        left; all ranks end with the same state. It takes the place of DistributedDataParallel's own `join`. Inside,
-        gradients are averaged after the backward pass, and each update waits for the device.
-
-        Raises:
-            StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
-                static graph or a communication hook.
-        """
-        return join(self._ranks, self.model, self.flush)
-
     def evaluate(self, *batch: Any, **named: Any) -> Any:
         """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.
 
@@ -432,54 +328,6 @@ class TrainStep(Settings):
         """
         verdict: Verdict = self._verdicts.black_box().explain(batches)
         return verdict
-
-    # ------------------------------------------------------------------ state
-
-    @one_thread
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs to continue bit for bit; fp32 weights. Reads the last verdict.
-
-        Raises:
-            StepError: in the middle of an accumulation window (gradients are not part of the state).
-        """
-        if isinstance(self._moments, Undecided):
-            return self._moments.state_dict()
-        self._settled()
-        return save_step(self, self._updater)
-
-    @one_thread
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
-
-        Raises:
-            StepError: in the middle of an accumulation window.
-        """
-        if isinstance(self._moments, Undecided):
-            return self._moments.copied()
-        self._settled()
-        return copied(self, self._updater)
-
-    @one_thread
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; all of it is validated before anything changes.
-
-        A step that was cut off, and refuses to go on, goes on from there.
-
-        Raises:
-            StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
-            ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
-        """
-        if isinstance(self._moments, Undecided):
-            return self._moments.load_state_dict(state)
-        self._moments.cut_off()
-        load_step(self, state, self._updater, self._moments, self._statistics)
-        if self._graphs is not None:
-            self._graphs.reset()
-
-    def _settled(self) -> None:
-        """Refuse a step that was cut off, and read the last verdict."""
-        self._moments.refuse(self.record.done)
-        self._verdicts.settle(wait=True)
 
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
