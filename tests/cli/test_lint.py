@@ -98,3 +98,9 @@ def test_findings_are_written_as_json_and_sarif(folder: Path) -> None:
 def test_the_hook_of_pre_commit_calls_the_command() -> None:
     hooks = (Path(__file__).parent.parent.parent / ".pre-commit-hooks.yaml").read_text()
     assert "entry: halfstep lint\n" in hooks and "types: [python]\n" in hooks
+
+
+def test_a_mistake_that_only_a_run_shows_is_explained_too() -> None:
+    code, out, _ = run("--explain", "hs201")
+    assert code == 0 and out.startswith("HS201 (error): gradients are cleared between the backward pass and the update")
+    assert "Fix: Call `optimizer.zero_grad()` after the update" in out and "hs.BlackBox" in out

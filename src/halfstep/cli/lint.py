@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, rule_of
+from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
 from halfstep.cli import completion
 from halfstep.cli.audit import policy_of
 from halfstep.cli.options import Json, PolicyLabel, Sarif, split
@@ -56,7 +56,7 @@ def run_lint(
     """
     out = console()
     if explain:
-        say(out, rule_of(explain).text())
+        say(out, explained(explain))
         return 0
     if not targets:
         raise LintError("no target; give a .py file, a folder or path/to/file.py:function, or --explain HS001")

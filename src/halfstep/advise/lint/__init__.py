@@ -1,7 +1,7 @@
 """Lint: find mistakes of mixed precision in a script or a task before it runs."""
 
-from halfstep.advise.lint.registry import RULES, rule_of
+from halfstep.advise.lint.registry import RULES, explained, rule_of
 from halfstep.advise.lint.rule import SEVERITIES, Hit, LintFinding, Rule
 from halfstep.advise.lint.run import lint
 
-__all__ = ["RULES", "SEVERITIES", "Hit", "LintFinding", "Rule", "lint", "rule_of"]
+__all__ = ["RULES", "SEVERITIES", "Hit", "LintFinding", "Rule", "lint", "explained", "rule_of"]

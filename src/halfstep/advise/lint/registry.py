@@ -19,8 +19,9 @@ from halfstep.advise.lint.static.scaling import SCALING_RULES
 from halfstep.advise.lint.static.weights import WEIGHT_RULES
 from halfstep.advise.lint.traced import TRACED_RULES
 from halfstep.errors import LintError, did_you_mean
+from halfstep.mistakes import MISTAKES
 
-__all__ = ["RULES", "rule_of"]
+__all__ = ["RULES", "explained", "rule_of"]
 
 STATIC_RULES = (
     *FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *REGION_ARGUMENT_RULES, *WEIGHT_RULES,
@@ -43,3 +44,18 @@ def rule_of(code: str) -> Rule:
         first, *_, last = RULES
         raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {first} to {last}")
     return RULES[code.upper()]
+
+
+def explained(code: str) -> str:
+    """Return the rule `code` in full; of a mistake that only a run shows, what the catalogue has of it.
+
+    Raises:
+        LintError: there is none.
+    """
+    mistake = MISTAKES.get(code.upper())
+    if mistake is None or mistake.code in RULES:
+        return rule_of(code).text()
+    return (
+        f"{mistake.code} ({mistake.severity}): {mistake.title}\n\nWhy: {mistake.why}\nFix: {mistake.fix}\n"
+        "Found while a loop runs, by hs.BlackBox or hs.GradScaler."
+    )
