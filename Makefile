@@ -139,6 +139,7 @@ bench-wheel: $(READY)  ## a wheel's compiled kernels beside those compiled here,
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json
+	$(BIN)/python -m benchmarks.stamp benchmarks/results/counts.json
 
 soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and files, 7 minutes -> benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak --json benchmarks/results/soak.json
@@ -161,6 +162,7 @@ zoo: $(READY)  ## transformers' architectures, tiny, under five presets, an hour
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
+	$(BIN)/python -m benchmarks.stamp benchmarks/results/compare.json benchmarks/results/compare_resnet.json
 
 tables: $(READY)  ## write the short tables and the pictures of README and docs, from benchmarks/results/ and from the code
 	$(BIN)/python -m benchmarks.tables

@@ -29,7 +29,7 @@ from benchmarks import loops
 from benchmarks.cases import AMP, CASES, Batch, Case
 from benchmarks.loops import CLIP, Run
 from benchmarks.markdown import ratio, table
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from benchmarks.turns import Track, in_turns
 from benchmarks.turns import ratio as paired
 from halfstep.tasks import machine

@@ -9,7 +9,6 @@ timed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from benchmarks.stamp import write
 from halfstep.formats import format_of
 from halfstep.lens import ExponentSketch
 from halfstep.policy import ScaleRule
@@ -188,7 +188,7 @@ def main(words: list[str]) -> int:
             "torch": torch.__version__,
             "command": shlex.join(["python", "-m", "benchmarks.concept_facts", *words]),
         }
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(options.json, report)
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import halfstep as hs
 from benchmarks.markdown import table
+from benchmarks.stamp import told
 from halfstep.errors import PolicyError
 from halfstep.policy.engines import ENGINES, Engine, Expressed, expressed
 
@@ -195,5 +196,5 @@ def _source(report: dict[str, Any]) -> str:
     return (
         f"`{report['command']}` on {machine['cpu']}, torch {machine['torch']}, DeepSpeed "
         f"{report['deepspeed']['version']} on its CPU accelerator with gloo, {report['ranks']} processes; "
-        f"{report['steps']} updates of {report['accumulate']} micro-batches. Commit {report['commit']}."
+        f"{report['steps']} updates of {report['accumulate']} micro-batches. {told(report['commit'])}"
     )

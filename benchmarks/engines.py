@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import halfstep as hs
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from halfstep.errors import PolicyError
 from halfstep.tasks import machine
 from halfstep.tasks.gpt import GPT

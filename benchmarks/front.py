@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import AMP
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from halfstep.tasks import machine
 
 __all__ = ["front_pictures", "verdict"]

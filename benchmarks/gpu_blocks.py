@@ -36,8 +36,8 @@ from benchmarks import gpu_kernels, models
 from benchmarks.cases import GPT124M, Case, text
 from benchmarks.gpu_first import MARK, QUICK, ROOT
 from benchmarks.loops import CLIP, Run, amp, graphs_on_tape, policy
-from benchmarks.run import commit
 from benchmarks.stages import Stages
+from benchmarks.stamp import commit
 from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference import exponents as reference

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import stamp
+
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "RESULT "
 """A line of a process that begins so is a JSON object, part of what its block has found."""
@@ -233,9 +235,8 @@ def block(chosen: Block, device: str, *, small: bool, left: float) -> dict[str, 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
     """Write the report beside and rename it: what is there is whole if the machine goes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    stamp.write(beside, dict(report))
     beside.replace(path)
 
 

@@ -9,7 +9,6 @@ reported: 1.0 means that it runs at the speed of a copy, which is as fast as mem
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.stamp import write
 from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
 from halfstep.tasks import machine
@@ -124,7 +124,7 @@ def main() -> None:
         fast, ratio = row["bytes_per_second"] / 1e12, row["time_over_copy"]
         print(f"{name:18} {row['bytes'] / 1e6:8.0f} MB {fast:6.2f} TB/s   {ratio:.2f} of a copy's time")
     if chosen.json:
-        chosen.json.write_text(json.dumps({"machine": machine(), "kernels": numbers}, indent=1) + "\n")
+        write(chosen.json, {"machine": machine(), "kernels": numbers})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from benchmarks.run import write
+from benchmarks.stamp import write
 from halfstep.checkpoints import files
 from halfstep.errors import CheckpointError
 from halfstep.tasks import machine

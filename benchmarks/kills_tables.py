@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.stamp import told
 
 __all__ = ["kills_table"]
 
@@ -22,6 +23,6 @@ def kills_table(report: dict[str, Any]) -> str:
     head = ["run", "runs", "killed", "cut off", "restarts", "damaged checkpoints", "same final bits"]
     text = (
         f"`{report['command']}`, torch {report['torch']}, {report['updates']} updates, a checkpoint after every "
-        f"{report['every']}."
+        f"{report['every']}. {told(report.get('commit', ''))}"
     )
     return f"{text}\n\n{table(head, rows)}"

@@ -36,7 +36,7 @@ from torch.optim import AdamW, Optimizer
 
 import halfstep as hs
 from benchmarks.peers import imported
-from benchmarks.run import commit
+from benchmarks.stamp import commit, write
 from halfstep.tasks import Task, load_task, machine
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.gpt import corpus, windows
@@ -341,11 +341,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     corpus()
-    text = json.dumps(report(options.parts, runs(options.parts)), indent=1) + "\n"
-    if options.json is None:
-        print(text)
-    else:
-        options.json.write_text(text, encoding="utf-8")
+    write(options.json, report(options.parts, runs(options.parts)))
     return 0
 
 

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.stamp import told
 
 TITLES = {"gpt": "GPT", "resnet": "ResNet"}
 
@@ -27,7 +28,7 @@ def source(report: dict[str, Any]) -> str:
     units = ", ".join(machine["instruction_sets"])
     return (
         f"`{report['command']}` on {machine['cpu']} ({units}), one thread, torch {machine['torch']}, "
-        f"Python {machine['python']}, torchao {report['torchao']}. Commit {report['commit']}."
+        f"Python {machine['python']}, torchao {report['torchao']}. {told(report['commit'])}"
     )
 
 

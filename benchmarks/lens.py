@@ -46,7 +46,7 @@ from benchmarks.instruments import (
 )
 from benchmarks.loops import CLIP, Run, policy
 from benchmarks.measure import FULL, QUICK, Effort, milliseconds, rounds_for, say, started
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from benchmarks.turns import in_turns, quiet_collector, ratio
 from halfstep.lens.box import stepbox
 from halfstep.tasks import machine

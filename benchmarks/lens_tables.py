@@ -90,8 +90,8 @@ def lens_source(data: dict[str, Any]) -> str:
     if not data:
         return "Not measured here."
     parts = [*data["cases"].values(), *([data["faults"]] if data["faults"] else [])]
-    commits = sorted({part["commit"] for part in parts})
-    text = f"{source(data)} {data['machine']['torch_threads']} threads. Commit {', '.join(commits)}."
+    more = f" {data['machine']['torch_threads']} threads."
+    text = source(data, *(part["commit"] for part in parts), more=more)
     if any(part["quick"] for part in parts):
         text += "\n\n**Few rounds (`--quick`), which show that it runs and measure nothing.**"
     return text

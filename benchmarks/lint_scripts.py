@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stamp import stamped
 from halfstep.advise.lint import RULES, lint
 
 REPORT = Path(__file__).parent / "results" / "lint.json"
@@ -124,7 +125,7 @@ def written(report: dict[str, Any]) -> str:
     parts = {}
     for name in ("scripts", "findings"):
         parts[name] = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in report[name]) + "\n ]"
-    head = json.dumps({name: report[name] for name in ("command", "about", "rules", "summary")}, indent=1)
+    head = json.dumps({name: value for name, value in report.items() if name not in parts}, indent=1)
     return f'{head[:-2]},\n "scripts": {parts["scripts"]},\n "findings": {parts["findings"]}\n}}\n'
 
 
@@ -141,7 +142,7 @@ def main() -> int:
             print(f"git clone --bare --filter=blob:none https://github.com/{name} FOLDER/{name}")
         return 0
     unlabelled = run(report, options.repos, first=options.first)
-    options.json.write_text(written(report), encoding="utf-8")
+    options.json.write_text(written(stamped({**report, "commit": ""})), encoding="utf-8")
     print(json.dumps(report["summary"], indent=1))
     for finding in unlabelled:
         print(

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from benchmarks.markdown import megabytes, ratio, table
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from benchmarks.turns import Step, Track, in_turns
 from benchmarks.turns import ratio as paired
 from halfstep.kernels.pages import keep_pages

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, told, write
 from halfstep.tasks import machine
 
 __all__ = ["CORNERS", "Corner", "matrix_table"]
@@ -207,7 +207,8 @@ def matrix_table(report: Mapping[str, Any]) -> str:
         unknown |= {"absent": "not run yet", "tests": _kind(corner)}
         rows.append(_line(report["rows"].get(corner.name, unknown)))
     head = ["Python", "torch", "tests", "passed", "failed", "skipped", "with"]
-    return f"`{report['command']}`, no GPU.\n\n{table(head, rows)}"
+    said = told(*(row.get("commit", "") for row in report["rows"].values()))
+    return f"`{report['command']}`, no GPU. {said}\n\n{table(head, rows)}"
 
 
 def _kind(corner: Corner) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.goals import MIB
 from benchmarks.markdown import megabytes, table, whole
 from benchmarks.speed_tables import BESIDE, SHOWN, title
+from benchmarks.stamp import told
 
 NOTHING = "Not measured here."
 
@@ -91,5 +92,5 @@ def counted(counts: dict[str, Any]) -> str:
             numbers = [f"{s['casts']} / {s['cast_bytes'] / MIB:.1f}", f"{s['bytes'] / MIB:.0f}", f"{around:.1f}"]
             rows.append([model, f"`{program}`", *numbers, str(s["launches_tail"]), str(s["syncs"])])
     head = ["model", "program", "casts / MiB", "MiB in all", "bytes a parameter around the optimizer"]
-    text = f"`{counts['command']}`, torch {counts['torch']}: {counts['device']}."
+    text = f"`{counts['command']}`, torch {counts['torch']}: {counts['device']}. {told(counts.get('commit', ''))}"
     return f"{text}\n\n{table([*head, 'launches of the tail', 'waits of the host'], rows)}"

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.candidates import LIMIT, start
 from benchmarks.cases import AGAIN, AMP, CASES, OURS
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from benchmarks.turns import faults
 from halfstep.kernels import pages
 from halfstep.tasks import machine

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from benchmarks.counts import allocations
+from benchmarks.stamp import write
 from halfstep.tasks import load_task, machine
 from halfstep.testing.models import GPT, ResNet18
 
@@ -265,7 +265,7 @@ def main() -> None:
             "threads": torch.get_num_threads(), "bounds": {"persistent": PERSISTENT, "peak": PEAK},
             "largest_error": {"persistent": worst[0], "peak": worst[1]}, "cases": results,
         }  # fmt: skip
-        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(given.json, report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -34,27 +33,10 @@ from benchmarks.limits import copy_bandwidth
 from benchmarks.loops import graphs_on_tape
 from benchmarks.measure import FULL, QUICK, measure, say
 from benchmarks.peers import versions
+from benchmarks.stamp import commit, write
 from halfstep.tasks import machine
 
-ROOT = Path(__file__).resolve().parent.parent
 MICRO = "micro"
-
-
-def commit() -> str:
-    """Return the commit measured, with a mark if files differ from it; "" outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    return made.stdout.strip()
-
-
-def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Write the report, or print it."""
-    text = json.dumps(report, indent=1)
-    if path is None:
-        print(text)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def as_on_cuda(case: Case) -> Case:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.reports import load
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from halfstep.tasks import machine
 from tests.distributed.checks import added, deviation, overflows, parity, reference
 from tests.distributed.strategies import STRATEGIES

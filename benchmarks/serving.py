@@ -28,7 +28,7 @@ import halfstep as hs
 from benchmarks.cases import CASES, Batch, Case
 from benchmarks.counts import allocated
 from benchmarks.markdown import megabytes, ratio, table
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from benchmarks.turns import Track, in_turns
 from benchmarks.turns import ratio as paired
 from halfstep.tasks import machine

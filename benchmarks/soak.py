@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from benchmarks.markdown import table
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, told, write
 from halfstep.errors import StepError
 from halfstep.tasks import machine
 
@@ -313,7 +313,8 @@ def soak_table(report: dict[str, Any]) -> str:
         for g in report["growths"].values()
     ]
     head = ["quantity", "second quarter", "last quarter", "most", "may grow by", "flat"]
-    return f"{report['steps']:,} micro-batches of four programs: {counts}.\n\n{table(head, rows)}"
+    text = f"{report['steps']:,} micro-batches of four programs: {counts}. {told(report['commit'])}"
+    return f"{text}\n\n{table(head, rows)}"
 
 
 if __name__ == "__main__":

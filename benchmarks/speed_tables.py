@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.cases import AMP
 from benchmarks.markdown import ratio, table
 from benchmarks.reports import bf16_cases, row
+from benchmarks.stamp import told
 
 BESIDE = (
     "accelerate",
@@ -18,12 +19,15 @@ COMPILED = " compiled"  # how the labels of compiled candidates end
 SHOWN = (AMP, "mixed", "pure")  # candidates of the tables of stages and of page faults; the JSON files hold all
 
 
-def source(data: dict[str, Any]) -> str:
+def source(data: dict[str, Any], *commits: str, more: str = "") -> str:
+    """Return the command, the machine, `more`, and the commits measured: those given, or the one of the report."""
+    if not data:
+        return ""
     machine = data["machine"]
     units = ", ".join(machine["instruction_sets"])
     return (
         f"`{data['command']}` on {machine['cpu']}, {machine['cores']} cores ({units}), "
-        f"torch {machine['torch']}, Python {machine['python']}."
+        f"torch {machine['torch']}, Python {machine['python']}.{more} {told(*(commits or [data.get('commit', '')]))}"
     )
 
 
@@ -31,12 +35,11 @@ def bench_source(data: dict[str, Any]) -> str:
     """Return the command, the machine, the versions of the peers, and what was not a measurement."""
     machine = data["machine"]
     peers = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
-    commits = sorted({case["commit"] for case in data["cases"].values()})
-    text = (
-        f"{source(data)} {machine['torch_threads']} threads; a copy moves "
-        f"{machine['copy_bytes_per_second'] / 1e9:.1f} GB/s. Peers: {peers}. Commit {', '.join(commits)}; "
-        f"{data['seconds'] / 60:.1f} minutes in all."
+    more = (
+        f" {machine['torch_threads']} threads; a copy moves {machine['copy_bytes_per_second'] / 1e9:.1f} GB/s. "
+        f"Peers: {peers}. {data['seconds'] / 60:.1f} minutes in all."
     )
+    text = source(data, *(case["commit"] for case in data["cases"].values()), more=more)
     quick = [case["title"] for case in data["cases"].values() if case["quick"]]
     if quick:
         text += f"\n\n**Few rounds (`--quick`), which show that a case runs and measure nothing: {', '.join(quick)}.**"
@@ -152,7 +155,7 @@ def versions(report: dict[str, Any]) -> str:
         return "Not measured here."
     rows = [[f"`{name}`", ratio(row)] for name, row in report["rows"].items()]
     head = ["step of", f"commit {report['new']} / commit {report['old']}"]
-    return f"{source(report)}\n\n{table(head, rows)}"
+    return f"{source(report, report['old'], report['new'])}\n\n{table(head, rows)}"
 
 
 def gpu(report: dict[str, Any]) -> str:

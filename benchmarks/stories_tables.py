@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.stamp import told
 from halfstep.lens.verdict import CAUSES
 
 Row = dict[str, Any]
@@ -36,7 +37,7 @@ def source(report: dict[str, Any]) -> str:
     machine = report["machine"]
     return (
         f"`{report['command']}` on {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}. "
-        f"Commit {report['commit']}; {report['seconds'] / 60:.0f} minutes."
+        f"{report['seconds'] / 60:.0f} minutes. {told(report['commit'])}"
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import halfstep as hs
-from benchmarks.run import commit
+from benchmarks.stamp import commit
 from benchmarks.tune_tasks import TASKS
 from halfstep.advise.tune import Tuning, tune
 from halfstep.advise.tune.proof import Proof, prove

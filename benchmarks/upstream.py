@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.stamp import write
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "docs" / "upstream"
 LIBRARIES = ("torch", "triton", "accelerate", "lightning", "transformers")
@@ -146,8 +147,7 @@ def main() -> None:
         for name, result in row["programs"].items():
             print(f"  {result['status']} {name}: {'; '.join(result['found'])[:150]}")
     if options.json:
-        report = {"command": "python -m benchmarks.upstream --python ...", "rows": rows}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, {"command": "python -m benchmarks.upstream --python ...", "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -111,12 +110,6 @@ def compared(old_root: Path, new_root: Path, spec: str) -> dict[str, Any]:
     }
 
 
-def commit(root: Path) -> str:
-    """Return the commit of a checkout."""
-    command = ["git", "rev-parse", "--short=10", "HEAD"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout")
@@ -124,6 +117,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=PLANNED, metavar="CASE/CANDIDATE")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    from benchmarks.stamp import commit, write
     from halfstep.tasks import machine
 
     roots = [root.resolve() for root in (options.old, options.new)]
@@ -140,7 +134,7 @@ def main() -> None:
         "rows": rows,
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, report)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import halfstep as hs
 from benchmarks.cases import AGAIN, AMP, GPT512
 from benchmarks.markdown import table
 from benchmarks.measure import milliseconds, started
-from benchmarks.run import ROOT, commit, write
+from benchmarks.stamp import ROOT, commit, write
 from benchmarks.turns import in_turns, ratio
 from halfstep.kernels.native import compiler
 from halfstep.tasks import machine

@@ -52,7 +52,7 @@ from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from benchmarks import zoo_models
-from benchmarks.run import commit
+from benchmarks.stamp import commit, stamped
 from benchmarks.zoo_models import SEED, Tiny, loss_fn, seed
 from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
@@ -541,7 +541,7 @@ def main() -> int:
         zoo_models.build(name)
     names = options.only or zoo_models.names()
     found = list(rows(names, tuple(options.presets.split(",")), options.parts, options.seconds))
-    save(options.json, report(found))
+    save(options.json, stamped(report(found)))
     return 0
 
 

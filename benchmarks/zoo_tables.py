@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.stamp import told
 
 EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 FACTOR = {"torch": 2.0, "O1": 2.0, "mixed": 2.0, "O2": 4.0, "pure": 4.0}
@@ -149,7 +150,8 @@ def zoo_table(report: dict[str, Any]) -> str:
     text = (
         f"`{report['command']}` on {machine['cpu']}, torch {report['torch']}, transformers {report['transformers']}: "
         f"{len(rows)} architectures, {sum(row['parameters'] for row in rows) // max(1, len(rows)):,} parameters on "
-        f"average; {len(left)} more could not be built or trained tiny in fp32 (the JSON has the reason of each)."
+        f"average; {len(left)} more could not be built or trained tiny in fp32 (the JSON has the reason of each). "
+        f"{told(report.get('commit', ''))}"
     )
     if unmeasured := report["names"] - len(report["rows"]):
         text += f" {unmeasured} names of transformers' mappings are not measured in this file."

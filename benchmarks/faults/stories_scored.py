@@ -40,7 +40,7 @@ from benchmarks.faults.plain import plain_bad_steps
 from benchmarks.faults.score import HARMLESS
 from benchmarks.faults.story import CURED_STEPS, TWIN_STEPS, Story, course, near, place_of
 from benchmarks.faults.story_score import curable, cure_right, parts_right, place_right, unsaid
-from benchmarks.run import commit, write
+from benchmarks.stamp import commit, write
 from halfstep.errors import StepError
 from halfstep.tasks import machine
 

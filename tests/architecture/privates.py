@@ -41,7 +41,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """One file: its tree, its part, and the classes of this package that it defines or imports."""
 
@@ -144,8 +144,10 @@ def _defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
         yield from filter(private, names)
 
 
-def _imports(source: Source, package: bool) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (module, name, name here, line) of every ``from module import name``."""
+@cache
+def _imports(source: Source, package: bool) -> list[tuple[str, str, str, int]]:
+    """Return (module, name, name here, line) of every ``from module import name``."""
+    found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):
             base = node.module or ""
@@ -153,7 +155,8 @@ def _imports(source: Source, package: bool) -> Iterator[tuple[str, str, str, int
                 here = source.module.split(".")
                 above = here[: len(here) - (node.level - package)]
                 base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((base, alias.name, alias.asname or alias.name, node.lineno) for alias in node.names)
+            found += [(base, alias.name, alias.asname or alias.name, node.lineno) for alias in node.names]
+    return found
 
 
 def _accesses(source: Source) -> Iterator[tuple[int, str, str]]:

@@ -35,7 +35,7 @@ def test_a_block_that_fails_dies_or_hangs_hides_no_other(
     begun = time.monotonic()
     report = measure(blocks, tuple(blocks), file, device="cpu", small=True, seconds=60)
     assert time.monotonic() - begun < 20
-    assert json.loads(file.read_text()) == report and list(report["blocks"]) == ["0", "1", "2", "3"]
+    assert json.loads(file.read_text()).items() > report.items() and list(report["blocks"]) == ["0", "1", "2", "3"]
     found = {number: done["processes"][0] for number, done in report["blocks"].items()}
     assert [found[n]["exit"] for n in "0123"] == [3, -11, -9, 0]
     assert [found[n]["timed_out"] for n in "0123"] == [False, False, True, False]

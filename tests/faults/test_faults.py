@@ -47,7 +47,7 @@ from tests.two_processes import in_two_processes
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
 
 ALL_A, ALL_B, ALL_CONTROLS = (*LIST_A, *SECOND_A), (*LIST_B, *SECOND_B), (*CONTROLS, *SECOND_CONTROLS)
-Entry = TypeVar("Entry", Fault, Control)
+Entry = TypeVar("Entry", bound=Fault | Control)
 HARM = {"fp16": 0.002, "bf16": 0.02}
 """Largest relative error of a healthy gradient: a few roundings of the format."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
@@ -476,8 +474,3 @@ def test_p19_a_static_scale_skips_bad_steps_and_says_so_once() -> None:
                 optimizer.zero_grad()
         assert len(caught) == 1
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_importing_halfstep_does_not_import_this() -> None:
-    code = "import sys, halfstep; sys.exit(any('compat' in name for name in sys.modules if 'halfstep' in name))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

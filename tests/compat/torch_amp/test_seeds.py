@@ -31,6 +31,7 @@ LOOPS: Mapping[str, tuple[Mapping[str, str], str]] = {
         "d5bd03f92f3f7777d2aa6f8da83baa3566f0703a0591c019dcb27e324aaeeae1",
     ),
 }
+SOME = [pytest.param(n, marks=pytest.mark.slow) if n in {"torch_penalty", "torch_several"} else n for n in LOOPS]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_the_code_is_the_documents(name: str) -> None:
     assert "Source: the blog post" in head and "Changed: torch.cuda.amp" in head
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", SOME)
 def test_a_loop_of_the_document_trains_in_fp16_as_in_fp32(name: str) -> None:
     half = runpy.run_path(str(EXAMPLES / f"{name}.py"))
     single = run_with(name, f"{IMPORT}\nimport functools\nautocast = functools.partial(autocast, False)")
@@ -88,7 +89,7 @@ def test_a_loop_of_the_document_trains_in_fp16_as_in_fp32(name: str) -> None:
     assert half["scaler"].get_scale() >= 2.0**10
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", SOME)
 def test_replacing_the_import_changes_no_bit_where_torch_has_the_units(name: str) -> None:
     """bf16 on the CPU: torch's own kernels on both sides."""
     torch_lines = (
