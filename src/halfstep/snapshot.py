@@ -21,6 +21,7 @@ raised had written at all. `statistics.Statistics` restores on the device, by a 
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -193,7 +194,8 @@ def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
     for holder in holders:
         holders += getattr(holder, "_schedulers", None) or ()
     groups = optimizer.param_groups
-    found = [(one, one.copy()) for one in (*map(vars, holders), *groups)]
+    values: list[dict[str, Any]] = [*(vars(one) for one in holders), *groups]
+    found = [(one, one.copy()) for one in values]
     rates = [(rate, rate.detach().clone()) for group in groups if isinstance(rate := group.get("lr"), Tensor)]
 
     def restore() -> None:
@@ -303,8 +305,9 @@ class Loan:
 
     def lend(self) -> None:
         """Put copies in their places; gradients are None from now on."""
-        for (tensor, _), copy in zip(self._tensors, copies(own for _, own in self._tensors), strict=True):
-            tensor.data = copy
+        lent = copy.deepcopy([own for _, own in self._tensors])  # those that share memory share it as copies too
+        for (tensor, _), mine in zip(self._tensors, lent, strict=True):
+            tensor.data = mine
         for parameter in self.model.parameters():
             parameter.grad = None
         for key, state in list(self.optimizer.state.items()):
@@ -318,23 +321,6 @@ class Loan:
         """Return to the tensors' own memory."""
         for tensor, own in self._tensors:
             tensor.data = own
-
-
-def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return copies of tensors; those that share memory share it as copies too, and strides stay."""
-    storages: dict[int, Any] = {}
-    made = []
-    for tensor in tensors:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        if not plain or tensor.is_conj() or tensor.is_neg():
-            made.append(tensor.clone())
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
-        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.append(copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
-    return made
 
 
 def cloned(tree: Any) -> Any:

@@ -30,6 +30,7 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "avoid_device_init": "torch's FakeTensorMode reads it",
     "_is_in_bad_fork": "torch.manual_seed asks the module of the host device",
     "manual_seed_all": "torch.manual_seed calls it in the module of the host device",
+    "set_rng_state": "torch.random.fork_rng calls it in the module of the host device",
     "set_device": "users of a device's module call it",
     "get_amp_supported_dtype": "torch.autocast asks the module of the host device",
     "extra_repr": "torch.nn.Module.__repr__ calls it",

@@ -88,13 +88,6 @@ class Ground(Snapshot):
                 self._loan.lend()
             yield
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note other modules that are called in the block."""
-        with self.others.watching():
-            yield
-        self.unwatched = False
-
 
 def _out_of_memory(error: BaseException) -> bool:
     """Return whether `error` is a lack of memory; torch raises a plain RuntimeError on a CPU."""
@@ -161,8 +154,9 @@ class TimedSteps:
         batch, named = cloned(self._batch)
         if self._ground.unwatched:
             step._compiled = None  # guards of compiled code would notice the hook
-            with self._ground.watching():
+            with self._ground.others.watching():
                 self._step(step, batch, named, check=True)
+            self._ground.unwatched = False
             step._compiled = self.compiled
         taken = self._step(step, batch, named, check=self.first is None)
         if self.first is None:

@@ -61,8 +61,9 @@ def _loaded(name: str, what: str) -> object:
     if name.endswith(".py"):
         raise TaskError(f"{what} {name!r} names no function; write {name}:function, one that returns {returned}")
     if name not in TASKS:
+        unknown = f"unknown task {name!r}" if what == "task" else f"unknown model {name!r}"
         raise TaskError(
-            f"unknown {what} {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+            f"{unknown}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
             f"and path/to/file.py:function, a function that returns {returned}"
         )
     made: object = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
