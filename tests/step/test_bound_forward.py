@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_what_is_read_of_a_bound_forward_is_the_users(kind: type[nn.Module], nam
         assert inspect.getfullargspec(model.forward) == inspect.getfullargspec(plain.forward)
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
         assert getattr(model.forward, attribute) == getattr(plain.forward, attribute), attribute
-    assert model.forward.__wrapped__ is kind.forward
+    assert inspect.unwrap(model.forward) is inspect.unwrap(kind.forward)
     assert getattr(model.forward, "note", None) == getattr(plain.forward, "note", None)
 
 
@@ -89,7 +89,7 @@ def test_what_torch_compile_noted_on_a_forward_is_not_taken_over() -> None:
             return super().forward(x)
 
     model = hs.prepare(Compiled(4, 4), policy=policy("torch").replace(outputs="keep"))
-    assert not any("dynamo" in name or "compile" in name for name in vars(model.forward.__func__))
+    assert not any("dynamo" in name or "compile" in name for name in vars(cast(Any, model.forward).__func__))
     assert model(X).dtype is torch.bfloat16
     assert torch.compile(model, backend="eager")(X).dtype is torch.bfloat16
 

@@ -7,7 +7,7 @@ import gc
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,8 +115,8 @@ def test_calls_before_a_step_have_an_order() -> None:
     made, users = list[str](), [User(), User()]
     kept = dict(every_step._every_step().calls)
     try:
-        at_each_step(Turn.CHECK, users[0], before=lambda _: made.append("check"))
-        at_each_step(Turn.ATTACH, users[1], before=lambda _: made.append("attach"))
+        at_each_step(Turn.CHECK, users[0], lambda _: made.append("check"))
+        at_each_step(Turn.ATTACH, users[1], lambda _: made.append("attach"))
         parameter = nn.Parameter(torch.ones(1))
         torch.optim.SGD([parameter], lr=0.1).step()
     finally:
@@ -193,7 +193,7 @@ def test_a_dict_that_was_copied_by_hand_is_bound_when_the_copy_is_prepared() -> 
         def __copy__(self) -> Copied:
             twin = Copied.__new__(Copied)
             twin.__dict__.update(self.__dict__)
-            twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in self._parameters.items()}
+            twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in self.named_parameters()}
             return twin
 
     model = hs.prepare(Copied(8, 8), policy=policy("mixed"))
@@ -207,7 +207,7 @@ def test_the_function_of_a_bound_forward_takes_the_module_too() -> None:
     """Accelerate binds ``model.forward.__func__`` to the model."""
     model = hs.prepare(Net(), policy=policy("mixed"))
     want = model(X)
-    model.forward = types.MethodType(model.forward.__func__, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(cast(Any, model.forward).__func__, model)  # type: ignore[method-assign]
     assert torch.equal(model(X), want)
     hs.unprepare(model)
     assert KEY not in vars(model)

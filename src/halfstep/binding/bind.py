@@ -7,9 +7,9 @@ A bound module keeps its class, and has methods of its own in its `__dict__`, wh
 Note [instance methods]: Python gives what it finds in the `__dict__` of an instance as it is. So each of these methods
 is a `MethodType` whose first argument is the `Binding`, which refers weakly to its module: a strong reference would be
 a cycle, and the memory of a model would not be free when the model is deleted. Two consequences: such a method does not
-keep its model alive (`_gone`), and whatever copies the `__dict__` of a module has to bind the copy. That is done for
-copy, pickle and DataParallel; Python looks for the method `__copy__` in the class only, so the copy of a module whose
-class defines it has to be prepared anew where it shares the `__dict__`.
+keep its model alive (`here` raises), and what copies the `__dict__` of a module has to bind the copy. That is done for
+copy, pickle and DataParallel. Python looks for the method `__copy__` in the class only: where that of the user's class
+shares the `__dict__`, the copy has to be prepared anew.
 
 Note [what is bound]: every module with a forward, also leaves of torch.nn: activation checkpointing recomputes any of
 them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
@@ -105,7 +105,7 @@ class Binding:
         entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         module_ref: returns the module, None if it is gone.
-        methods: what its module has been given.
+        methods: the functions of the methods that its module has been given, by name.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
         home: the regions in which a guest follows its rule, see note [guests]; None for all other modules.
@@ -148,7 +148,7 @@ class Binding:
             self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
             self.home |= {None} if alone else set()
         self.module_ref: Callable[[], nn.Module | None] = type(None)
-        self.methods: _Methods | None = None
+        self.methods = _Methods()
         self.unruled: bool | None = None
         self.idle = False
         self.averages = reduces_itself(self.policy)
@@ -170,25 +170,21 @@ class Binding:
         """
         module = self.module_ref()
         if module is None:
-            raise _gone(self)
+            raise BindError(
+                f"the prepared module {self.path or '<root>'!r} of this method is gone: a method of a prepared module "
+                "does not keep it alive; keep a reference to the model as long as you call its methods"
+            )
         return module
 
-    def settings(self) -> tuple[Any, ...]:
-        """Return what `of` makes a binding of, as plain values."""
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments, all plain values, of a binding for a copy of the module."""
+        names = ("wanted", "device_types", "path", "root", "rule", "entrance")
         guest, alone = self.home is not None, self.home is not None and None in self.home
-        return self.wanted, self.device_types, self.path, self.root, self.rule, self.entrance, guest, alone
-
-    @staticmethod
-    def of(settings: tuple[Any, ...], store: WeightStore | None) -> Binding:
-        """Return a binding with `settings`."""
-        wanted, devices, path, root, rule, entrance, guest, alone = settings
-        return Binding(
-            wanted, devices, path=path, root=root, rule=rule, entrance=entrance, store=store, guest=guest, alone=alone
-        )
+        return {**{name: getattr(self, name) for name in names}, "guest": guest, "alone": alone}
 
     def again(self, store: WeightStore | None = None) -> Binding:
         """Return a binding for a copy of the module."""
-        return Binding.of(self.settings(), store)
+        return Binding(**self.settings(), store=store)
 
     def bind_late(self) -> None:
         """Bind the children that hold parameters and were made after the module was bound, if it is low."""
@@ -198,18 +194,9 @@ class Binding:
             if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
                 continue
             path = f"{self.path}.{name}".lstrip(".")
-            bind(
-                child,
-                Binding(
-                    self.wanted,
-                    self.device_types,
-                    policy=self.policy,
-                    path=path,
-                    root=False,
-                    rule=self.rule,
-                    store=self.store,
-                ),
-            )
+            late = Binding(self.wanted, self.device_types, path=path, root=False, rule=self.rule, store=self.store)
+            late.policy = self.policy
+            bind(child, late)
 
     def without(self, value: Any) -> Any:
         """Return `value` without what binding has put into it, if it is the `__dict__` of the module or a copy."""
@@ -219,11 +206,7 @@ class Binding:
 
     def gave(self, name: str, entry: Any) -> bool:
         """Return whether `entry`, an attribute of the module with this name, is a method that binding gave it."""
-        return isinstance(entry, MethodType) and entry.__self__ is self and entry.__func__ is self.given(name)
-
-    def given(self, name: str) -> Callable[..., Any] | None:
-        """Return the function of the method that binding gives the module by this name."""
-        return COMMON.get(name) or (None if self.methods is None else self.methods.functions.get(name))
+        return isinstance(entry, MethodType) and entry.__self__ is self and name in self.methods
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _held, (self.here(),)  # a method is copied or pickled by itself
@@ -446,43 +429,42 @@ def _enter_compiled(
 # ------------------------------------------------------------------ methods of bound modules
 
 
-class _Methods:
-    """The methods that modules of one class get when they are bound, beside those that modules of every class get.
+class _Methods(dict[str, Callable[..., Any]]):
+    """The functions of the methods that modules of one class get when they are bound; a dict that can be referred to.
 
-    Attributes:
-        functions: by name; the first argument of each is the `Binding`.
+    The first argument of each is the `Binding`.
     """
-
-    def __init__(self, original: type[nn.Module]) -> None:
-        self.functions: dict[str, Callable[..., Any]] = {
-            name: _bound_method(original, name) for name in _own_methods(original)
-        }
-        if original.forward is not nn.Module.forward:
-            self.functions["forward"] = _bound_forward(original)
-        if callable(saver := getattr(original, "save_pretrained", None)):
-            self.functions["save_pretrained"] = saving(saver)
 
 
 METHODS = WeakValueDictionary[type[nn.Module], _Methods]()  # those in use
 
 
+def _methods_of(original: type[nn.Module]) -> _Methods:
+    methods = METHODS.get(original)
+    if methods is None:
+        methods = METHODS[original] = _Methods(COMMON)
+        methods.update({name: _bound_method(original, name) for name in _own_methods(original)})
+        if original.forward is not nn.Module.forward:
+            methods["forward"] = _bound_forward(original)
+        if callable(saver := getattr(original, "save_pretrained", None)):
+            methods["save_pretrained"] = saving(saver)
+    return methods
+
+
 def bind(module: nn.Module, binding: Binding) -> None:
     """Make `binding` the one of `module`, and give it the methods of a bound module."""
     kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    methods = METHODS.get(kind)
-    if methods is None:
-        methods = METHODS[kind] = _Methods(kind)
-    binding.module_ref, binding.methods = ref(module), methods
+    binding.module_ref, binding.methods = ref(module), _methods_of(kind)
     binding.idle = binding.recipe.mode is None and low_forward(kind) is None
     if binding.root:
         ROOTS[id(module)] = module
     own = module.__dict__
     own[KEY] = binding
-    for name, function in (*COMMON.items(), *methods.functions.items()):
+    for name, function in binding.methods.items():
         if name not in own or isinstance(getattr(own[name], "__self__", None), Binding):  # else the user has set it
             own[name] = MethodType(function, binding)
     if isinstance(module, GraphModule):  # torch.fx makes a class for each
-        type(module).__copy__ = _copy_graph  # type: ignore[method-assign]
+        setattr(type(module), "__copy__", _copy_graph)  # noqa: B010  # mypy forbids to assign methods
 
 
 def unbind(module: nn.Module) -> None:
@@ -492,7 +474,7 @@ def unbind(module: nn.Module) -> None:
         if binding.gave(name, value):
             del module.__dict__[name]
     if vars(type(module)).get("__copy__") is _copy_graph:
-        del type(module).__copy__
+        delattr(type(module), "__copy__")
     binding.home, binding.passes, binding.idle = frozenset(), NOWHERE, False
 
 
@@ -507,7 +489,7 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
         except AttributeError:  # accelerate makes a method of a module of this function
             self, binding = binding, binding.__dict__[KEY]  # type: ignore[assignment]
         if self is None:
-            raise _gone(binding)
+            self = binding.here()
         state = STATE
         if binding.idle and state.bound is binding.passes:
             return own.forward(self, *args, **kwargs)
@@ -561,13 +543,6 @@ def _plain_forward(original: type[nn.Module]) -> Any:
     return SimpleNamespace(forward=forward)
 
 
-def _gone(binding: Binding) -> BindError:
-    return BindError(
-        f"the prepared module {binding.path or '<root>'!r} of this method is gone: a method of a prepared module does "
-        "not keep it alive; keep a reference to the model as long as you call its methods"
-    )
-
-
 def _own_methods(original: type[nn.Module]) -> Iterator[str]:
     """Iterate over the names of the methods of `original` that are bound beside forward; see note [methods]."""
     lent, own = set[str](), dict[str, Any]()
@@ -588,9 +563,7 @@ def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
 
     def method(binding: Binding, *args: Any, **kwargs: Any) -> Any:
         run = getattr(original, name)  # a method that its class is given later counts
-        self, outer = binding.module_ref(), STATE.bound
-        if self is None:
-            raise _gone(binding)
+        self, outer = binding.here(), STATE.bound
         if outer is binding.passes:
             return run(self, *args, **kwargs)
         compiling = torch.compiler.is_compiling()
@@ -674,7 +647,7 @@ def _name_for_fx(binding: Binding) -> str:
     module = binding.here()
     if is_fx_symbolic_tracing() and not is_in_torch_dispatch_mode():
         _refuse_region(binding.recipe)
-    return type(module)._get_name(module)
+    return str(type(module)._get_name(module))
 
 
 # ------------------------------------------------------------------ parts made later, copies, pickles
@@ -691,13 +664,7 @@ class _Unkept:
 
 
 class _Carried(NamedTuple):
-    """The state of a bound module while it is pickled or copied.
-
-    Attributes:
-        state: that of its class, None if it has none; the low parameters in it stay the same objects, which an
-            optimizer may refer to.
-        precise: the fp32 values they take in the copy, by name.
-    """
+    """The state of a bound module while it is copied; the low parameters in it, by name, take the `precise` values."""
 
     state: Any
     precise: dict[str, nn.Parameter]
@@ -707,21 +674,21 @@ def _reduce(binding: Binding, protocol: Any) -> Any:
     """Return what pickle and copy take of a module: what its class gives them, less what binding has added."""
     module = binding.here()
     binding.bind_late()
-    make, args, state, *rest = (*type(module).__reduce_ex__(module, max(int(protocol), 2)), None)  # type: ignore[misc]  # a str names a global
+    reduced: list[Any] = [*type(module).__reduce_ex__(module, max(int(protocol), 2)), None]
+    make, args, state, *rest = reduced
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
         make, args = None, args[:1]
     precise = {name: store.value(parameter) for name, parameter, store in low_parameters(module)}
     if isinstance(state, tuple):
-        state = tuple(binding.without(part) for part in state)
-    state = _Carried(binding.without(state), precise)
-    args = tuple(binding.without(value) for value in args)
-    return (_rebuild, (binding.settings(), _Unkept(binding.store), make, *args), state, *rest[:-1])
+        state = tuple(map(binding.without, state))
+    given = (binding.settings(), _Unkept(binding.store), make, *map(binding.without, args))
+    return _rebuild, given, _Carried(binding.without(state), precise), *rest[:-1]
 
 
-def _rebuild(settings: tuple[Any, ...], unkept: _Unkept, make: Callable[..., Any] | None, *args: Any) -> nn.Module:
+def _rebuild(settings: dict[str, Any], unkept: _Unkept, make: Callable[..., Any] | None, *args: Any) -> nn.Module:
     """Make the bound instance that `_set_state` fills."""
     module: nn.Module = args[0].__new__(args[0]) if make is None else make(*args)
-    bind(module, Binding.of(settings, unkept.store))
+    bind(module, Binding(**settings, store=unkept.store))
     return module
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Turn", "at_each_step", "not_at_each_step"]
 
@@ -31,28 +32,20 @@ class Turn(IntEnum):
 
 
 class _EveryStep:
-    """The calls, and what needs them.
-
-    Attributes:
-        calls: what is called before and after a step, by turn.
-        users: what needs a call, as (turn, id).
-        handles: of torch's hooks, while there are users.
-    """
+    """The calls before and after a step, by turn; what needs them, as (turn, id); and torch's hooks meanwhile."""
 
     def __init__(self) -> None:
-        self.calls: dict[Turn, tuple[Call | None, Call | None]] = {}
+        self.calls: dict[Turn, tuple[Call, Call]] = {}
         self.users: set[tuple[Turn, int]] = set()
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
 
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for _, (call, _) in sorted(self.calls.items()):
-            if call is not None:
-                call(optimizer)
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for turn in sorted(self.calls):
+            self.calls[turn][0](optimizer)
 
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for _, (_, call) in sorted(self.calls.items()):
-            if call is not None:
-                call(optimizer)
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for turn in sorted(self.calls):
+            self.calls[turn][1](optimizer)
 
     def leave(self, user: tuple[Turn, int]) -> None:
         """Forget `user`; the last one takes the hooks along."""
@@ -67,14 +60,14 @@ def _every_step() -> _EveryStep:
     return _EveryStep()
 
 
-def at_each_step(turn: Turn, user: object, *, before: Call | None = None, after: Call | None = None) -> None:
+def _nothing(optimizer: Optimizer) -> None:
+    """Do nothing."""
+
+
+def at_each_step(turn: Turn, user: object, before: Call, after: Call = _nothing) -> None:
     """Call `before` and `after` around every step of any optimizer as long as `user` lives.
 
-    Args:
-        turn: each has one pair of calls, for all its users.
-        user: what needs them.
-        before: called with the optimizer.
-        after: the same.
+    Each turn has one pair of calls, for all its users.
     """
     every = _every_step()
     every.calls[turn] = before, after
@@ -82,10 +75,8 @@ def at_each_step(turn: Turn, user: object, *, before: Call | None = None, after:
         every.users.add((turn, id(user)))
         weakref.finalize(user, every.leave, (turn, id(user))).atexit = False
     if not every.handles:
-        every.handles = [
-            register_optimizer_step_pre_hook(every.before),
-            register_optimizer_step_post_hook(every.after),
-        ]
+        hooks = register_optimizer_step_pre_hook(every.before), register_optimizer_step_post_hook(every.after)
+        every.handles = list(hooks)
 
 
 def not_at_each_step(turn: Turn, user: object) -> None:

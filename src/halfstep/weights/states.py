@@ -73,7 +73,7 @@ class LowStates:
         listed = _listed()
         for parameter in parameters:
             listed[parameter] = draws
-            at_each_step(Turn.LOW_STATES, parameter, before=_keep_if_listed)
+            at_each_step(Turn.LOW_STATES, parameter, _keep_if_listed)
 
     @classmethod
     def release(cls, parameters: set[int]) -> None:

@@ -93,7 +93,7 @@ class WeightStore(ABC):
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
-        at_each_step(Turn.ATTACH, self, before=_attach_if_needed)
+        at_each_step(Turn.ATTACH, self, _attach_if_needed)
 
     def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Refuse what cannot be lowered.

@@ -51,7 +51,7 @@ class UnkeptWeights:
             watch(parameter, self, name, held=True)
             self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
         _living().add(self)
-        at_each_step(Turn.CHECK, self, before=_before_step, after=_after_step)
+        at_each_step(Turn.CHECK, self, _before_step, _after_step)
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is low, and no optimizer is stepping: it sees low values."""

@@ -286,14 +286,11 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
                 if own is not None and id(own) in made:
                     setattr(module, name, made[id(own)])
         rules = {m.path: m.rule for m in plan.modules}
-        for module, old in bound:
-            rule = rules.get(old.path, "")
-            parent = rules.get(old.path.rpartition(".")[0], "") if old.path else ""
+        for module, own in bound:
+            rule = rules.get(own.path, "")
+            parent = rules.get(own.path.rpartition(".")[0], "") if own.path else ""
             entrance = bool(rule) and rule != parent
-            bind(
-                module,
-                Binding(policy, old.device_types, path=old.path, root=old.root, rule=rule, entrance=entrance),
-            )
+            bind(module, Binding(policy, own.device_types, path=own.path, root=own.root, rule=rule, entrance=entrance))
         yield
 
 

@@ -236,10 +236,7 @@ def _scalar(where: str, value: Any) -> Tensor:
 def _most_inputs(network: nn.Module) -> int | None:
     """Return how many positional arguments a network takes at most; None: any number."""
     name = "construct" if isinstance(network, Cell) else "forward"
-    kinds = [kind for kind in type(network).__mro__ if name in vars(kind)]
-    if name == "forward" and hs.prepared_policy(network) is not None:
-        del kinds[0]  # the class that prepare gave it takes anything
-    parameters = list(inspect.signature(vars(kinds[0])[name]).parameters.values())[1:]
+    parameters = list(inspect.signature(getattr(type(network), name)).parameters.values())[1:]
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
