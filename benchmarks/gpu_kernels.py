@@ -55,14 +55,16 @@ def cases(device: str, of: list[tuple[int, ...]]) -> dict[str, tuple[Callable[[]
 
     def adam(form: str, value: list[Tensor], beside: list[Tensor], a: list[Tensor], b: list[Tensor]) -> None:
         given = (gradients, factor, bad, draws, 0, form, None, 1e-4)
-        ops.adam_(value, beside, a, b, steps, *given, 0.9, 0.999, 1e-8, 0.01, True, False)
+        ops.UPDATES["adam"](value, beside, a, b, steps, *given, 0.9, 0.999, 1e-8, 0.01, True, False)
 
     def sgd() -> None:
-        ops.sgd_(weights, none, first, gradients, factor, bad, None, 0, "plain", None, 1e-4, 0.9, 0.0, False, False)
+        ops.UPDATES["sgd"](
+            weights, none, first, gradients, factor, bad, None, 0, "plain", None, 1e-4, 0.9, 0.0, False, False
+        )
 
     def lion() -> None:
         given = (gradients, factor, bad, None, 0, "split", None, 1e-4)
-        ops.lion_(weights, rest, first, *given, 0.9, 0.99, 0.01, False)
+        ops.UPDATES["lion"](weights, rest, first, *given, 0.9, 0.99, 0.01, False)
 
     read = size(gradients)
     return {

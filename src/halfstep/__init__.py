@@ -18,7 +18,7 @@ from halfstep.binding import edit_weights, exported, lowered, prepare, prepared_
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.checkpoints import load, on_preemption, save
 from halfstep.errors import HalfstepError
-from halfstep.optim import Lion
+from halfstep.kernels.optimizers.lion import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
 from halfstep.step import TrainStep

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.reference.operators import split_bf16
 
@@ -43,6 +44,7 @@ SPECIAL = torch.tensor([inf, -inf, nan, 0.0, -0.0, 1e-40, -1e-42, 3.38e38, 65519
 """Values at the edges of formats."""
 
 KEEP, FLIP = {"maximize": False}, {"maximize": True}
+BETAS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 OPTIONS = (
     Options("adam", {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True} | KEEP),
@@ -51,6 +53,8 @@ OPTIONS = (
     Options("sgd", {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True} | FLIP),
     Options("sgd", {"momentum": 0.0, "weight_decay": 0.01, "nesterov": False} | KEEP),
     Options("lion", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1} | KEEP),
+    Options("nadam", BETAS | {"weight_decay": 0.01, "momentum_decay": 4e-3, "decoupled": True} | KEEP),
+    Options("nadam", BETAS | {"weight_decay": 0.1, "momentum_decay": 0.3, "decoupled": False} | FLIP),
 )
 
 COMBINATIONS = [(*form, gradient, state) for form, gradient, state in product(FORMS, (FP32, BF16, FP16), (FP32, BF16))]
@@ -61,7 +65,7 @@ class Case:
     """What an operator is given.
 
     Attributes:
-        lists: weights, beside, states and, for Adam, steps; what it changes.
+        lists: weights, beside, states and counters; what it changes.
     """
 
     form: str
@@ -122,9 +126,11 @@ def case(
         if form in {"copy", "split", "kahan"}:
             beside.append(pair[1])
     lists = [weights, beside, [0.1 * torch.randn(size).to(state) for size in sizes]]
-    if method == "adam":
+    if method in {"adam", "nadam"}:
         lists.append([0.1 * torch.rand(size).to(state) for size in sizes])
         lists.append([torch.tensor(float(3 * n)) for n, _ in enumerate(sizes)])
+        if method == "nadam":
+            lists.append([torch.tensor(0.4 ** (3 * n)) for n, _ in enumerate(sizes)])
     elif not momentum:
         lists[-1] = []
     gradients = [torch.randn(size).to(gradient) for size in sizes]
@@ -143,12 +149,16 @@ def expect(method: str, given: Case, numbers: dict[str, Any]) -> None:
     if bool(given.bad):
         return
     lr = given.lr if given.rate is None else float(given.rate)
-    update = getattr(reference, f"{method}_")
+    spec = BY_OPERATOR[f"{method}_"]
     for n, gradient in enumerate(given.gradients):
         place, size = given.start + n, gradient.numel()
         noises = [_noise(*given.draws.tolist(), place, stream, size) for stream in range(3)]
-        own = [tensors[n] if tensors else None for tensors in given.lists]
-        update(*own, gradient, given.factor, noises, given.form, lr, *numbers.values())
+        (weight, beside), lists = (tensors[n] if tensors else None for tensors in given.lists[:2]), given.lists[2:]
+        assert weight is not None
+        states = [tensors[n] for tensors in lists[: len(spec.states)] if tensors]
+        counters = [tensors[n] for tensors in lists[len(spec.states) :]]
+        common = (gradient, given.factor, noises, given.form, lr)
+        reference.update(spec.reference, weight, beside, states, counters, *common, **numbers)
 
 
 @cache
@@ -164,7 +174,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def assert_same(found: Case, expected: Case, *, any_nan: bool = False) -> None:
     """Fail if any bit differs; under `any_nan` all NaN are equal."""
-    names = ("weights", "beside", "first", "second", "steps")
+    names = ("weights", "beside", "first", "second", "steps", "products")
     for name, one, other in zip(names, found.lists, expected.lists, strict=False):
         for n, (mine, wanted) in enumerate(zip(one, other, strict=True)):
             different = bits(mine) != bits(wanted)

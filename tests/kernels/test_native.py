@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 SIZES = (1, 0, 7, 4097, 20_011)
-UPDATES: dict[str, Callable[..., None]] = {"adam": ops.adam_, "sgd": ops.sgd_, "lion": ops.lion_}
-ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
-DEFAULTS = pytest.mark.parametrize("options", [ADAMW, NESTEROV, LION], ids=lambda options: options.method)
+UPDATES = ops.UPDATES
+ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION, NADAM, COUPLED_NADAM = OPTIONS
+DEFAULTS = pytest.mark.parametrize("options", [ADAMW, NESTEROV, LION, NADAM], ids=lambda options: options.method)
 VARIANTS = (
     *(options for options in OPTIONS if options is not PLAIN_SGD),
     Options("adam", ADAM.numbers | {"weight_decay": 0.0}),
@@ -143,7 +143,7 @@ def test_sizes_that_differ_are_an_error_and_nothing_is_written() -> None:
     given.gradients[2] = torch.zeros(8)
     before = given.to("cpu")
     with pytest.raises(ValueError, match=r"gradients and weights differ in size: \[1, 0, 8,"):
-        run(ops.sgd_, given, SGD.numbers)
+        run(UPDATES["sgd"], given, SGD.numbers)
     assert_same(given, before)
 
 
@@ -154,7 +154,7 @@ def test_stochastic_rounding_without_draws_is_an_error(form: str, state: torch.d
     before = given.to("cpu")
     given.draws = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match="which needs `draws`"):
-        run(ops.sgd_, given, SGD.numbers)
+        run(UPDATES["sgd"], given, SGD.numbers)
     assert_same(given, before)
 
 
@@ -169,7 +169,7 @@ def test_what_lies_around_a_tensor_is_left_alone(form: str, low: torch.dtype) ->
             memory[100:-100] = tensor
             tensors[n] = memory[100:-100]
             fences.append(memory)
-    run(ops.adam_, fenced, ADAMW.numbers)
+    run(UPDATES["adam"], fenced, ADAMW.numbers)
     assert_same(fenced, updated(given, ADAMW))
     assert all(bool((fence[:100] == 77).all() and (fence[-100:] == 77).all()) for fence in fences)
 
@@ -184,7 +184,7 @@ def moved_by_nothing(form: str, weight: Tensor, beside: list[Tensor], first: lis
     """Return one parameter after an update with learning rate 0 and momentum 0.9, if there is a state."""
     one, good = torch.tensor(1.0), torch.tensor(False)
     given = Case(form=form, lists=[[weight], beside, first], gradients=[gradient], factor=one, bad=good, lr=0.0)
-    run(ops.sgd_, given, STILL | {"momentum": 0.9 if first else 0.0})
+    run(UPDATES["sgd"], given, STILL | {"momentum": 0.9 if first else 0.0})
     return given
 
 

@@ -32,7 +32,7 @@ from tests.kernels.cases import (
 
 pytestmark = pytest.mark.gpu
 
-OPERATORS = {"adam": ops.adam_, "sgd": ops.sgd_, "lion": ops.lion_}
+OPERATORS = ops.UPDATES
 ADAMW, _, _, _, PLAIN_SGD, _ = OPTIONS
 SIZES = (1, 1030, 4096, 100_003, 0)
 
@@ -64,18 +64,18 @@ def test_an_update_on_a_gpu_is_the_reference_bit_for_bit(
 
 def test_millions_of_numbers_on_a_gpu_are_the_reference_s() -> None:
     given = case("adam", "split", BF16, BF16, FP32, (5_000_001, 3))
-    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(OPERATORS["adam"], "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_thousands_of_parameters_on_a_gpu_are_the_reference_s() -> None:
     given = case("adam", "stochastic", BF16, BF16, BF16, [1 + n % 70 for n in range(3000)])
-    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(OPERATORS["adam"], "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_a_bad_step_on_a_gpu_writes_nothing() -> None:
     given = case("adam", "kahan", BF16, BF16, BF16)
     given.bad = torch.tensor(True)
-    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(OPERATORS["adam"], "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_norms_and_verdict_on_a_gpu_are_right() -> None:
@@ -97,7 +97,7 @@ def test_norms_and_verdict_on_a_gpu_are_right() -> None:
 def tail(given: Case) -> None:
     """Make a step as a training step does: norms, verdict, update."""
     _, given.bad, given.factor = ops.check_norms(ops.norms(given.gradients), None, 1.0)
-    run(ops.adam_, given, ADAMW.numbers)
+    run(OPERATORS["adam"], given, ADAMW.numbers)
 
 
 def test_a_step_waits_for_nothing() -> None:
@@ -143,13 +143,13 @@ def test_a_captured_step_replays_with_new_gradients() -> None:
 
 def test_a_captured_step_keeps_its_tables() -> None:
     given = case("sgd", "plain", FP32, FP32, FP32, (300,)).to("cuda")
-    run(ops.sgd_, given, OPTIONS[2].numbers)
+    run(OPERATORS["sgd"], given, OPTIONS[2].numbers)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        run(ops.sgd_, given, OPTIONS[2].numbers)
+        run(OPERATORS["sgd"], given, OPTIONS[2].numbers)
     for size in range(1, 400):  # other tables would take the place of what was forgotten
-        run(ops.sgd_, case("sgd", "plain", FP32, FP32, FP32, (size,)).to("cuda"), OPTIONS[2].numbers)
+        run(OPERATORS["sgd"], case("sgd", "plain", FP32, FP32, FP32, (size,)).to("cuda"), OPTIONS[2].numbers)
     expected = given.to("cpu")
     graph.replay()
     expect("sgd", expected, OPTIONS[2].numbers)
@@ -159,7 +159,7 @@ def test_a_captured_step_keeps_its_tables() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_device_need_not_be_the_current_one() -> None:
     given = case("adam", "plain", BF16, BF16, FP32)
-    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda:1")
+    assert_is_reference(OPERATORS["adam"], "adam", given, ADAMW.numbers, "cuda:1")
 
 
 def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None:

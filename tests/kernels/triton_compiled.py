@@ -27,7 +27,7 @@ POINTERS = {
     **dict.fromkeys(("corrections", "factor", "rate", "sums", "norms", "divisor", "norm_out", "factor_out"), "*fp32"),
     **dict.fromkeys(("bad", "bad_out"), "*i1"),
     **dict.fromkeys(("count", "first"), "i32"),
-    **dict.fromkeys(("lr", "wide_decay", "beta1", "beta2"), "i64"),
+    **dict.fromkeys(("lr", "wide_decay", "beta1", "beta2", "cooling"), "i64"),
     **dict.fromkeys(("weight_decay", "a", "b", "c", "d", "clip_norm", "clip_eps"), "fp32"),
 }
 KINDS = {
@@ -41,6 +41,7 @@ CASES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("adam", 90, 4, {"draws": None}),
     ("adam split", 90, 5, {"FORM": "split", "BESIDE": "int16", "draws": None}),
     ("adam stochastic", 90, 4, {"FORM": "stochastic", "FIRST": "bf16", "SECOND": "bf16"}),
+    ("nadam", 90, 4, {"METHOD": "nadam", "draws": None}),
     ("lion kahan", 90, 4, {"METHOD": "lion", "FORM": "kahan", **SIMPLE}),
     ("sgd", 90, 3, {"METHOD": "sgd", **SIMPLE}),
 )
@@ -137,8 +138,9 @@ def some() -> dict[str, dict[str, int]]:
         found[f"{name}, sm_{capability}"] = report(made, wide_loads)
     squares = {"KIND": "bf16", "ALIGNED": True, "CHUNK": 8 * norms.BLOCK, "BLOCK": norms.BLOCK}
     found["squares"] = report(compiled(norms.squares_kernel, 90, 8, squares), 1)
-    step_counts = {"FEW": updates.FEW, "BITS": updates.BITS, "rate": None}
-    found["count"] = report(compiled(updates.count_kernel, 90, 4, step_counts), 0)
+    for method in ("adam", "nadam"):
+        step_counts = {"METHOD": method, "FEW": updates.FEW, "BITS": updates.BITS, "rate": None}
+        found[f"count {method}"] = report(compiled(updates.count_kernel, 90, 4, step_counts), 0)
     found["norms"] = report(compiled(norms.norms_kernel, 90, 4, {"MANY": norms.MANY}), 0)
     found["check"] = report(compiled(norms.check_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
     for kind in ("bf16", "fp32", "fp64"):

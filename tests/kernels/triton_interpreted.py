@@ -5,6 +5,7 @@ Whether Triton interprets or compiles is settled when it is imported, for the wh
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.reference.cross_entropy import shares
@@ -45,8 +47,10 @@ from tests.kernels.cases import (
     run,
 )
 
-OPERATORS: dict[str, Callable[..., None]] = {"adam": launchers.adam_, "sgd": launchers.sgd_, "lion": launchers.lion_}
-ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
+OPERATORS: dict[str, Callable[..., None]] = {
+    spec.name: functools.partial(launchers.update, spec) for spec in BY_OPERATOR.values()
+}
+ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION, NADAM, COUPLED_NADAM = OPTIONS
 
 
 # The interpreter is numpy, which warns where a GPU computes inf or nan.
@@ -75,10 +79,10 @@ def name(value: object) -> str:
 def test_adam_is_the_reference_bit_for_bit(
     form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
 ) -> None:
-    assert_is_reference(launchers.adam_, "adam", case("adam", form, low, gradient, state), ADAMW.numbers, "cpu")
+    assert_is_reference(OPERATORS["adam"], "adam", case("adam", form, low, gradient, state), ADAMW.numbers, "cpu")
 
 
-@pytest.mark.parametrize("options", [NESTEROV, LION], ids=name)
+@pytest.mark.parametrize("options", [NESTEROV, LION, NADAM], ids=name)
 @pytest.mark.parametrize(("form", "low", "gradient", "state"), COMBINATIONS[::5], ids=name)
 def test_an_update_is_the_reference_bit_for_bit(
     options: Options, form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
@@ -87,7 +91,7 @@ def test_an_update_is_the_reference_bit_for_bit(
     assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
-@pytest.mark.parametrize("options", [ADAM, SGD, PLAIN_SGD], ids=name)
+@pytest.mark.parametrize("options", [ADAM, SGD, PLAIN_SGD, COUPLED_NADAM], ids=name)
 @pytest.mark.parametrize(("form", "low"), FORMS[4:6], ids=name)
 def test_options_are_the_reference_s(options: Options, form: str, low: torch.dtype) -> None:
     momentum = options is not PLAIN_SGD
@@ -99,7 +103,7 @@ def test_many_steps_are_the_reference_s() -> None:
     found = case("adam", "stochastic", BF16, BF16, BF16, (33,))
     expected = found.to("cpu")
     for _ in range(8):
-        run(launchers.adam_, found, ADAMW.numbers)
+        run(OPERATORS["adam"], found, ADAMW.numbers)
         expect("adam", expected, ADAMW.numbers)
         for some in (found, expected):
             some.draws[1] += 1
@@ -107,14 +111,14 @@ def test_many_steps_are_the_reference_s() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=name)
+@pytest.mark.parametrize("options", [ADAMW, SGD, LION, NADAM], ids=name)
 def test_the_learning_rate_may_be_a_tensor(options: Options, dtype: torch.dtype) -> None:
     given = case(options.method, "split", BF16, BF16, FP32)
     given.rate = torch.tensor(3e-3, dtype=dtype)
     assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
-@pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=name)
+@pytest.mark.parametrize("options", [ADAMW, SGD, LION, NADAM], ids=name)
 def test_a_bad_step_writes_nothing(options: Options) -> None:
     given = case(options.method, "stochastic", BF16, BF16, BF16)
     given.gradients[0][0] = math.nan
@@ -125,7 +129,7 @@ def test_a_bad_step_writes_nothing(options: Options) -> None:
 def test_a_learning_rate_of_zero_is_one() -> None:
     given = case("sgd", "plain", FP32, FP32, FP32)
     given.lr = 0.0
-    assert_is_reference(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+    assert_is_reference(OPERATORS["sgd"], "sgd", given, SGD.numbers, "cpu")
 
 
 def test_values_at_the_edges_of_formats_are_the_reference_s() -> None:
@@ -137,7 +141,7 @@ def test_values_at_the_edges_of_formats_are_the_reference_s() -> None:
         given.gradients[0].copy_(edges.roll(1))
         expected = given.to("cpu")
         expect("sgd", expected, PLAIN_SGD.numbers)
-        run(launchers.sgd_, given, PLAIN_SGD.numbers)
+        run(OPERATORS["sgd"], given, PLAIN_SGD.numbers)
         for one, other in zip(given.lists[0] + given.lists[1], expected.lists[0] + expected.lists[1], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
@@ -147,7 +151,7 @@ def test_bias_corrections_are_right_to_an_ulp_after_any_number_of_steps(count: i
     found = case("adam", "plain", FP32, FP32, FP32, (5,))
     found.lists[-1] = [torch.tensor(float(count - 1))]
     expected = found.to("cpu")
-    run(launchers.adam_, found, ADAM.numbers)
+    run(OPERATORS["adam"], found, ADAM.numbers)
     expect("adam", expected, ADAM.numbers)
     torch.testing.assert_close(found.lists[0][0], expected.lists[0][0], rtol=2**-22, atol=0)
     assert found.lists[-1][0].item() == count
@@ -168,26 +172,26 @@ def test_lists_may_mix_formats_sizes_and_alignments() -> None:
     expected = given.to("cpu")
     expect("adam", expected, ADAMW.numbers)
     given.lists[0][4] = shifted
-    run(launchers.adam_, given, ADAMW.numbers)
+    run(OPERATORS["adam"], given, ADAMW.numbers)
     assert_same(given, expected)
 
 
 def test_a_list_of_empty_tensors_counts_its_steps() -> None:
     given = case("adam", "plain", BF16, BF16, FP32, (0, 0))
-    run(launchers.adam_, given, ADAMW.numbers)
+    run(OPERATORS["adam"], given, ADAMW.numbers)
     assert [step.item() for step in given.lists[-1]] == [1.0, 4.0]
     assert norm_launchers.norms(given.gradients).tolist() == [0.0, 0.0]
 
 
 def test_every_parameter_gets_noise_of_its_own() -> None:
     given = case("sgd", "stochastic", BF16, BF16, BF16, [1 + n % 5 for n in range(40)])
-    assert_is_reference(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+    assert_is_reference(OPERATORS["sgd"], "sgd", given, SGD.numbers, "cpu")
 
 
 def test_programs_loop_over_blocks_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "SMALL", 0)
     given = case("lion", "kahan", BF16, BF16, BF16, (8 * launchers.BLOCK + 5, 3, 2 * launchers.BLOCK))
-    assert_is_reference(launchers.lion_, "lion", given, LION.numbers, "cpu")
+    assert_is_reference(OPERATORS["lion"], "lion", given, LION.numbers, "cpu")
     torch.testing.assert_close(norm_launchers.norms(given.gradients), exact_norms(given.gradients))
 
 
@@ -205,7 +209,7 @@ def test_memory_is_walked_whatever_the_strides() -> None:
     given.lists = [[laid(t) for t in tensors] for tensors in given.lists]
     given.gradients = [laid(t) for t in given.gradients]
     assert given.gradients[0].is_contiguous(memory_format=last)
-    run(launchers.sgd_, given, SGD.numbers)
+    run(OPERATORS["sgd"], given, SGD.numbers)
     given.lists = [[t.permute(0, 2, 3, 1).flatten() for t in tensors] for tensors in given.lists]
     assert_same(given, expected)
 
@@ -413,7 +417,7 @@ def test_other_noise_would_be_noticed() -> None:
     given = case("sgd", "stochastic", BF16, FP32, FP32, (64,))
     other = given.to("cpu")
     other.draws[1] += 1
-    run(launchers.sgd_, given, SGD.numbers)
-    run(launchers.sgd_, other, SGD.numbers)
+    run(OPERATORS["sgd"], given, SGD.numbers)
+    run(OPERATORS["sgd"], other, SGD.numbers)
     with pytest.raises(AssertionError, match=r"weights\[0\]"):
         assert_same(given, other)

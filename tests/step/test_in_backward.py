@@ -26,7 +26,7 @@ X, Y = torch.randint(0, 64, (16,)), torch.randint(0, 64, (16,))
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "lion": lambda p: hs.optim.Lion(p, 1e-3),
+    "lion": lambda p: hs.Lion(p, 1e-3),
 }
 POLICIES = {
     "O0": hs.Policy.of("O0"),
@@ -354,7 +354,9 @@ def test_it_is_on_or_off() -> None:
 
 def test_other_optimizers_are_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(StepError, match="needs halfstep's own update: RMSprop is none of Adam, AdamW, SGD and Lion"):
+    with pytest.raises(
+        StepError, match="needs halfstep's own update: RMSprop is none of Adam, AdamW, SGD, Lion and NAdam"
+    ):
         hs.TrainStep(model, torch.optim.RMSprop(model.parameters()), loss_fn, update_in_backward=True)
     assert hs.TrainStep(model, torch.optim.RMSprop(model.parameters()), loss_fn).policy.name == "mixed"
 

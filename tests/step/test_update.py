@@ -31,6 +31,8 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "lion": lambda p: hs.Lion(p, 1e-3, weight_decay=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "coupled nadam": lambda p: torch.optim.NAdam(p, 1e-2, weight_decay=0.1, momentum_decay=0.1, maximize=True),
     "maximize": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, maximize=True),
 }
 POLICIES = {
@@ -107,7 +109,7 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> No
             assert float((value.float() - want[key].float()).abs().max()) <= bound * largest, key
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion", "nadam"])
 def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str) -> None:
     """The same update on fp32 weights, from the same gradients; the model's weights are their upper halves."""
     wide = nn.Parameter(torch.randn(300, generator=torch.Generator().manual_seed(1)))
@@ -150,7 +152,7 @@ def test_lion_is_bit_equal_either_way(master: str, state: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "stochastic", "lean"])
-@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion", "nadam"])
 def test_a_bad_step_leaves_no_trace(policy: str, name: str) -> None:
     extra = {
         "stochastic": hs.Policy.of("pure", dtype="bf16", master="stochastic"),
@@ -232,7 +234,10 @@ class Special(torch.optim.AdamW):
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "another optimizer": (lambda p: torch.optim.RMSprop(p, 1e-3), "RMSprop is none of Adam, AdamW, SGD and Lion"),
+    "another optimizer": (
+        lambda p: torch.optim.RMSprop(p, 1e-3),
+        "RMSprop is none of Adam, AdamW, SGD, Lion and NAdam",
+    ),
     "a subclass": (lambda p: Special(p, 1e-3), "Special is none of"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, 1e-3, amsgrad=True), "amsgrad=True"),
     "a form that was chosen": (lambda p: torch.optim.AdamW(p, 1e-3, foreach=True), "foreach=True"),

@@ -26,7 +26,7 @@ def test_fused_optimizers_take_the_verdict_on_the_device() -> None:
 
 def test_others_cost_a_read_a_step() -> None:
     for kind in (torch.optim.RMSprop, torch.optim.SparseAdam):
-        reason = f"{kind.__name__} is none of Adam, AdamW, SGD and Lion"
+        reason = f"{kind.__name__} is none of Adam, AdamW, SGD, Lion and NAdam"
         assert host_reads("cpu", kind) == HostReads(optimizer=kind.__name__, first=1, later=1, generic=reason)
 
 

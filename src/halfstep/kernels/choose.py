@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from halfstep.kernels.eager import norms as eager_norms
 from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.kernels.native.calls import Kernels
 from halfstep.kernels.native.compiler import Found, Unavailable, library
+from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import cross_entropy, exponents
 from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.sharded import is_sharded, local
@@ -67,9 +68,7 @@ OPERATORS: Mapping[str, Implementations] = MappingProxyType(
         "norms": Implementations("norms", "triton.norms.norms", "eager.norms"),
         "judge": Implementations("check_norms", "triton.norms.check_norms", "reference.operators"),
         "advance_": Implementations("advance_", "triton.norms.advance_", "torch's operators in scale.rule"),
-        "adam_": Implementations("adam_", "triton.updates.adam_", "the optimizer's own step"),
-        "sgd_": Implementations("sgd_", "triton.updates.sgd_", "the optimizer's own step"),
-        "lion_": Implementations("lion_", "triton.updates.lion_", "the optimizer's own step"),
+        **dict.fromkeys(BY_OPERATOR, Implementations("update", "triton.updates.update", "the optimizer's own step")),
         "exponents_": Implementations("exponents_", "triton.exponents.exponents_", "reference.exponents"),
         "losses": Implementations("losses", "triton.loss.losses", "reference.cross_entropy"),
         "slope": Implementations("logits_gradient", "triton.loss.gradient", "reference.cross_entropy"),
@@ -116,7 +115,7 @@ def _registered(device: str, index: int | None) -> str:
         except OSError as error:  # a full disk, a file taken away
             return f"the kernels could not be compiled: {error}"
         for operator, row in OPERATORS.items():
-            ops.LIBRARY.impl(operator, getattr(kernels, row.cpu), "CPU")
+            ops.LIBRARY.impl(operator, _of(operator, getattr(kernels, row.cpu)), "CPU")
         return ""
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -126,6 +125,12 @@ def _registered(device: str, index: int | None) -> str:
         _register_triton()
         return ""
     return f"there are no kernels for the device type {device!r}"
+
+
+def _of(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the implementation of an operator; all updates have one function, which is given the spec first."""
+    spec = BY_OPERATOR.get(operator)
+    return function if spec is None else partial(function, spec)
 
 
 @cache
@@ -156,7 +161,7 @@ def native_kernels(tensor: Tensor) -> Kernels | None:
 @cache
 def _register_triton() -> None:
     for operator, row in OPERATORS.items():
-        ops.LIBRARY.impl(operator, _imported_when_called(row.cuda), "CUDA")
+        ops.LIBRARY.impl(operator, _of(operator, _imported_when_called(row.cuda)), "CUDA")
 
 
 def _imported_when_called(path: str) -> Callable[..., Any]:

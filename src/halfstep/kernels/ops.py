@@ -4,6 +4,9 @@ They are operators of torch's dispatcher, so counters, fake tensors and profiler
 read and written. `kernels.choose` has the table of their implementations, `kernels.reference` computes the same in
 plain PyTorch. Call `choose.cannot_update` before an update operator.
 
+Each spec of `kernels.optimizers` makes one update operator: after `weights` and `beside` it takes the lists of its
+states and counters, then what all updates take, then its options.
+
 Note [forms]: where the fp32 value of a parameter is stored, named by `form`; `weights` and `beside` are lists.
 
     form        weights             beside              value
@@ -28,34 +31,41 @@ device, by torch's operators where no kernels are loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels.optimizers import BY_OPERATOR, SPECS, OptimizerSpec
 from halfstep.kernels.reference.exponents import ROW, count_, parts, rows
 
 __all__ = [
     "FORMS",
     "LIBRARY",
-    "adam_",
+    "UPDATES",
     "advance_",
     "check_norms",
     "exponents",
     "exponents_",
-    "lion_",
     "logits_gradient",
     "losses",
     "norms",
-    "sgd_",
 ]
 
 FORMS = ("plain", "copy", "split", "kahan", "stochastic")
 
 LIBRARY = torch.library.Library("halfstep", "DEF")
 
-_WEIGHTS = "Tensor(a!)[] weights, Tensor(b!)[] beside"
 _GIVEN = "Tensor[] gradients, Tensor factor, Tensor bad, Tensor? draws, int start, str form, Tensor? rate, float lr"
+
+
+def _definition(spec: OptimizerSpec) -> str:
+    written = enumerate(("weights", "beside", *spec.states, *spec.counters))
+    lists = ", ".join(f"Tensor({'abcdef'[n]}!)[] {name}" for n, name in written)
+    options = ", ".join(f"{kind.__name__} {name}" for name, kind in spec.options.items())
+    return f"{spec.operator}({lists}, {_GIVEN}, {options}) -> ()"
+
 
 LIBRARY.define("norms(Tensor[] gradients) -> Tensor")
 LIBRARY.define("judge(Tensor norms, Tensor? divisor, float? clip_norm) -> (Tensor, Tensor, Tensor)")
@@ -63,18 +73,8 @@ LIBRARY.define(
     "advance_(Tensor(a!) scale, Tensor(b!) good, Tensor(c!) total, Tensor(d!) alarm, Tensor found, "
     "float growth, float backoff, int interval, float floor, float ceiling) -> ()"
 )
-LIBRARY.define(
-    f"adam_({_WEIGHTS}, Tensor(c!)[] first, Tensor(d!)[] second, Tensor(e!)[] steps, {_GIVEN}, "
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize) -> ()"
-)
-LIBRARY.define(
-    f"sgd_({_WEIGHTS}, Tensor(c!)[] momenta, {_GIVEN}, "
-    "float momentum, float weight_decay, bool nesterov, bool maximize) -> ()"
-)
-LIBRARY.define(
-    f"lion_({_WEIGHTS}, Tensor(c!)[] momenta, {_GIVEN}, "
-    "float beta1, float beta2, float weight_decay, bool maximize) -> ()"
-)
+for _spec in SPECS:
+    LIBRARY.define(_definition(_spec))
 LIBRARY.define("exponents_(Tensor(a!) rows, Tensor[] tensors) -> ()")
 LIBRARY.define("exponents(Tensor x) -> Tensor")
 LIBRARY.define("losses(Tensor logits, Tensor target, Tensor? weight, int ignored, float smoothing) -> Tensor")
@@ -83,9 +83,7 @@ LIBRARY.define("slope(Tensor logits, Tensor label, Tensor own, Tensor every, Ten
 norms = torch.ops.halfstep.norms.default
 check_norms = torch.ops.halfstep.judge.default
 advance_ = torch.ops.halfstep.advance_.default
-adam_ = torch.ops.halfstep.adam_.default
-sgd_ = torch.ops.halfstep.sgd_.default
-lion_ = torch.ops.halfstep.lion_.default
+UPDATES = MappingProxyType({spec.name: getattr(torch.ops.halfstep, spec.operator).default for spec in SPECS})
 exponents_ = torch.ops.halfstep.exponents_.default
 exponents = torch.ops.halfstep.exponents.default
 losses = torch.ops.halfstep.losses.default
@@ -115,7 +113,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "exponents": lambda x: x.new_empty(ROW, dtype=torch.int64),
     "losses": lambda logits, *rest: logits.new_empty(len(logits), dtype=torch.float32),
     "slope": lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
-    **dict.fromkeys(("advance_", "adam_", "sgd_", "lion_", "exponents_"), lambda *args: None),
+    **dict.fromkeys(("advance_", "exponents_", *BY_OPERATOR), lambda *args: None),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"halfstep::{_name}", _fake, lib=LIBRARY)

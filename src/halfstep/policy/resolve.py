@@ -60,7 +60,7 @@ RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
 }
 """What ``residual="low"`` means for operators."""
 
-MASTERS = "split in a TrainStep that updates in one pass (AdamW, Adam, SGD, hs.Lion), master in a loop of one's own"
+MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
 """What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
 
 # ------------------------------------------------------------------ devices

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import StepError
+from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
 from halfstep.scale.state import OWN_COUNTERS
 from halfstep.schema import LARGEST, Each, Kind, check, number, shown, text, whole
@@ -87,27 +88,29 @@ SHARDED: dict[Any, Any] = {
 """The file that `hs.save` writes: with all of the state, or with what `shards.read` makes its large parts of."""
 
 MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+
+def _states(spec: OptimizerSpec) -> tuple[frozenset[str], frozenset[str]]:
+    own, others = frozenset((*spec.states, *spec.counters)), frozenset(spec.other_states.values())
+    return (frozenset(), own | others) if spec.states_under else (own, others)
+
+
 STATES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "Adam": (MOMENTS, frozenset({"max_exp_avg_sq"})),
-    "AdamW": (MOMENTS, frozenset({"max_exp_avg_sq"})),
     "SparseAdam": (MOMENTS, frozenset()),
     "RAdam": (MOMENTS, frozenset()),
-    "NAdam": (MOMENTS | {"mu_product"}, frozenset()),
     "Adamax": (frozenset({"step", "exp_avg", "exp_inf"}), frozenset()),
     "Adagrad": (frozenset({"step", "sum"}), frozenset()),
     "Adadelta": (frozenset({"step", "square_avg", "acc_delta"}), frozenset()),
     "RMSprop": (frozenset({"step", "square_avg"}), frozenset({"momentum_buffer", "grad_avg"})),
     "Rprop": (frozenset({"step", "prev", "step_size"}), frozenset()),
     "ASGD": (frozenset({"step", "eta", "mu", "ax"}), frozenset()),
-    "SGD": (frozenset(), frozenset({"momentum_buffer"})),
-    "Lion": (frozenset({"exp_avg"}), frozenset()),
+    **{optimizer.__name__: _states(spec) for optimizer, spec in BY_TYPE.items()},
 }
 """Optimizer -> names of states that a parameter has if it has any, and of those that it may have."""
 
 NEEDED = {
-    "Adam": (("amsgrad", "max_exp_avg_sq"),),
-    "AdamW": (("amsgrad", "max_exp_avg_sq"),),
     "RMSprop": (("momentum", "momentum_buffer"), ("centered", "grad_avg")),
+    **{optimizer.__name__: tuple(spec.other_states.items()) for optimizer, spec in BY_TYPE.items()},
 }
 """Optimizer -> (option of a group, the state that it needs)."""
 

@@ -251,21 +251,22 @@ def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
 
 # ------------------------------------------------------------------ halfstep's own operators
 
-UPDATES = {"adam_": ("first", "second", "steps"), "sgd_": ("momenta",), "lion_": ("momenta",)}
-GIVEN = ("gradients", "factor", "bad", "draws", "rate")
-
 
 def declare_own() -> None:
     """Declare halfstep's own operators where their schemas do not suffice.
 
-    On CUDA norms are two launches, and Adam counts its steps in one of its own.
+    On CUDA norms are two launches, and an update that counts its steps does so in one of its own.
     """
     declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
-    for name, states in UPDATES.items():
-        declare_traffic(
-            f"halfstep::{name}", reads=("weights", *states, *GIVEN), writes=("weights", "beside", *states),
-            extra=_beside, launches=2 if name == "adam_" else 1,
-        )  # fmt: skip
+    for name in torch.ops.halfstep:
+        arguments = _find(f"halfstep::{name}")._schema.arguments
+        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
+        if "beside" in tensors:
+            declare_traffic(
+                f"halfstep::{name}", reads=[n for n in tensors if n != "beside"],
+                writes=[a.name for a in arguments if _written(a)],
+                extra=_beside, launches=2 if "step" in tensors else 1,
+            )  # fmt: skip
 
 
 def _beside(call: Arguments) -> tuple[int, int]:

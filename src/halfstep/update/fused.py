@@ -12,7 +12,7 @@ which are called without torch's dispatcher unless a dispatch mode or a profiler
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -23,29 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.kernels import ops
 from halfstep.kernels.choose import KERNEL_TYPES, check_norms, native_kernels, norms_for
 from halfstep.kernels.native.calls import Columns, Kernels, Packed
+from halfstep.kernels.optimizers import BY_TYPE
 from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
-from halfstep.optim import Lion
 from halfstep.update.phases import profiler_runs
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["KNOWN", "PLAIN", "FusedUpdate", "GradientCheck", "check_gradients", "same"]
-
-KNOWN: Mapping[type[Optimizer], tuple[str, ...]] = MappingProxyType(
-    {
-        Adam: ("exp_avg", "exp_avg_sq"),
-        AdamW: ("exp_avg", "exp_avg_sq"),
-        SGD: ("momentum_buffer",),
-        Lion: ("exp_avg",),
-    }
-)
-"""Optimizer -> names of its states; a subclass may have a step of its own."""
+__all__ = ["PLAIN", "FusedUpdate", "GradientCheck", "check_gradients", "same"]
 
 NONE: Mapping[str, Any] = MappingProxyType({})  # the state of a parameter that has not been stepped
 PLAIN = frozenset({Tensor, nn.Parameter, WatchedParameter})  # exact types with an address: note [tables]
@@ -101,6 +91,7 @@ class _Call:
         chosen: places of its parameters among those of the update.
         values: weights, and what is beside them.
         states: a list for each of the optimizer's states.
+        counters: a list for each of its counters.
         packed: the same for the native kernels; None: not packed.
     """
 
@@ -111,7 +102,12 @@ class _Call:
     chosen: list[int]
     values: tuple[list[Tensor], list[Tensor]]
     states: list[list[Tensor]]
+    counters: list[list[Tensor]]
     packed: Packed | None = None
+
+    def tensors(self) -> tuple[list[Tensor], ...]:
+        """Return the lists that the operator takes before the gradients."""
+        return (*self.values, *self.states, *self.counters)
 
 
 class FusedUpdate:
@@ -140,6 +136,7 @@ class FusedUpdate:
         part: int | None = None,
     ) -> None:
         self._optimizer, self._store, self._parameters, self._part = optimizer, store, parameters, part
+        self._spec = BY_TYPE[type(optimizer)]
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
         self._low = [p for p in parameters if store is not None and p in store]
         self._unkept = [p for _, p, _ in UnkeptWeights.of(enumerate(parameters))]
@@ -148,7 +145,7 @@ class FusedUpdate:
         self._kernels: Kernels | None = None
         with torch.no_grad():
             self._gather(torch.float32 if states is None else torch.bfloat16)
-        self._tensors = [t for call in self._calls for tensors in (*call.values, *call.states) for t in tensors]
+        self._tensors = [t for call in self._calls for tensors in call.tensors() for t in tensors]
         self._laid_out = laid_out = self._lay_out(gradients)
         in_place = all(
             same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
@@ -165,7 +162,7 @@ class FusedUpdate:
 
     def _gather(self, dtype: torch.dtype) -> None:
         optimizer, store = self._optimizer, self._store
-        names, places = KNOWN[type(optimizer)], {id(p): n for n, p in enumerate(self._parameters)}
+        places = {id(p): n for n, p in enumerate(self._parameters)}
         start = self._part or 0
         for group in optimizer.param_groups:
             for form, shard, parameters in _by_form(group["params"], store):
@@ -176,9 +173,45 @@ class FusedUpdate:
                     if other is not None:
                         beside.append(other)
                 chosen = [places[id(p)] for p in parameters]
-                states = _states(optimizer, group, names, parameters, weights, dtype, self._made)
-                self._calls.append(_Call(group, form, shard, start, chosen, (weights, beside), states))
+                states = self._states_of(group, parameters, weights, dtype)
+                counters = [self._counters_of(name, parameters, weights[0]) for name in self._spec.counters]
+                self._calls.append(_Call(group, form, shard, start, chosen, (weights, beside), states, counters))
                 start += len(parameters)
+
+    def _states_of(
+        self, group: dict[str, Any], parameters: Sequence[nn.Parameter], weights: Sequence[Tensor], dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        """Return a list for each of the optimizer's states; what it lacks is made as by torch, and noted."""
+        if not self._spec.has_states(group):
+            return [[] for _ in self._spec.states]
+        lists = []
+        for name in self._spec.states:
+            some = []
+            for parameter, weight in zip(parameters, weights, strict=True):
+                value = self._optimizer.state.get(parameter, NONE).get(name)
+                if type(value) not in KERNEL_TYPES and value is not None:
+                    value = local(value)
+                if value is None or value.dtype is not dtype or value.stride() != weight.stride():
+                    made = torch.zeros_like(weight, dtype=dtype)
+                    value = made if value is None else made.copy_(value)
+                    self._made.append((parameter, name, sharded_like(parameter, value)))
+                some.append(value)
+            lists.append(some)
+        return lists
+
+    def _counters_of(self, name: str, parameters: Sequence[nn.Parameter], beside: Tensor) -> list[Tensor]:
+        """Return the counters called `name` as fp32 on the device of `beside`."""
+        some = []
+        for parameter in parameters:
+            value = self._optimizer.state.get(parameter, NONE).get(name)
+            if value is None:
+                made = torch.full((), self._spec.counters[name], dtype=torch.float32, device=beside.device)
+            else:
+                made = value.to(beside.device, torch.float32)
+            if made is not value:
+                self._made.append((parameter, name, made))
+            some.append(made)
+        return some
 
     @torch.no_grad()
     def _lay_out(self, gradients: list[Tensor]) -> list[list[Tensor]]:
@@ -204,8 +237,7 @@ class FusedUpdate:
         self._factor = torch.ones((), dtype=torch.float32, device="cpu")  # of an update on a CPU, from its check on
         self._kernels = native_kernels(parameters[0])
         for call in self._calls if self._kernels is not None else ():
-            first, second, steps = _named(call.states)
-            call.packed = Packed((*call.values, first, second, [gradients[n] for n in call.chosen]), steps)
+            call.packed = Packed(*call.values, call.states, call.counters, [gradients[n] for n in call.chosen])
 
     def _states_now(self) -> list[Any]:
         """Return the optimizer's states and what these hold."""
@@ -260,7 +292,7 @@ class FusedUpdate:
             bad: 0-dim bool on it: parameters, states and step counts stay as they are.
         """
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
-        name, operator = _operator(optimizer)
+        spec = self._spec
         for parameter, state, value in self._made:
             optimizer.state[parameter][state] = value
         laid_out = [] if kernels is not None else self._laid_out or self._lay_out([*map(_grad, self._parameters)])
@@ -269,13 +301,13 @@ class FusedUpdate:
             tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
             number = 0.0 if tensor is not None else float(rate)
             bits = None if self._draws is None else self._draws.on(factor.device, call.shard or 0)
-            given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(optimizer, call.group))
+            given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(spec.keys, call.group))
             if kernels is None or call.packed is None:
                 with torch.no_grad():
-                    operator(*call.values, *call.states, laid_out[n], *given)
+                    ops.UPDATES[spec.name](*call.tensors(), laid_out[n], *given)
             else:
                 call.packed.take([self._columns.addresses[n] for n in call.chosen])
-                kernels.update(name, call.packed, *given)
+                kernels.update_packed(spec.name, call.packed, *given)
         increment_version(self._tensors)
         if self._draws is not None and self._part is None:
             self._draws.advance(factor.device, ~bad)
@@ -290,12 +322,6 @@ class FusedUpdate:
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists have the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _named(states: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return first and second states and step counts, empty where an optimizer has none."""
-    first, second, steps = (*states, [], [])[:3]
-    return first, second, steps
 
 
 def _by_form(
@@ -319,46 +345,6 @@ def _by_form(
     return [(form, shard_of(some[0]), some) for (form, _), some in found.items()]
 
 
-def _states(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    names: tuple[str, ...],
-    parameters: Sequence[nn.Parameter],
-    weights: Sequence[Tensor],
-    dtype: torch.dtype,
-    made: Made,
-) -> list[list[Tensor]]:
-    """Return a list for each of the optimizer's states; what it lacks is made as by torch, and put into `made`."""
-    if "momentum" in group and not group["momentum"]:
-        none: list[list[Tensor]] = [[]]
-        return none
-    counts = "eps" in group  # of the optimizers here only Adam and AdamW count their steps
-    lists = [list[Tensor]() for _ in range(len(names) + counts)]
-    for parameter, weight in zip(parameters, weights, strict=True):
-        state = optimizer.state.get(parameter, NONE)
-        for name, some in zip(names, lists, strict=False):
-            value = state.get(name)
-            if type(value) not in KERNEL_TYPES and value is not None:
-                value = local(value)
-            if value is None:
-                value = torch.zeros_like(weight, dtype=dtype)
-                made.append((parameter, name, sharded_like(parameter, value)))
-            elif value.dtype is not dtype or value.stride() != weight.stride():
-                value = torch.empty_like(weight, dtype=dtype).copy_(value)
-                made.append((parameter, name, sharded_like(parameter, value)))
-            some.append(value)
-        if counts:
-            count = state.get("step")
-            if count is None:
-                count = torch.zeros((), device=weight.device)
-                made.append((parameter, "step", count))
-            elif count.device != weight.device or count.dtype is not torch.float32:
-                count = count.to(weight.device, torch.float32)
-                made.append((parameter, "step", count))
-            lists[-1].append(count)
-    return lists
-
-
 def _like(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return `gradient` with the strides of `weight`; autograd's have them already, but for rare layouts."""
     if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
@@ -366,19 +352,11 @@ def _like(gradient: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
-def _operator(optimizer: Optimizer) -> tuple[str, Any]:
-    """Return the name of the optimizer's operator and the operator."""
-    if isinstance(optimizer, Adam):
-        return "adam_", ops.adam_
-    return ("sgd_", ops.sgd_) if isinstance(optimizer, SGD) else ("lion_", ops.lion_)
-
-
-def _options(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the options of `group` as the operator takes them, after the learning rate."""
-    decay, maximize = group["weight_decay"], group["maximize"]
-    if isinstance(optimizer, Adam):
-        decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
-        return (*group["betas"], group["eps"], decay, decoupled, maximize)
-    if isinstance(optimizer, SGD):
-        return group["momentum"], decay, group["nesterov"], maximize
-    return (*group["betas"], decay, maximize)
+def _options(keys: Sequence[str], group: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values of `OptimizerSpec.keys` in a group; one that older torch does not have is off."""
+    for key in keys:
+        value = group.get(key, False)
+        if key == "betas":
+            yield from value
+        else:
+            yield value

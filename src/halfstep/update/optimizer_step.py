@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.eager.torch_fused import fused_works
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 from halfstep.kernels.sharded import local
 from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
 
@@ -27,7 +27,7 @@ __all__ = [
     "takes_predicate",
 ]
 
-FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own
+FUSED = frozenset(WITH_KERNELS)  # a subclass may have a step of its own
 
 ADAGRAD_ON_CUDA = "2.13"  # from here on its fused form is known to take CUDA parameters
 WHOLE_TENSORS = frozenset({Tensor, FakeTensor})  # types whose storage holds all of their values

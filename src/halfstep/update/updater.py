@@ -26,8 +26,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
+from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
-from halfstep.update.fused import KNOWN, PLAIN, FusedUpdate, GradientCheck, check_gradients, same
+from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradients, same
 from halfstep.update.optimizer_step import clip_values_, step_unless
 from halfstep.update.rates import check_rates
 from halfstep.update.undo import Marks
@@ -374,9 +375,10 @@ def unsuited(optimizer: Optimizer) -> str:
 
 def _unknown(optimizer: Optimizer) -> str:
     """Return what of `optimizer` the operators do not implement; "" for nothing."""
-    if type(optimizer) not in KNOWN:
-        return f"{type(optimizer).__name__} is none of Adam, AdamW, SGD and Lion"
-    return _hooked(optimizer) or next(filter(None, map(_special, optimizer.param_groups)), "")
+    spec = BY_TYPE.get(type(optimizer))
+    if spec is None:
+        return f"{type(optimizer).__name__} is none of {optimizer_names('and')}"
+    return _hooked(optimizer) or next(filter(None, (_special(spec, group) for group in optimizer.param_groups)), "")
 
 
 def _hooked(optimizer: Optimizer) -> str:
@@ -405,9 +407,9 @@ def _other_code(optimizer: Optimizer) -> list[Any]:
     ]
 
 
-def _special(group: dict[str, Any]) -> str:
-    """Return which option of a group the operators do not implement; "" for none."""
-    for option in ("amsgrad", "differentiable", "dampening"):
+def _special(spec: OptimizerSpec, group: dict[str, Any]) -> str:
+    """Return which option of a group the operator does not implement; "" for none."""
+    for option in spec.refused:
         if group.get(option):
             return f"{option}={group[option]!r}"
     for option in ("fused", "foreach"):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from struct import pack, pack_into
+from struct import Struct, pack, pack_into
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from halfstep.kernels.native.compiler import Unavailable
 from halfstep.kernels.ops import FORMS
+from halfstep.kernels.optimizers import COUNTERS, SPECS, STATES, OptimizerSpec
 
 __all__ = ["Kernels", "number", "peek"]
 
@@ -91,11 +92,8 @@ class Kernels:
             library.halfstep_advance,
             library.halfstep_exponents,
         )
-        self._updates = {
-            "adam_": library.halfstep_adam,
-            "sgd_": library.halfstep_sgd,
-            "lion_": library.halfstep_lion,
-        }
+        self._updates = {spec.name: getattr(library, f"halfstep_{spec.name}") for spec in SPECS}
+        self._pack_job = {spec.name: Struct(f"12q{1 + len(spec.options)}d").pack for spec in SPECS}
         self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
         self._both = library.halfstep_read
         self._both.argtypes = (address, text, number, text, address, text, address, address, address)
@@ -192,28 +190,15 @@ class Kernels:
         """Carry out `ops.advance_`; `rule` are its numbers, growth to ceiling."""
         self._advance(scale.data_ptr(), good.data_ptr(), total.data_ptr(), alarm.data_ptr(), peek(found), *rule)
 
-    def adam_(
-        self, weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any
-    ) -> None:
-        """Carry out `ops.adam_`; `given` are the arguments from `gradients` on."""
-        self._update("adam_", (weights, beside, first, second), steps, *given)
+    def update(self, spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) -> None:
+        """Carry out the update operator of a spec; `given` are its arguments from the first state on."""
+        states, counters = given[: len(spec.states)], given[len(spec.states) : len(spec.states) + len(spec.counters)]
+        gradients, *common = given[len(states) + len(counters) :]
+        self.update_packed(spec.name, Packed(weights, beside, states, counters, gradients), *common)
 
-    def sgd_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
-        """Carry out `ops.sgd_`."""
-        self._update("sgd_", (weights, beside, momenta, ()), (), *given)
-
-    def lion_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
-        """Carry out `ops.lion_`."""
-        self._update("lion_", (weights, beside, momenta, ()), (), *given)
-
-    def _update(
-        self, operator: str, lists: tuple[Tensors, ...], steps: Tensors, gradients: Tensors, *given: Any
-    ) -> None:
-        self.update(operator, Packed((*lists, gradients), steps), *given)
-
-    def update(
+    def update_packed(
         self,
-        operator: str,
+        name: str,
         tensors: Packed,
         factor: Tensor,
         bad: Tensor,
@@ -224,34 +209,24 @@ class Kernels:
         lr: float,
         *options: Any,
     ) -> None:
-        """Carry out an update operator of `ops` on tensors that are packed; `options` are its last arguments."""
+        """Carry out the update of a spec, given by its name, on tensors that are packed."""
         if draws is None and (form == "stochastic" or tensors.chance):
             raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
-        if operator == "adam_":
-            beta1, beta2, eps, decay, decoupled, maximize = options
-            flags, numbers = (decoupled, maximize, False), (lr, beta1, beta2, eps, decay)
-        elif operator == "sgd_":
-            momentum, decay, nesterov, maximize = options
-            flags, numbers = (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, decay)
-        else:
-            beta1, beta2, decay, maximize = options
-            flags, numbers = (True, maximize, False), (lr, beta1, beta2, 0.0, decay)
-        job = pack(
-            "15q5d",
+        job = self._pack_job[name](
             tensors.count,
             torch.get_num_threads() if tensors.elements > ALONE["update"] else 1,
             *self._runtime,
             FORM_CODES[form],
             start,
             rate is not None and rate.dtype is torch.float64,
-            *flags,
             factor.data_ptr(),
             bad.data_ptr(),
             0 if draws is None else draws.data_ptr(),
             0 if rate is None else rate.data_ptr(),
-            *numbers,
+            lr,
+            *options,
         )
-        self._updates[operator](job, tensors.packed)
+        self._updates[name](job, tensors.packed)
 
 
 def _words(values: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
@@ -293,8 +268,11 @@ class Packed:
     """The tensors of an update as `updates.h` reads them: the columns of `Parameter`.
 
     Args:
-        lists: weights, beside, first and second states, gradients; empty where absent.
-        steps: counts of steps; empty where absent.
+        weights: of all parameters.
+        beside: empty where absent.
+        states: a list for each, empty where absent.
+        counters: a list for each.
+        gradients: of all parameters.
 
     Attributes:
         count: number of parameters.
@@ -308,18 +286,26 @@ class Packed:
 
     __slots__ = ("chance", "count", "elements", "packed")
 
-    def __init__(self, lists: tuple[Tensors, ...], steps: Tensors) -> None:
-        weights, _, first, second, gradients = lists
+    def __init__(
+        self,
+        weights: Tensors,
+        beside: Tensors,
+        states: Sequence[Tensors],
+        counters: Sequence[Tensors],
+        gradients: Tensors,
+    ) -> None:
         sizes = [*map(_size, weights)]
         if sizes != [*map(_size, gradients)]:
             raise ValueError(f"gradients and weights differ in size: {[*map(_size, gradients)]} and {sizes}")
         absent, columns = [0] * len(weights), list(sizes)
-        for tensors in lists:
+        states = (*states, *[()] * (STATES - len(states)))
+        counters = (*counters, *[()] * (COUNTERS - len(counters)))
+        for tensors in (weights, beside, *states, gradients):
             columns += map(_type, map(_dtype, tensors)) if tensors else absent
-        for tensors in (*lists[:4], steps, gradients):
+        for tensors in (weights, beside, *states, *counters, gradients):
             columns += map(_address, tensors) if tensors else absent
         self.count, self.elements = len(weights), sum(sizes)
-        self.chance = any(states and states[0].dtype is torch.bfloat16 for states in (first, second))
+        self.chance = any(some and some[0].dtype is torch.bfloat16 for some in states)
         self.packed = _words(columns)
 
     def take(self, gradients: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-// Updates: `reference/operators.py`'s adam_, sgd_ and lion_.
+// Updates: the reference of each spec in `kernels/optimizers`.
 
 #pragma once
 
@@ -23,18 +23,39 @@ enum Stream : uint32_t { WEIGHT, FIRST, SECOND };
 struct Job {
     int64_t tensors;
     Threads threads;
-    int64_t form, start, wide_rate, decoupled, maximize, nesterov;
+    int64_t form, start, wide_rate;
     const float *factor;
     const bool *bad;
     const int64_t *draws;
     const void *rate;
-    double lr, beta1, beta2, eps, weight_decay;
+    double lr;
+};
+
+// A job, and the options of a spec in their order, all of them double.
+struct Adam {
+    Job job;
+    double beta1, beta2, eps, weight_decay, decoupled, maximize;
+};
+
+struct NAdam {
+    Job job;
+    double beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize;
+};
+
+struct Sgd {
+    Job job;
+    double momentum, weight_decay, nesterov, maximize;
+};
+
+struct Lion {
+    Job job;
+    double beta1, beta2, weight_decay, maximize;
 };
 
 struct Parameter {  // what is absent has address 0
     int64_t size, type, beside_type, first_type, second_type, gradient_type;
     void *weight, *beside, *first, *second;
-    float *step;
+    float *counters[2];
     const void *gradient;
 };
 
@@ -136,7 +157,10 @@ double learning_rate(const Job &job) {
     return job.wide_rate ? *static_cast<const double *>(job.rate) : *static_cast<const float *>(job.rate);
 }
 
-float signed_factor(const Job &job) { return job.maximize ? -*job.factor : *job.factor; }
+template <class Options>
+float signed_factor(const Options &given) {
+    return given.maximize != 0 ? -*given.job.factor : *given.job.factor;
+}
 
 // ------------------------------------------------------------------ the optimizers
 //
@@ -178,50 +202,93 @@ void lion(float *__restrict value, const float *__restrict gradient, float *__re
     }
 }
 
+void nadam(float *__restrict value, const float *__restrict gradient, float *__restrict first, float *__restrict second,
+           int64_t count, float factor, float keep, float decay, bool coupled, float part1, float beta2, float part2,
+           float slope, float size, float correction, float eps) {
+    for (int64_t i = 0; i < count; i++) {
+        float grad = gradient[i] * factor, old = value[i] * keep;
+        grad = coupled ? grad + value[i] * decay : grad;
+        float mean = first[i] + (grad - first[i]) * part1;
+        float square = second[i] * beta2 + grad * grad * part2;
+        float below = std::sqrt(square / correction) + eps;
+        first[i] = mean;
+        second[i] = square;
+        value[i] = old - slope * (grad / below) - size * (mean / below);
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-void halfstep_adam(const Job *job, const int64_t *columns) {
-    if (*job->bad) return;
-    Parameters parameters = rows(columns, job->tensors);
-    double lr = learning_rate(*job), beta1 = job->beta1, beta2 = job->beta2;
-    std::vector<float> size(job->tensors), root(job->tensors);
+void halfstep_adam(const Adam *given, const int64_t *columns) {
+    const Job &job = given->job;
+    if (*job.bad) return;
+    Parameters parameters = rows(columns, job.tensors);
+    double lr = learning_rate(job), beta1 = given->beta1, beta2 = given->beta2, weight_decay = given->weight_decay;
+    std::vector<float> size(job.tensors), root(job.tensors);
     float last = -1.0f;
-    for (int64_t n = 0; n < job->tensors; n++) {
-        float count = *parameters[n].step += 1.0f;
+    for (int64_t n = 0; n < job.tensors; n++) {
+        float count = *parameters[n].counters[0] += 1.0f;
         bool same = n > 0 && count == last;  // as a rule: then the powers are those before
         size[n] = same ? size[n - 1] : float(lr / (1 - std::pow(beta1, double(count))));
         root[n] = same ? root[n - 1] : float(std::pow(1 - std::pow(beta2, double(count)), 0.5));
         last = count;
     }
-    float factor = signed_factor(*job), keep = job->decoupled ? float(1 - lr * job->weight_decay) : 1.0f;
-    bool coupled = !job->decoupled && job->weight_decay != 0;
+    bool decoupled = given->decoupled != 0, coupled = !decoupled && weight_decay != 0;
+    float factor = signed_factor(*given), keep = decoupled ? float(1 - lr * weight_decay) : 1.0f;
     auto rule = [&](int64_t n, float *value, const float *gradient, float *first, float *second, int64_t count) {
-        adam(value, gradient, first, second, count, factor, keep, float(job->weight_decay), coupled, float(1 - beta1),
-             float(beta2), float(1 - beta2), size[n], root[n], float(job->eps));
+        adam(value, gradient, first, second, count, factor, keep, float(weight_decay), coupled, float(1 - beta1),
+             float(beta2), float(1 - beta2), size[n], root[n], float(given->eps));
     };
-    update(*job, parameters, rule);
+    update(job, parameters, rule);
 }
 
-void halfstep_sgd(const Job *job, const int64_t *columns) {
-    if (*job->bad) return;
-    Parameters parameters = rows(columns, job->tensors);
-    float factor = signed_factor(*job), rate = float(learning_rate(*job));
-    update(*job, parameters, [&](int64_t n, float *value, const float *gradient, float *mean, float *, int64_t count) {
-        sgd(value, gradient, mean, count, factor, float(job->weight_decay), job->weight_decay != 0, parameters[n].first,
-            float(job->beta1), job->nesterov, rate);
+void halfstep_sgd(const Sgd *given, const int64_t *columns) {
+    const Job &job = given->job;
+    if (*job.bad) return;
+    Parameters parameters = rows(columns, job.tensors);
+    float factor = signed_factor(*given), rate = float(learning_rate(job)), decay = float(given->weight_decay);
+    bool coupled = given->weight_decay != 0, nesterov = given->nesterov != 0;
+    update(job, parameters, [&](int64_t n, float *value, const float *gradient, float *mean, float *, int64_t count) {
+        sgd(value, gradient, mean, count, factor, decay, coupled, parameters[n].first, float(given->momentum), nesterov,
+            rate);
     });
 }
 
-void halfstep_lion(const Job *job, const int64_t *columns) {
-    if (*job->bad) return;
-    Parameters parameters = rows(columns, job->tensors);
-    double lr = learning_rate(*job);
-    float factor = signed_factor(*job), keep = float(1 - lr * job->weight_decay);
-    update(*job, parameters, [&](int64_t, float *value, const float *gradient, float *mean, float *, int64_t count) {
-        lion(value, gradient, mean, count, factor, keep, float(1 - job->beta1), float(1 - job->beta2), float(lr));
+void halfstep_lion(const Lion *given, const int64_t *columns) {
+    const Job &job = given->job;
+    if (*job.bad) return;
+    Parameters parameters = rows(columns, job.tensors);
+    double lr = learning_rate(job);
+    float factor = signed_factor(*given), keep = float(1 - lr * given->weight_decay);
+    update(job, parameters, [&](int64_t, float *value, const float *gradient, float *mean, float *, int64_t count) {
+        lion(value, gradient, mean, count, factor, keep, float(1 - given->beta1), float(1 - given->beta2), float(lr));
     });
+}
+
+void halfstep_nadam(const NAdam *given, const int64_t *columns) {
+    const Job &job = given->job;
+    if (*job.bad) return;
+    Parameters parameters = rows(columns, job.tensors);
+    double lr = learning_rate(job), beta1 = given->beta1, weight_decay = given->weight_decay;
+    std::vector<float> slope(job.tensors), size(job.tensors), correction(job.tensors);
+    for (int64_t n = 0; n < job.tensors; n++) {
+        double count = *parameters[n].counters[0] += 1.0f;
+        double momentum = beta1 * (1.0 - 0.5 * std::pow(0.96, count * given->momentum_decay));
+        double following = beta1 * (1.0 - 0.5 * std::pow(0.96, (count + 1) * given->momentum_decay));
+        double passed = *parameters[n].counters[1] *= float(momentum);
+        slope[n] = float(lr * (1.0 - momentum) / (1.0 - passed));
+        size[n] = float(lr * following / (1.0 - passed * following));
+        correction[n] = float(1 - std::pow(given->beta2, count));
+    }
+    bool decoupled = given->decoupled != 0, coupled = !decoupled && weight_decay != 0;
+    float factor = signed_factor(*given), keep = decoupled ? float(1 - lr * weight_decay) : 1.0f;
+    auto rule = [&](int64_t n, float *value, const float *gradient, float *first, float *second, int64_t count) {
+        nadam(value, gradient, first, second, count, factor, keep, float(weight_decay), coupled, float(1 - beta1),
+              float(given->beta2), float(1 - given->beta2), slope[n], size[n], correction[n], float(given->eps));
+    };
+    update(job, parameters, rule);
 }
 
 }  // extern "C"

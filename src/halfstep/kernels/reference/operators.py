@@ -6,7 +6,8 @@ so results agree bit for bit where the device's division and square root are IEE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +18,16 @@ __all__ = [
     "HALF_ULP",
     "SECOND",
     "WEIGHT",
-    "adam_",
     "check_norms",
     "join_bf16",
-    "lion_",
     "noise",
     "norms",
-    "sgd_",
+    "root",
+    "single",
     "split_bf16",
     "stochastic_bf16",
     "total_norm",
+    "update",
 ]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
@@ -207,116 +208,55 @@ def _store(state: Tensor, value: Tensor, bits: Tensor | None) -> None:
         state.copy_(stochastic_bf16(value, bits))
 
 
-def _root(square: Tensor) -> Tensor:
+# ------------------------------------------------------------------ updates
+
+
+def single(number: float) -> Tensor:
+    """Return `number` rounded to fp32: 0-dim, on the CPU."""
+    return torch.tensor(number, dtype=torch.float32)
+
+
+def root(square: Tensor) -> Tensor:
     """Return the square root rounded once: torch's own on CPU (2.13) misses the last bit for one number in five."""
     return square.double().sqrt().float()
 
 
-# ------------------------------------------------------------------ updates
-#
-# Tensors here are flat and contiguous; `noises` are the random bits of each stream, None where nothing is
-# rounded stochastically.
-
-Noises = Sequence[Tensor | None]
-
-
-def adam_(
+def update(
+    rule: Callable[..., tuple[Tensor, ...]],
     weight: Tensor,
     beside: Tensor | None,
-    first: Tensor,
-    second: Tensor,
-    step: Tensor,
+    states: Sequence[Tensor],
+    counters: Sequence[Tensor],
     gradient: Tensor,
     factor: Tensor,
-    noises: Noises,
+    noises: Sequence[Tensor | None],
     form: str,
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    *,
     maximize: bool,
+    **options: Any,
 ) -> None:
-    """Make one step of Adam (Kingma and Ba 2014), or AdamW (Loshchilov and Hutter 2017) if `decoupled`.
+    """Update one parameter in place, as an operator of `kernels.ops` does.
 
-    The last arguments are torch.optim.AdamW's; bias corrections and ``lr / correction`` are computed in fp64.
+    Args:
+        rule: `OptimizerSpec.reference`, which takes `options` too.
+        weight: flat and contiguous, as all tensors but `factor` and `counters`, which have one element.
+        beside: what stands beside the weight under its form; None for nothing.
+        states: fp32, or bf16 and then rounded stochastically.
+        counters: fp32.
+        gradient: fp32, bf16 or fp16.
+        factor: what unscales and clips it.
+        noises: random bits of each stream; None where nothing is rounded stochastically.
+        form: note [forms] in `kernels.ops`.
+        lr: learning rate.
+        maximize: whether the gradient's sign is turned.
+        options: the rest of `OptimizerSpec.options`.
     """
     value = _take(form, weight, beside)
-    step.add_(1)
-    count = float(step)
-    size = torch.tensor(lr / (1 - beta1**count), dtype=torch.float32)
-    root = torch.tensor((1 - beta2**count) ** 0.5, dtype=torch.float32)
     gradient = gradient.float() * factor
     if maximize:
         gradient = -gradient
-    if decoupled:
-        value = value * torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
-    elif weight_decay:
-        gradient = gradient + value * torch.tensor(weight_decay, dtype=torch.float32)
-    mean = first.float()
-    mean = mean + (gradient - mean) * torch.tensor(1 - beta1, dtype=torch.float32)
-    square = second.float() * torch.tensor(beta2, dtype=torch.float32)
-    square = square + gradient * gradient * torch.tensor(1 - beta2, dtype=torch.float32)
-    value = value - size * (mean / (_root(square) / root + torch.tensor(eps, dtype=torch.float32)))
-    _store(first, mean, noises[FIRST])
-    _store(second, square, noises[SECOND])
-    _put(form, value, weight, beside, noises[WEIGHT])
-
-
-def sgd_(
-    weight: Tensor,
-    beside: Tensor | None,
-    momentum_buffer: Tensor | None,
-    gradient: Tensor,
-    factor: Tensor,
-    noises: Noises,
-    form: str,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """Make one step of torch.optim.SGD without dampening; `momentum_buffer` starts as zeros."""
-    value = _take(form, weight, beside)
-    gradient = gradient.float() * factor
-    if maximize:
-        gradient = -gradient
-    if weight_decay:
-        gradient = gradient + value * torch.tensor(weight_decay, dtype=torch.float32)
-    if momentum_buffer is not None:
-        average = momentum_buffer.float() * torch.tensor(momentum, dtype=torch.float32) + gradient
-        _store(momentum_buffer, average, noises[FIRST])
-        gradient = gradient + average * torch.tensor(momentum, dtype=torch.float32) if nesterov else average
-    value = value - gradient * torch.tensor(lr, dtype=torch.float32)
-    _put(form, value, weight, beside, noises[WEIGHT])
-
-
-def lion_(
-    weight: Tensor,
-    beside: Tensor | None,
-    momentum_buffer: Tensor,
-    gradient: Tensor,
-    factor: Tensor,
-    noises: Noises,
-    form: str,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
-    """Make one step of Lion (Chen et al. 2023): the sign of an interpolation, and decoupled weight decay."""
-    value = _take(form, weight, beside)
-    gradient = gradient.float() * factor
-    if maximize:
-        gradient = -gradient
-    average = momentum_buffer.float()
-    direction = torch.sign(average + (gradient - average) * torch.tensor(1 - beta1, dtype=torch.float32))
-    value = value * torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
-    value = value - direction * torch.tensor(lr, dtype=torch.float32)
-    _store(
-        momentum_buffer, average + (gradient - average) * torch.tensor(1 - beta2, dtype=torch.float32), noises[FIRST]
-    )
+    value, *wide = rule(value, gradient, lr, *(state.float() for state in states), *counters, **options)
+    for state, new, bits in zip(states, wide, noises[FIRST:], strict=False):
+        _store(state, new, bits)
     _put(form, value, weight, beside, noises[WEIGHT])

@@ -1,15 +1,16 @@
-"""`ops.adam_`, `ops.sgd_` and `ops.lion_` in Triton: one launch for all parameters whose formats agree.
+"""The operators of `ops.UPDATES` in Triton: one launch for all parameters whose formats agree.
 
-The arithmetic is that of `reference.operators`, operation by operation, with IEEE division and root and without
-contraction, so results are the same bits. Adam takes one more launch, which counts the steps and computes the bias
-corrections: powers in fp64 by squaring, where the last bit may differ from the host's; after rounding to fp32 it shows
-in about one correction of a million. When `bad`, programs end before they write anything.
+The arithmetic is that of the specs' references, operation by operation, with IEEE division and root and without
+contraction, so results are the same bits. An optimizer with counters takes one more launch, which counts the steps and
+computes the bias corrections: powers in fp64 by squaring, where the last bit may differ from the host's; after rounding
+to fp32 it shows in about one correction of a million. When `bad`, programs end before they write anything.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,12 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.kernels.optimizers import COUNTERS, STATES, OptimizerSpec
 from halfstep.kernels.triton.tables import FAITHFUL, KINDS, Walk, on, plan_walk
 from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take, wide
 
-__all__ = ["adam_", "lion_", "sgd_"]
+__all__ = ["update"]
 
 Tensors: TypeAlias = Sequence[Tensor]
+Options: TypeAlias = Mapping[str, Any]
+
+NUMBERS: Mapping[str, Callable[[Options], tuple[float, ...]]] = MappingProxyType(
+    {
+        "adam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
+        "nadam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
+        "sgd": lambda given: (given["momentum"],),
+        "lion": lambda given: (1 - given["beta1"], 1 - given["beta2"]),
+    }
+)
+"""Name of a spec -> what `update_block` calls a, b, c and d; rounded to fp32."""
 
 BLOCK = 1024
 """Numbers a program works on at a time: four for each thread, 16 bytes of fp32, so that all formats have one layout."""
@@ -35,7 +48,9 @@ FEW = 128
 BITS = 31
 """Binary digits of a step count; fp32 counters stop at 2**24."""
 
-WEIGHT_AT, BESIDE_AT, FIRST_AT, SECOND_AT, STEP_AT, GRADIENT_AT, SIZE_AT, NAME_AT = map(tl.constexpr, range(8))
+WEIGHT_AT, BESIDE_AT, FIRST_AT, SECOND_AT, STEP_AT, PRODUCT_AT, GRADIENT_AT, SIZE_AT, NAME_AT = map(
+    tl.constexpr, range(9)
+)
 """Rows of the table (`tables.Walk.rows`)."""
 
 
@@ -55,16 +70,18 @@ def learning_rate(rate, lr):
     return found
 
 
-@triton.jit(do_not_specialize=["count", "lr", "beta1", "beta2"])
+@triton.jit(do_not_specialize=["count", "lr", "beta1", "beta2", "cooling"])
 def count_kernel(
     rows,
-    corrections,  # (count, 2) fp32, out: what Adam's update is multiplied and its root divided by
+    corrections,  # (count, 3) fp32, out: factor of the mean, what its divisor is divided by, factor of the gradient
     bad,
     rate,
     count,
     lr,  # patterns of fp64 numbers
     beta1,
     beta2,
+    cooling,  # of NAdam's momentum, after one step
+    METHOD: tl.constexpr,
     FEW: tl.constexpr,
     BITS: tl.constexpr,
 ):
@@ -79,18 +96,34 @@ def count_kernel(
     left = steps.to(tl.int32)
     base1 = wide_number(beta1) + tl.zeros((FEW,), tl.float64)
     base2 = wide_number(beta2) + tl.zeros((FEW,), tl.float64)
+    cooled = wide_number(cooling) + tl.zeros((FEW,), tl.float64)
     power1 = tl.zeros((FEW,), tl.float64) + 1.0
     power2 = tl.zeros((FEW,), tl.float64) + 1.0
+    coolness = tl.zeros((FEW,), tl.float64) + 1.0
     for _ in range(0, BITS):  # by squaring
         odd = (left & 1) == 1
         power1 = tl.where(odd, power1 * base1, power1)
         power2 = tl.where(odd, power2 * base2, power2)
+        coolness = tl.where(odd, coolness * cooled, coolness)
         base1 = base1 * base1
         base2 = base2 * base2
+        cooled = cooled * cooled
         left = left >> 1
-    size = learning_rate(rate, lr) / (1.0 - power1)
-    tl.store(corrections + 2 * columns, size.to(tl.float32), mask=mask)
-    tl.store(corrections + 2 * columns + 1, tl.sqrt(1.0 - power2).to(tl.float32), mask=mask)
+    if METHOD == "nadam":
+        momentum = wide_number(beta1) * (1.0 - 0.5 * coolness)
+        following = wide_number(beta1) * (1.0 - 0.5 * (coolness * wide_number(cooling)))
+        at = tl.cast(tl.load(rows + PRODUCT_AT * count + columns, mask=mask, other=0), tl.pointer_type(tl.float32))
+        product = tl.load(at, mask=mask, other=0.0) * momentum.to(tl.float32)
+        tl.store(at, product, mask=mask)
+        passed = product.to(tl.float64)
+        size = learning_rate(rate, lr) * following / (1.0 - passed * following)
+        slope = learning_rate(rate, lr) * (1.0 - momentum) / (1.0 - passed)
+        tl.store(corrections + 3 * columns + 1, (1.0 - power2).to(tl.float32), mask=mask)
+        tl.store(corrections + 3 * columns + 2, slope.to(tl.float32), mask=mask)
+    else:
+        size = learning_rate(rate, lr) / (1.0 - power1)
+        tl.store(corrections + 3 * columns + 1, tl.sqrt(1.0 - power2).to(tl.float32), mask=mask)
+    tl.store(corrections + 3 * columns, size.to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -107,6 +140,7 @@ def update_block(
     factor,
     size,
     root,
+    slope,
     decay,
     weight_decay,
     a,
@@ -126,7 +160,7 @@ def update_block(
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Update the numbers at `offsets` of one parameter, as `reference.operators`, line by line."""
+    """Update the numbers at `offsets` of one parameter, as the spec's reference, line by line."""
     bits = offsets  # not read where nothing is rounded stochastically
     first_bits = offsets
     second_bits = offsets
@@ -168,7 +202,12 @@ def update_block(
         mean = mean + (gradient - mean) * a
         square = wide(load(second_at, offsets, mask, SECOND, WHOLE, ALIGNED), SECOND) * b
         square = square + gradient * gradient * c
-        value = value - size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + d)
+        if METHOD == "nadam":
+            below = tl.sqrt_rn(tl.div_rn(square, root)) + d
+            value = value - slope * tl.div_rn(gradient, below)
+            value = value - size * tl.div_rn(mean, below)
+        else:
+            value = value - size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + d)
         keep(mean, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
         keep(square, second_at, offsets, mask, second_bits, SECOND, WHOLE, ALIGNED)
     put(value, weight_at, beside_at, offsets, mask, bits, FORM, WEIGHT, BESIDE, WHOLE, ALIGNED)
@@ -176,9 +215,9 @@ def update_block(
 
 @triton.jit(do_not_specialize=["count", "first", "lr", "wide_decay"])
 def update_kernel(
-    rows,  # (8, count) int64
+    rows,  # (9, count) int64
     chunks,  # (programs, 2) int64
-    corrections,  # of Adam, or None
+    corrections,  # of an optimizer with counters, or None
     factor,
     bad,
     draws,  # or None
@@ -224,9 +263,12 @@ def update_kernel(
     decay = (1.0 - wide_rate * wide_number(wide_decay)).to(tl.float32)
     size = wide_rate.to(tl.float32)
     root = size
+    slope = size
     if corrections is not None:
-        size = tl.load(corrections + 2 * column)
-        root = tl.load(corrections + 2 * column + 1)
+        size = tl.load(corrections + 3 * column)
+        root = tl.load(corrections + 3 * column + 1)
+        if METHOD == "nadam":
+            slope = tl.load(corrections + 3 * column + 2)
     step_key = None
     if FORM == "stochastic" or FIRST == "bf16" or SECOND == "bf16":
         step_key = key(draws)
@@ -237,14 +279,14 @@ def update_kernel(
         offsets = begin + block * BLOCK + lanes
         update_block(
             weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
-            size, root, decay, weight_decay, a, b, c, d,
+            size, root, slope, decay, weight_decay, a, b, c, d,
             METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, True, ALIGNED,
         )  # fmt: skip
     if begin + whole * BLOCK < end:
         offsets = begin + whole * BLOCK + lanes
         update_block(
             weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
-            size, root, decay, weight_decay, a, b, c, d,
+            size, root, slope, decay, weight_decay, a, b, c, d,
             METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, False, ALIGNED,
         )  # fmt: skip
 
@@ -252,47 +294,33 @@ def update_kernel(
 # ------------------------------------------------------------------ launches
 
 
-def adam_(weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any) -> None:
-    """Carry out `ops.adam_`, in two launches if formats agree; `given` are the arguments from `gradients` on."""
-    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, eps, decay, decoupled, maximize = given
-    device, count = gradients[0].device, len(gradients)
+def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) -> None:
+    """Carry out the update operator of a spec; `given` are its arguments from the first state on."""
+    states, counters = given[: len(spec.states)], given[len(spec.states) : len(spec.states) + len(spec.counters)]
+    gradients, factor, bad, draws, start, form, rate, lr, *values = given[len(states) + len(counters) :]
+    device, count, options = gradients[0].device, len(gradients), dict(zip(spec.options, values, strict=True))
+    states, counters = (*states, *[()] * (STATES - len(states))), (*counters, *[()] * (COUNTERS - len(counters)))
     with on(device):
-        walk = plan_walk((weights, beside, first, second, steps, gradients), BLOCK, start)
-        corrections = torch.empty(count, 2, dtype=torch.float32, device=device)
-        count_kernel[(-(-count // FEW),)](
-            walk.rows,
-            corrections,
-            bad,
-            rate,
-            count,
-            _bits(lr),
-            _bits(beta1),
-            _bits(beta2),
-            FEW=FEW,
-            BITS=BITS,
-            **FAITHFUL,
-        )
-        numbers = (1 - beta1, beta2, 1 - beta2, eps)
-        tensors = (corrections, factor, bad, draws, rate)
-        _update(walk, count, tensors, lr, decay, numbers, "adam", form, decoupled, maximize)
-
-
-def sgd_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
-    """Carry out `ops.sgd_`, in one launch if formats agree."""
-    gradients, factor, bad, draws, start, form, rate, lr, momentum, decay, nesterov, maximize = given
-    with on(gradients[0].device):
-        walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        tensors, numbers = (None, factor, bad, draws, rate), (momentum, 0.0, 0.0, 0.0)
-        _update(walk, len(gradients), tensors, lr, decay, numbers, "sgd", form, nesterov, maximize)
-
-
-def lion_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
-    """Carry out `ops.lion_`, in one launch if formats agree."""
-    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, decay, maximize = given
-    with on(gradients[0].device):
-        walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        tensors, numbers = (None, factor, bad, draws, rate), (1 - beta1, 1 - beta2, 0.0, 0.0)
-        _update(walk, len(gradients), tensors, lr, decay, numbers, "lion", form, False, maximize)
+        walk = plan_walk((weights, beside, *states, *counters, gradients), BLOCK, start)
+        corrections = None
+        if spec.counters:
+            corrections = torch.empty(count, 3, dtype=torch.float32, device=device)
+            count_kernel[(-(-count // FEW),)](
+                walk.rows,
+                corrections,
+                bad,
+                rate,
+                count,
+                _bits(lr),
+                _bits(options["beta1"]),
+                _bits(options["beta2"]),
+                _bits(0.96 ** options.get("momentum_decay", 0.0)),
+                METHOD=spec.name,
+                FEW=FEW,
+                BITS=BITS,
+                **FAITHFUL,
+            )
+        _update(walk, count, (corrections, factor, bad, draws, rate), lr, spec.name, form, options)
 
 
 def _update(
@@ -300,16 +328,14 @@ def _update(
     count: int,
     tensors: tuple[Tensor | None, ...],
     lr: float,
-    weight_decay: float,
-    numbers: tuple[float, ...],
     method: str,
     form: str,
-    variant: bool,
-    maximize: bool,
+    options: Options,
 ) -> None:
-    """Launch `update_kernel` for each combination of formats; `tensors` and `numbers` are its middle arguments."""
+    """Launch `update_kernel` for each combination of formats; `tensors` are its arguments after the tables."""
+    weight_decay, numbers = options["weight_decay"], NUMBERS[method](options)
     for launch in walk.launches:
-        weight, beside, first, second, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
+        weight, beside, first, second, _, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
         update_kernel[(launch.programs,)](
             walk.rows,
             walk.chunks,
@@ -319,7 +345,7 @@ def _update(
             _bits(lr),
             _bits(weight_decay),
             float(weight_decay),
-            *map(float, numbers),
+            *map(float, (*numbers, 0.0, 0.0, 0.0)[:4]),
             METHOD=method,
             FORM=form if form != "copy" or beside != "none" else "plain",
             WEIGHT=weight,
@@ -327,9 +353,9 @@ def _update(
             FIRST=first,
             SECOND=second,
             GRADIENT=gradient,
-            VARIANT=bool(variant),
+            VARIANT=bool(options.get("decoupled") or options.get("nesterov")),
             DECAYS=bool(weight_decay),
-            MAXIMIZE=bool(maximize),
+            MAXIMIZE=bool(options["maximize"]),
             ALIGNED=launch.aligned,
             CHUNK=walk.chunk,
             BLOCK=BLOCK,

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from halfstep.binding.prepare import unwrap
 from halfstep.errors import StepError
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS
+from halfstep.kernels.optimizers import optimizer_names
 from halfstep.step.graph.recorder import recorder_for
 from halfstep.trees import opened
 from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
@@ -52,8 +54,8 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
     if not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate, suits)):
         raise StepError(
             f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
-            "as it is here does not: use Adam, AdamW, SGD, Adagrad or hs.Lion, with fused=True or with no form chosen "
-            f"(foreach, capturable, differentiable) and without dampening, or {REMEDY}"
+            f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
+            f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
         )
     return torch.device(devices[0])
 

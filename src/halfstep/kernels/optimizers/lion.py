@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have."""
+"""Lion (Chen et al. 2023, arXiv 2302.06675), which torch does not have: its update, and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from halfstep.arguments import FLAG, FRACTION, NOT_NEGATIVE, Kind, check
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.operators import lion_
+from halfstep.kernels.optimizers.spec import OptimizerSpec
+from halfstep.kernels.reference.operators import single, update
 
-__all__ = ["Lion"]
+__all__ = ["LION", "Lion"]
 
 
 RATE = Kind("a tensor with one such number", lambda rate: isinstance(rate, Tensor) and rate.numel() == 1)
@@ -98,10 +99,33 @@ class Lion(Optimizer):
         momentum = state["exp_avg"]
         factor = torch.ones((), device=gradient.device) if scale is None else 1 / scale.to(gradient.device)
         weight, moved = (parameter, momentum) if bad is None else (parameter.clone(), momentum.clone())
-        rate, decay, maximize = float(group["lr"]), group["weight_decay"], group["maximize"]
-        first, second = group["betas"]
-        lion_(weight, None, moved, gradient, factor, (None, None), "plain", rate, first, second, decay, maximize)
+        numbers = (*group["betas"], group["weight_decay"], group["maximize"])
+        options = dict(zip(LION.options, numbers, strict=True))
+        states, noises = [moved], (None, None)
+        update(lion, weight, None, states, [], gradient, factor, noises, "plain", float(group["lr"]), **options)
         if bad is not None:
             keep = bad.to(gradient.device) != 0
             parameter.copy_(torch.where(keep, parameter, weight))
             momentum.copy_(torch.where(keep, momentum, moved))
+
+
+# ------------------------------------------------------------------ its fused update
+
+
+def lion(
+    value: Tensor, gradient: Tensor, lr: float, average: Tensor, *, beta1: float, beta2: float, weight_decay: float
+) -> tuple[Tensor, ...]:
+    """Make one step: the sign of an interpolation, and decoupled weight decay."""
+    direction = torch.sign(average + (gradient - average) * single(1 - beta1))
+    value = value * single(1 - lr * weight_decay) - direction * single(lr)
+    return value, average + (gradient - average) * single(1 - beta2)
+
+
+LION = OptimizerSpec(
+    name="lion",
+    types=(Lion,),
+    states=("exp_avg",),
+    options={"beta1": float, "beta2": float, "weight_decay": float, "maximize": bool},
+    keys=("betas", "weight_decay", "maximize"),
+    reference=lion,
+)
