@@ -35,7 +35,7 @@ RECORDS = (
     "Cure",
     "Magnitude",
     "OperatorCall",
-    "Paths",
+    "Sink",
     "Counts",
     "Row",
     "Sync",

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -419,8 +419,10 @@ ENTRIES: Mapping[str, Entry] = {
         right=lambda: {"file": "evidence", "task": _task()},
         may={"file": frozenset(), "task": frozenset()},
     ),
-    "hs.lens.Paths": Entry(
-        call=hs.lens.Paths, right=lambda: {"model": _model()}, may={"model": frozenset({"module"})}
+    "hs.lens.Tracer": Entry(
+        call=partial(hs.lens.Tracer, hs.lens.Sink()),
+        right=lambda: {"model": _model()},
+        may={"model": frozenset({"module", "none"})},
     ),
     "hs.formats.format_of": Entry(
         call=hs.formats.format_of, right=lambda: {"what": "bf16"}, may={"what": frozenset()}

@@ -1,23 +1,36 @@
-"""fully_shard (FSDP2): what halfstep reads of a model that it has sharded.
+"""fully_shard (FSDP2): what halfstep reads of a model that it has sharded, and how it gathers all parameters.
 
-torch has no public way to ask for the groups of parameters that are gathered together, and for their formats; this file
-is the only one that reads them.
+torch has no public way to ask for the groups of parameters that are gathered together, for their formats, and for the
+state of a pass; this file is the only one that reads and sets them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.errors import BindError, UnbuiltError
+from halfstep.errors import BindError, StepError, UnbuiltError
 from halfstep.formats import DTYPES
-from halfstep.kernels.sharded import is_sharded
+from halfstep.kernels.sharded import has_parts
 from halfstep.policy.policy import Policy
 
-__all__ = ["check_groups", "has_run", "is_distributed", "is_fsdp", "refuse_other_average", "reshard"]
+__all__ = [
+    "check_groups", "fits", "has_room", "has_run", "is_distributed", "is_fsdp", "is_gathered",
+    "refuse_other_average", "reshard", "unsharded",
+]  # fmt: skip
+
+ROOM = 2.0
+"""Free memory that a replay needs on a device, in sizes of the whole model: its parameters and their gradients."""
+
+MOST_ON_CPU = 1 << 32
+"""Bytes of a model that are gathered on a CPU, where free memory is not known: 4 GiB, one billion fp32 parameters."""
+
+SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
+"""Settings of a group of parameters of FSDP; there are functions to set them, none to read them."""
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -27,7 +40,12 @@ def is_fsdp(module: nn.Module) -> bool:
 
 def is_distributed(model: nn.Module) -> bool:
     """Return whether `fully_shard` or `parallelize_module` has distributed parameters of `model`."""
-    return any(map(is_fsdp, model.modules())) or any(map(is_sharded, model.parameters()))
+    return any(map(is_fsdp, model.modules())) or has_parts(model)
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Return whether a model under `fully_shard` has all its parameters here at the moment."""
+    return any(map(is_fsdp, model.modules())) and not has_parts(model)
 
 
 def reshard(model: nn.Module) -> None:
@@ -123,3 +141,70 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
                     f"{str(found).removeprefix('torch.')}; use hs.shard(model, policy), or fully_shard(..., "
                     f"mp_policy=MixedPrecisionPolicy(reduce_dtype={wanted}))"
                 )
+
+
+# ------------------------------------------------------------------ all parameters in one place
+
+
+def has_room(model: nn.Module) -> bool:
+    """Return whether all parameters of a sharded model would fit here."""
+    parts = [p for p in model.parameters() if hasattr(p, "placements")]
+    size = sum(p.numel() * p.element_size() for p in parts)  # of all ranks
+    device = parts[0].device
+    return fits(size if device.type == "cpu" else int(ROOM * size), device)
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Return whether a device has so many bytes of memory left; on a CPU whether that is at most `MOST_ON_CPU`."""
+    if device.type == "cpu":
+        return size <= MOST_ON_CPU
+    try:
+        torch.empty(size, dtype=torch.uint8, device=device)  # given back at once, and cached by torch
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Have all parameters of a model under `fully_shard` in one place in a block. Entering is collective.
+
+    While they are there, FSDP's hooks find nothing to gather and are set to reduce nothing, so that each rank can run
+    as many forward and backward passes as it needs, with the casts of FSDP's own policy. Afterwards FSDP is as before.
+
+    Raises:
+        StepError: they are sharded by something else too.
+    """
+    modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
+    groups = list(_groups(model))
+    switches = [{name: getattr(group, name) for name in SWITCHES} for group in groups]
+    try:
+        for module in modules:
+            module.unshard()
+        if has_parts(model):
+            raise StepError("tensor parallel layers communicate, and a replay runs on one rank alone")
+        for group in groups:
+            # the root is not resharded after its forward pass either: post_forward_mesh_info is None there
+            group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, known in zip(groups, switches, strict=True):
+            for name, value in known.items():
+                setattr(group, name, value)
+        _forget_passes(model, groups)
+        reshard(model)
+
+
+def _forget_passes(model: nn.Module, groups: list[Any]) -> None:
+    """Have FSDP forget passes that were not run to their end: a forward pass that raised, or without backward pass."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # slow to import; it is by now
+
+    for state in _states(model):
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+    for group in groups:
+        group._training_state = TrainingState.IDLE
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()

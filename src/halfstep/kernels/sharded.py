@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
+__all__ = ["has_parts", "is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -19,6 +19,11 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Return whether a rank has only a part of some parameter of `model`."""
+    return any(map(is_sharded, model.parameters()))
 
 
 def local(tensor: Tensor) -> Tensor:

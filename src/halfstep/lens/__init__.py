@@ -3,8 +3,8 @@
 `Audit` is what `hs.audit` returns: a few training steps compared with fp32. `Monitor` samples a long run, and
 `SketchWriter` writes its records to TensorBoard. `BlackBox` explains a step that is not finite: its `Verdict` names the
 cause and lists changes that help (`Cure`); `replay` does the same from an evidence file. A `Magnitude` is a row of the
-verdict's story. `ExponentSketch` counts the binary exponents of a tensor. An `OperatorWatch` receives every operator
-that a model calls, an `OperatorCall`, with its module (`Paths`) and its line.
+verdict's story. `ExponentSketch` counts the binary exponents of a tensor. A `Tracer` hands every operator
+that a block calls to a `Sink`: an `OperatorSink` receives each `OperatorCall` with its module and its line.
 
 A name is imported when it is first used, because training alone needs none of them.
 """
@@ -16,27 +16,31 @@ from halfstep.lens.verdict import Cure, Magnitude, Verdict
 
 if TYPE_CHECKING:
     from halfstep.lens.audit.table import Audit
-    from halfstep.lens.audit.watch import OperatorCall, OperatorWatch, Paths
     from halfstep.lens.box.blackbox import BlackBox, replay
     from halfstep.lens.monitor.monitor import Monitor
     from halfstep.lens.monitor.tensorboard import SketchWriter
     from halfstep.lens.sketch import ExponentSketch
+    from halfstep.lens.tracing import OperatorCall, OperatorSink, Sink, Tracer, raised_at, user_frame, user_line
 
 __all__ = [
-    "Audit", "BlackBox", "Cure", "ExponentSketch", "Magnitude", "Monitor", "OperatorCall", "OperatorWatch", "Paths",
-    "SketchWriter", "Verdict", "replay",
+    "Audit", "BlackBox", "Cure", "ExponentSketch", "Magnitude", "Monitor", "OperatorCall", "OperatorSink", "Sink",
+    "SketchWriter", "Tracer", "Verdict", "raised_at", "replay", "user_frame", "user_line",
 ]  # fmt: skip
 
 _MODULES = {
-    "Audit": "audit.table",
-    "BlackBox": "box.blackbox",
-    "ExponentSketch": "sketch",
-    "Monitor": "monitor.monitor",
-    "OperatorCall": "audit.watch",
-    "OperatorWatch": "audit.watch",
-    "Paths": "audit.watch",
-    "SketchWriter": "monitor.tensorboard",
-    "replay": "box.blackbox",
+    "Audit": "lens.audit.table",
+    "BlackBox": "lens.box.blackbox",
+    "ExponentSketch": "lens.sketch",
+    "Monitor": "lens.monitor.monitor",
+    "OperatorCall": "lens.tracing",
+    "OperatorSink": "lens.tracing",
+    "Sink": "lens.tracing",
+    "SketchWriter": "lens.monitor.tensorboard",
+    "Tracer": "lens.tracing",
+    "raised_at": "lens.tracing",
+    "replay": "lens.box.blackbox",
+    "user_frame": "lens.tracing",
+    "user_line": "lens.tracing",
 }
 """Name -> the module that is imported when the name is first used."""
 
@@ -44,5 +48,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"halfstep.{_MODULES[name]}"), name)
     return value

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+from halfstep.lens import Sink, Tracer
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
 
@@ -30,22 +30,16 @@ class Used:
     gives: tuple[tuple[str, int], ...]
 
 
-class _OperatorCounter(TorchFunctionMode):
-    """Counts operators while it is `on`.
-
-    It has to be entered before the policy's region: then it sees what the region's rules call, with the arguments they
-    have cast and with composites taken apart, and not what the user wrote.
-    """
+class _OperatorCounter(Sink):
+    """Counts operators while it is `on`, as the rules of a region call them: cast, and with composites taken apart."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.on = False
         self.results: dict[str, Counter[str]] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function and count it, if it is an operator, under the format of its result."""
+        result = func(*args, **kwargs)
         name = hs.policy.operator_name(func) if self.on else None
         if name is not None:
             self.results.setdefault(name, Counter())[_format(result)] += 1
@@ -85,7 +79,7 @@ def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
             counter.on = False
 
     step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
-    with counter:
+    with Tracer(counter, above=False):
         step(*batch)
     return {
         name: Used(calls=found.total(), gives=tuple(found.most_common())) for name, found in counter.results.items()

@@ -7,8 +7,6 @@ operators and formats are those of a GPU and nothing is computed. Compiled funct
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.lens import Sink, Tracer, user_line
 from halfstep.testing.counts import Counts, Row, Sync
 from halfstep.testing.traffic import Cost, bytes_of, cost_of, tensors_in
 
-__all__ = ["CountError", "Counter", "count_step", "line_outside"]
+__all__ = ["CountError", "Counter", "count_step"]
 
 ALWAYS_READ = frozenset(
     {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::unique_dim"}
@@ -39,16 +36,17 @@ CAST = "aten::_to_copy"
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"})
 ON_HOST = ("step", "mu_product")  # state that torch's optimizers keep on the CPU unless fused or capturable
 UNCOMPUTED = ("aten::_fused_", "aten::_amp_")  # not for fake tensors: they change arguments in place, values only
-CAST_PACKAGE = Path(hs.autocast.__init__.__code__.co_filename).parents[1]
-UNNAMED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(CAST_PACKAGE), "<")
-"""Where files begin whose lines are not named: torch, this package, and halfstep.cast, which runs all operators."""
+PACKAGE = Path(hs.__file__).parent
+OWN = ("testing", "lens/tracing.py", "cast")
+UNNAMED = (str(Path(torch.__file__).parent), *(str(PACKAGE / part) for part in OWN), "<")
+"""Where files begin whose lines are not named: torch, what counts, and halfstep.cast, which runs all operators."""
 
 
 class CountError(hs.HalfstepError, RuntimeError):
     """A step that cannot be counted where it is."""
 
 
-class Counter(TorchDispatchMode):
+class Counter(Sink):
     """Counts all that torch does while it is open; `counts` returns it.
 
     Phases are found by themselves: forward from the call of a module, backward inside autograd, tail after it.
@@ -63,7 +61,6 @@ class Counter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         self._phase = "other"
         self._rows: dict[tuple[str, str, str], list[int]] = {}
         self._syncs: list[Sync] = []
@@ -79,14 +76,12 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Counter:
         """Begin to count."""
-        self._exits.callback(register_module_forward_pre_hook(self._called).remove)
         self._exits.callback(register_optimizer_step_pre_hook(self._stepped).remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._exits.enter_context(Tracer(self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Stop counting."""
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exits.close()
 
     @contextmanager
@@ -125,7 +120,8 @@ class Counter(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what happens around the operators
 
-    def _called(self, module: nn.Module, args: Any) -> None:
+    def entering(self, module: nn.Module) -> None:
+        """Begin the forward pass, and take the parameters of a model that is called for the first time."""
         if id(module) not in self._modules:
             self.watch(module)
         if not _in_backward():  # a recomputation belongs to the backward pass
@@ -162,11 +158,8 @@ class Counter(TorchDispatchMode):
 
     # ------------------------------------------------------------------ operators
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and count it."""
-        kwargs = kwargs or {}
         phase, name = self._where(), func._schema.name
         if name == "aten::_local_scalar_dense":
             return self._read_scalar(phase, func, args[0])
@@ -179,7 +172,7 @@ class Counter(TorchDispatchMode):
             else:
                 result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
-            where = line_outside() or "torch"
+            where = user_line(UNNAMED) or "torch"
             raise CountError(
                 f"the shape of what {name} returns depends on values ({where}), and fake tensors have none; count this "
                 "step on CPU tensors"
@@ -241,7 +234,7 @@ class Counter(TorchDispatchMode):
         return False
 
     def _sync(self, phase: str, name: str) -> None:
-        self._syncs.append(Sync(phase=phase, operator=name, where=line_outside()))
+        self._syncs.append(Sync(phase=phase, operator=name, where=user_line(UNNAMED)))
 
 
 def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int = 2, **named: Any) -> Counts:
@@ -316,22 +309,3 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         waits = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         return args[0].device.type != args[1].device.type and waits
     return False
-
-
-def line_outside(folders: tuple[str, ...] = UNNAMED) -> str:
-    """Return ``file.py:12 text`` of the innermost line of the program that calls; "" if there is none.
-
-    Args:
-        folders: where the names of files begin whose lines do not count.
-
-    Examples:
-        >>> from halfstep.testing import line_outside
-        >>> where = line_outside()  # such as "train.py:12 loss.backward()"
-    """
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(folders):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(path).name}:{line} {linecache.getline(path, line).strip()}"

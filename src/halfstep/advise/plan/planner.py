@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,9 +27,9 @@ from halfstep.advise.plan.fit import fit_of, largest_batch
 from halfstep.advise.plan.gpus import Gpu, gpu_named
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.run import plan_step
-from halfstep.advise.plan.trace import OUTSIDE
 from halfstep.advise.plan.ways import check_way, way_of
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
+from halfstep.lens import raised_at
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda
 
@@ -277,12 +276,8 @@ def _traced(trace: Callable[[], MemoryPlan], device: str) -> MemoryPlan:
 
 def _place(error: Exception) -> str:
     """Return where a user's code raised, in brackets; "" if it was not in a user's code."""
-    lines = [
-        f" ({Path(frame.filename).name}:{frame.lineno} {frame.line})"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(OUTSIDE)
-    ]
-    return lines[-1] if lines else ""
+    line = raised_at(error)
+    return f" ({Path(line.filename).name}:{line.lineno} {line.line})" if line else ""
 
 
 def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:

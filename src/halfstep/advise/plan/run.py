@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import halfstep as hs
 from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, PlanError, Row
-from halfstep.advise.plan.trace import Tracer, local
+from halfstep.advise.plan.trace import MemorySink, local
 from halfstep.advise.plan.ways import Way
 from halfstep.formats import format_of
 
@@ -52,9 +52,9 @@ def plan_step(
     windows = int(options.get("accumulate", 1))
     if device != "cpu":
         batch, named = tree_map_only(Tensor, _packed, (batch, named))
-    with Tracer(ledger, device) as tracer:
+    with MemorySink(ledger, device).on() as sink:
         ledger.mark(-2 if way.in_parts else -1, "setup")
-        inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
+        inputs = tree_map_only(Tensor, lambda t: _input(sink, t, device), (batch, named))
         with torch.device(device):
             model = make()
         if not isinstance(model, nn.Module):
@@ -62,7 +62,7 @@ def plan_step(
         own = len(ledger.blocks)
         model = way.model(model, policy)
         ledger.mark(-1, "setup")
-        tracer.watch(model)
+        sink.watch(model)
         originals = {
             id(ledger.of(local(parameter))): name
             for name, module in model.named_modules()
@@ -73,24 +73,24 @@ def plan_step(
         way.prepare(model, optimizer, policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            with tracer.forward():
+            with sink.forward():
                 return loss_fn(*args, **kwargs)
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
-        tracer.watch(model)
+        sink.watch(model)
         way.ready(model, step.policy, ledger, device)
-        tracer.after_backward = partial(way.sums, ledger)
+        sink.after_backward = partial(way.sums, ledger)
         with _as_real():
             for number in range(2):
-                tracer.step = number
-                tracer.begin("forward")
+                sink.step = number
+                sink.begin("forward")
                 for _ in range(windows):
                     step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
         _name_parts(ledger, model, optimizer, originals, own)
         live = list(ledger.live())
         count = sum(p.numel() for p in model.parameters())
-        resolved, sent = step.policy, way.sent(tracer.gathered.seen.get(1, ()))
+        resolved, sent = step.policy, way.sent(sink.gathered.seen.get(1, ()))
         notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
         ledger.close()
     made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count, notes=notes)
@@ -117,13 +117,13 @@ def _packed(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor).copy_(tensor)
 
 
-def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
+def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
     """Return a fake tensor like one of the batch, whose value is known."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if (block := tracer.ledger.of(made)) is not None:
+    if (block := sink.ledger.of(made)) is not None:
         block.part = "batch"
     if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
-        tracer.values.give(made, tensor)
+        sink.values.give(made, tensor)
     return made
 
 

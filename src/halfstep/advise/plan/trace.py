@@ -1,7 +1,7 @@
 """Trace: follow the memory of training steps that run on fake tensors.
 
-`Tracer` is a mode above torch's fake tensors: it is shown every operator, notes the memory of what it returns in a
-`Ledger`, with the phase and the module it belongs to, and answers the few reads of values that a step itself makes. An
+`MemorySink` is the sink of a tracer above torch's fake tensors. It receives every kernel, notes the memory of what the
+kernel returns in a `Ledger`, with phase and module, and answers the few reads of values that a step itself makes. An
 operator costs 0.3 ms of the processor, nearly all of it in torch's fake tensors.
 
 Note [modules in backward]: an operator of the backward pass belongs to the module whose forward made its autograd node.
@@ -12,9 +12,8 @@ runs in the calling thread (`set_multithreading_enabled(False)`), so that number
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +24,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import halfstep as hs
 from halfstep.advise.plan.gathered import Gathered
 from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
-from halfstep.testing import line_outside
+from halfstep.lens import Sink, Tracer, user_line
 
-__all__ = ["OUTSIDE", "Tracer", "local"]
+__all__ = ["MemorySink", "local"]
 
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
@@ -45,18 +41,14 @@ COPIES = frozenset({"aten::clone", CAST})
 RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
 """Namespaces of operators that only sharded models run."""
 
-OUTSIDE = (str(Path(torch.__file__).parent), str(Path(hs.__file__).parent), "<")
-"""Where files begin whose lines are not named."""
 
-
-class Tracer(TorchDispatchMode):
-    """Follows memory while it is open.
+class MemorySink(Sink):
+    """Follows memory while its tracer is open.
 
     Attributes:
         ledger: what it found.
         values: of the tensors that have known ones.
         phase: set by `begin`; "backward" is found by itself.
-        names: id of a module -> its dotted name.
         gathered: what sharding allocates and sends.
         after_backward: called between a backward pass and its update.
         weights: blocks of parameters, by id.
@@ -64,37 +56,26 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self, ledger: Ledger, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         self.ledger, self.device = ledger, device
         self.values = Values()
         self.phase, self.step = "setup", -1
-        self.names: dict[int, str] = {}
         self.gathered = Gathered(ledger)
         self.after_backward: Callable[[], object] = lambda: None
         self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
         self._parameters: list[nn.Parameter] = []
-        self._running: list[str] = []  # names of modules whose forward runs
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
         self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
         self._made: list[Block] = []  # blocks made since the outermost module that runs again in backward began
-        self._exits = ExitStack()
 
-    def __enter__(self) -> Tracer:
-        """Begin to follow."""
-        self._exits.enter_context(torch.autograd.set_multithreading_enabled(False))
-        self._exits.callback(register_module_forward_pre_hook(self._enters).remove)
-        self._exits.callback(register_module_forward_hook(self._leaves, always_call=True).remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Stop."""
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._exits.close()
+    @contextmanager
+    def on(self) -> Iterator[MemorySink]:
+        """Follow the block. The backward pass runs in the calling thread."""
+        with torch.autograd.set_multithreading_enabled(False), Tracer(self):
+            yield self
 
     def watch(self, model: nn.Module) -> None:
         """Take the names, parameters and buffers of `model`; again after any have been replaced."""
-        self.names = {id(module): name for name, module in model.named_modules()}
+        self.tracer.follow(model)
         self._kinds = {}
         self._parameters = list(model.parameters())
         for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
@@ -120,15 +101,14 @@ class Tracer(TorchDispatchMode):
 
     # ------------------------------------------------------------------ modules
 
-    def _enters(self, module: nn.Module, args: Any) -> None:
-        if not self._running:
+    def entering(self, module: nn.Module) -> None:
+        """Begin to note what the outermost module makes."""
+        if not self.tracer.running:
             self._made = []
-        self._running.append(self.names.get(id(module), self._running[-1] if self._running else ""))
 
-    def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
-        if self._running:
-            self._running.pop()
-        if not self._running and self._made:
+    def left(self, module: nn.Module) -> None:
+        """Name what the outermost module has made and keeps: it ran again in the backward pass."""
+        if not self.tracer.running and self._made:
             for block in self._made:
                 if block.alive and not block.part:
                     block.part = "saved for backward"
@@ -136,25 +116,22 @@ class Tracer(TorchDispatchMode):
 
     # ------------------------------------------------------------------ operators
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note the memory it leaves."""
         if func is DEVICE and type(args[0]) is FakeTensor:  # two of three calls: autograd asks for devices
             return args[0].fake_device
-        kwargs = kwargs or {}
         for kind in types:
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor out of others: its operators on these come here
         ledger = self.ledger
         self.gathered.settle()
         ledger.operators += 1
-        backward = torch._C._current_graph_task_id() >= 0
+        backward, running = torch._C._current_graph_task_id() >= 0, self.tracer.running
         if backward:
             if self.phase != "backward":
                 self.begin("backward")
-            if self._running:
-                module = self._running[-1]
+            if running:
+                module = self.tracer.module
             else:
                 node = torch._C._current_autograd_node()
                 module = "" if node is None else self._made_by.get(node._sequence_nr(), "")
@@ -165,7 +142,7 @@ class Tracer(TorchDispatchMode):
                 for parameter in self._parameters:
                     if parameter.grad is not None:
                         self._is_gradient(parameter.grad)
-            module = self._running[-1] if self._running else ""
+            module = self.tracer.module
             if module:
                 self._made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
         name = func._schema.name
@@ -223,7 +200,7 @@ class Tracer(TorchDispatchMode):
         block = ledger.note(tensor, module, name, self.phase)
         if block is None:
             return
-        if backward and self._running:
+        if backward and self.tracer.running:
             self._made.append(block)
         elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
             self._cast_from[id(block)] = source
@@ -272,4 +249,4 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _line() -> str:
-    return line_outside(OUTSIDE) or "in torch"
+    return user_line() or "in torch"

@@ -124,11 +124,8 @@ def audit(
             reference=reference,
         )
         run.notes += notes
-        try:
-            for number, window in enumerate(windows, 1):
-                run.step(window, last=number == len(windows))
-        finally:
-            run.close()
+        for number, window in enumerate(windows, 1):
+            run.step(window, last=number == len(windows))
         return run.result(steps=len(windows))
 
 

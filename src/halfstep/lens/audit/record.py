@@ -17,24 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import Format
 from halfstep.lens.audit.comparison import added_masks
+from halfstep.lens.audit.reference import BELOW_FP32, Key, TwinResult, floats_of, integers_key, is_index
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows
 from halfstep.lens.audit.signs import SUMS, Integers
-from halfstep.lens.audit.watch import (
-    BELOW_FP32,
-    Key,
-    OperatorCall,
-    OperatorWatch,
-    Paths,
-    TwinResult,
-    floats_of,
-    is_index,
-)
 from halfstep.lens.calls import copied, place
+from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import torch_states
 from halfstep.trees import map_tensors, tensors
 
@@ -53,11 +44,10 @@ CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
 
 
-class AuditRecorder(OperatorWatch):
-    """Watches the audited run.
+class AuditRecorder(OperatorSink):
+    """Receives the operators of the audited run.
 
     Args:
-        paths: gives the module that runs.
         closed: composites with a rule of their own.
         shadow: dtype of the shadows.
         parameters: id -> (name, parameter) of the audited model.
@@ -67,7 +57,6 @@ class AuditRecorder(OperatorWatch):
 
     def __init__(
         self,
-        paths: Paths,
         closed: frozenset[str],
         *,
         shadow: torch.dtype,
@@ -75,7 +64,7 @@ class AuditRecorder(OperatorWatch):
         simulated: Mapping[str, Format],
         devices: tuple[str, ...],
     ) -> None:
-        super().__init__(paths, closed)
+        super().__init__(closed)
         self.shadows = Shadows(shadow, devices, parameters)
         self.parameters = parameters
         self.simulated = simulated
@@ -123,7 +112,9 @@ class AuditRecorder(OperatorWatch):
 
     # ------------------------------------------------------------------ forward
 
-    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(
+        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
         with (
             torch._C.DisableTorchFunction()
@@ -136,7 +127,7 @@ class AuditRecorder(OperatorWatch):
             elif call.op in STATEFUL:
                 before = map_tensors(before, _copy_statistics)
             casts = _Casts(given)
-        with casts:
+        with KernelMode(casts):
             began = time.perf_counter()
             result = func(*args, **kwargs)
             took = time.perf_counter() - began
@@ -145,7 +136,7 @@ class AuditRecorder(OperatorWatch):
             if not found or not found[0].numel():
                 self._integers.follow((args, kwargs), result)
                 if call.op == "to" and isinstance(result, Tensor) and is_index(result):
-                    wanted = self.integers.pop(self.integers_of(call.module), None)
+                    wanted = self.integers.pop(integers_key(self, call), None)
                     self._integers.converted(args[0] if args else None, result, wanted)
                 return result
             if call.op == "to" and (found[0].dtype not in BELOW_FP32 or any(found[0] is tensor for tensor in given)):
@@ -160,7 +151,7 @@ class AuditRecorder(OperatorWatch):
             self._hook(call, found[0], self._kept, pair)
         return result
 
-    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow numbers through indexing, which copies them."""
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -308,19 +299,19 @@ def _copy_statistics(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad or isinstance(tensor, nn.Parameter) else copied(tensor)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(Sink):
     """Counts the casts of the arguments of one call.
 
     Widening inside an emulated operator, and the rounding of its result, are how it is carried out here: no casts.
     """
 
     def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.places = {place(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel, and count it if it is such a cast."""
+        result = func(*args, **kwargs)
         if func is torch.ops.aten._to_copy.default and result.dtype is not args[0].dtype:
             if args[0].is_floating_point() and place(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))

@@ -22,11 +22,12 @@ from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
 from halfstep.lens.audit.record import AuditRecorder
+from halfstep.lens.audit.reference import BELOW_FP32, Reference
 from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import AuditedStep, Meter, swallow
-from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall, Paths, Reference
 from halfstep.lens.calls import copied
+from halfstep.lens.tracing import OperatorCall, Tracer
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
@@ -94,10 +95,8 @@ class Run:
             )
         self.train.listener = self
         self.looks = True  # at this micro-batch
-        self.paths = Paths(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.recorder = AuditRecorder(
-            self.paths,
             closed,
             shadow=shadow,
             parameters=self.names,
@@ -105,20 +104,16 @@ class Run:
             devices=tuple(dict.fromkeys((plan.device, "cpu"))),
         )
         self.meter = Meter(self.train, self.recorder, self.names, moves=moves)
-        self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
-        self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
+        self.tracer = Tracer(self.recorder, model)
+        self.twin = Reference(closed) if self.fp32 is not None else None
         self.scale = 1.0
         self._twin_loss = 0.0
         self._twice = False  # whether the twin has run the same batch twice
 
-    def close(self) -> None:
-        """Take the hooks off."""
-        self.paths.remove()
-
     def _watched(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.looks:
             return self.loss_fn(model, *args, **kwargs)
-        with self.recorder.on():
+        with self.tracer:
             return self.loss_fn(model, *args, **kwargs)
 
     def step(self, window: list[Batch], *, last: bool) -> None:
@@ -188,7 +183,7 @@ class Run:
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended():
-                with self.twin.on():
+                with Tracer(self.twin, self.fp32):
                     loss = _loss_of(self.loss_fn(self.fp32, *args, **kwargs))
                 now = self._twin_loss = float(loss.detach())
                 if before is not None and abs(now - before) > SAME * abs(before):

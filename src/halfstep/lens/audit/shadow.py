@@ -18,9 +18,10 @@ from halfstep.cast.arithmetic.functions import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.audit.comparison import Hidden
+from halfstep.lens.audit.reference import floats_of, widened_dtypes
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
-from halfstep.lens.audit.watch import OperatorCall, floats_of, widened_dtypes
+from halfstep.lens.tracing import OperatorCall
 from halfstep.snapshot import same_numbers
 from halfstep.trees import map_tensors
 

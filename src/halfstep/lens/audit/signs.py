@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.lens.audit.reference import is_index
 from halfstep.lens.audit.rows import Tally
-from halfstep.lens.audit.watch import is_index
 from halfstep.lens.calls import place
 from halfstep.trees import tensors
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from halfstep.binding.bind import Binding, bind, binding_of
 from halfstep.binding.prepare import prepare, unprepare
@@ -23,6 +22,7 @@ from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import FAILURES, Trials, highest
 from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
+from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
@@ -294,21 +294,15 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
         yield
 
 
-class _InPlaceOfRegions(TorchFunctionMode):
-    """Opens a region around every operator inside a region of the loss function, torch's or halfstep's.
-
-    It stands above those regions (`STATE.above`); a trace that stands there calls it.
-    """
+class _InPlaceOfRegions(Sink):
+    """Opens a region around every operator inside a region of the loss function, torch's or halfstep's."""
 
     def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
         self.recipe = recipe
         self.native = dataclasses.replace(recipe, mode=None)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function, in a region of the policy if it was called in a region."""
         policy = region_here()
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
         if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:
@@ -332,16 +326,13 @@ def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
     if by_module and any(p.dtype in LOW_DTYPES for p in model.parameters()):
         raise BindError("hs.prepare would change the formats of its parameters")
     recipe = recipe_for(policy.replace(modules=()), default_device_types(), enabled=not by_module)
-    mode, before = _InPlaceOfRegions(recipe), STATE.above
     torch.clear_autocast_cache()
     try:
         if by_module:
             prepare(model, policy=policy)
-        with mode:
-            STATE.above = mode
+        with Tracer(_InPlaceOfRegions(recipe)):
             yield
     finally:
-        STATE.above = before
         torch.clear_autocast_cache()
         if by_module and binding_of(model) is not None:
             unprepare(model)

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
-from halfstep.lens.box.remarks import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
 from halfstep.step.batch_errors import inputs, place
 from halfstep.step.parts.record import MicroBatch

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.origins import Source
-from halfstep.lens.box.remarks import NORMALISING
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.story import first_extreme, path, story
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import NORMALISING, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved

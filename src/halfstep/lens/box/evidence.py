@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.accelerators import type_here
+from halfstep.binding.fsdp import is_gathered
 from halfstep.checkpoints.files import read_state
 from halfstep.errors import StepError
+from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.box.sharded import is_gathered, whole_state
-from halfstep.lens.calls import PLAIN_TYPES, is_sharded
+from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.lens.verdict import Verdict
 from halfstep.schema import Each, Kind, check, number, regular, text, whole
 from halfstep.step.parts.record import MicroBatch, versions_of
@@ -177,7 +178,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     names = {id(m): n for n, m in subject.model.named_modules()}
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
     state = {n: _cpu(v) for n, v in _state(subject.model).items() if isinstance(v, Tensor)}
-    if is_sharded(subject.model):
+    if has_parts(subject.model):
         notes.append("weights are left out: this rank has a part of them")
     alone = sum(t.numel() * t.element_size() for t in tensors(window))
     if alone > MOST_BATCHES:
@@ -215,9 +216,9 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """Return the weights of a model; nothing of one that is sharded at the moment."""
-    if is_sharded(model):
+    if has_parts(model):
         return {}
-    return whole_state(model) if is_gathered(model) else model.state_dict()
+    return _whole_state(model) if is_gathered(model) else model.state_dict()
 
 
 def _cpu(tensor: Tensor | None) -> Tensor | None:
@@ -329,3 +330,18 @@ def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBat
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
         window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window
+
+
+def _whole_state(model: nn.Module) -> dict[str, Any]:
+    """Return parameters and buffers by name, those that are gathered at the moment too.
+
+    Of a model under `fully_shard` its own `state_dict` would return the parts, and take the rest away.
+    """
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    found.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
+    return found

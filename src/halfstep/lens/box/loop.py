@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.kernels.sharded import local
-from halfstep.lens.calls import extremes, line_of, user_frame
+from halfstep.lens.calls import extremes
+from halfstep.lens.tracing import user_frame, user_line
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.alarm import in_scaler, is_scaler
@@ -198,7 +199,7 @@ class Loop:
         self._updates, self._passes = self._updates + 1, 0
         self._left = self._state()
         if self._updates == 1 and self._suspected and self._left:
-            self._first = _line(), self._joined()
+            self._first = user_line(), self._joined()
         update, self._update = self._update, None
         if update is not None and any(_differ(parameter, before) for parameter, before in update.weights):
             return update
@@ -230,7 +231,7 @@ class Loop:
                     break
                 weights.append((parameter, parameter.detach().clone()))
         scaled = seed is not None and extremes(seed)[0] > 1.0
-        return _Update(weights, _line(), scaled and bool(_scales_near(frame))) if weights else None
+        return _Update(weights, user_line(), scaled and bool(_scales_near(frame))) if weights else None
 
     def _look_for_gradients(self) -> None:
         """Find out whether the gradients were cleared before the first updates of the run."""
@@ -241,7 +242,7 @@ class Loop:
                 self._note(
                     "HS201",
                     because=f"zero_grad() ran between backward() and the update: {SEEN} updates had no gradients",
-                    line=_line(),
+                    line=user_line(),
                     spoils=False,
                 )
 
@@ -256,11 +257,11 @@ class Loop:
         # unchanged, or divided by the scale once more
         alike = (bool(torch.allclose(now * factor, first, rtol=1e-6, atol=0.0)) for factor in {1.0, scale})
         if bool(first.any()) and any(alike):
-            places = " and ".join(where.partition(" ")[0] for where in (line, _line()))
+            places = " and ".join(where.partition(" ")[0] for where in (line, user_line()))
             self._note(
                 "HS006",
                 because=f"the optimizer stepped twice with the gradients of one backward pass, at {places}",
-                line=_line(),
+                line=user_line(),
             )
         self._suspected = False
 
@@ -288,7 +289,7 @@ class Loop:
                     "HS005",
                     because=f"optimizer.step() ran in the place of scaler.step(optimizer): it applied gradients that "
                     f"are multiplied by the loss scale, {scale:g}",
-                    line=_line(),
+                    line=user_line(),
                 )
             self._tries = TRIES
             return
@@ -462,10 +463,6 @@ def _is_round(number: float) -> bool:
 # ------------------------------------------------------------------ the user's program
 
 
-def _line() -> str:
-    return line_of(user_frame(sys._getframe())[0])
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -482,9 +479,8 @@ def _attributes(owner: object) -> list[Any]:
 
 def _scales_near(frame: FrameType | None) -> list[float]:
     """Return the scales of the scalers that the program around the step has in its variables."""
-    user, _ = user_frame(frame)
     found: dict[int, Any] = {}
-    for one in _frames(user):
+    for one in _frames(user_frame(frame)):
         values = [*one.f_locals.values(), *one.f_globals.values()]
         for owner in one.f_locals.values():  # self, or what holds the parts of a loop
             values += _attributes(owner)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
+from halfstep.lens.tracing import KernelMode, Sink
 from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
 from halfstep.step.parts.record import MicroBatch, put_random
 from halfstep.trees import map_tensors
@@ -173,7 +173,7 @@ class Replay:
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
             if _several_ranks():
-                stack.enter_context(_RefuseCollectives())
+                stack.enter_context(KernelMode(_RefuseCollectives()))
             stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
             stack.enter_context(modules.watching())
             yield modules
@@ -184,20 +184,16 @@ def _several_ranks() -> bool:
     return here and torch.distributed.get_world_size() > 1
 
 
-class _RefuseCollectives(TorchDispatchMode):
+class _RefuseCollectives(Sink):
     """Refuses collectives (of SyncBatchNorm, of a gathered batch): the other ranks run no replay, or another one."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel that does not communicate."""
         if func.namespace in COLLECTIVE:
             raise StepError(
                 f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -31,21 +31,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of
+from halfstep.binding.fsdp import has_room, unsharded
 from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
+from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.advice import advice
 from halfstep.lens.box.causes import settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
-from halfstep.lens.calls import extremes, file_of, is_sharded
+from halfstep.lens.calls import extremes
+from halfstep.lens.tracing import file_of
 from halfstep.lens.verdict import Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.parts.record import History, MicroBatch, Window
@@ -174,8 +176,8 @@ class Box:
         self._more = {}
         with ExitStack() as whole:
             began = time.monotonic()
-            sharded = is_sharded(subject.model)
-            parts = bad_parts(subject.model) if sharded else ()
+            sharded = has_parts(subject.model)
+            parts = [n for n, p in subject.model.named_parameters() if not extremes(p)[1]] if sharded else []
             attempt: Attempt | None = None
             try:
                 if sharded:
@@ -259,8 +261,8 @@ class Box:
 
         Of sharded parameters it returns True: `explain_subject` gathers them, and then finds it out.
         """
-        if subject.gone or math.isinf(subject.scale) or is_sharded(subject.model):
-            return is_sharded(subject.model) and not subject.gone
+        if subject.gone or math.isinf(subject.scale) or has_parts(subject.model):
+            return has_parts(subject.model) and not subject.gone
         try:
             helps = helping_scale(subject)
             self._trouble.helps = helps if helps >= subject.floor else 0.0
@@ -443,7 +445,7 @@ class StepBox(Box):
             self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
             return
         self._trouble.verdict = known
-        if self.exchange is not None and is_sharded(self._history.model):  # the others need not wait for this rank
+        if self.exchange is not None and has_parts(self._history.model):  # the others need not wait for this rank
             topic = self._topic(window, UPDATE)
             assert topic is not None
             self.exchange.agree(topic.agreement, ok=False, patience=0.0)

@@ -1,8 +1,8 @@
 """Trace: the instruments of one replay, which find the operator that made the first value that is not finite.
 
-A `TorchFunctionMode` above all regions sees operators as the user calls them, with module and line, and writes both
-into the `metadata` of the autograd nodes that each call makes. A `TorchDispatchMode` sees the kernels of the backward
-pass; the metadata of the running node gives the call it belongs to.
+`Trace` is the sink of a tracer. It receives operators as the user calls them, with module and line, and writes both
+into the `metadata` of the autograd nodes that each call makes. It receives the kernels of the backward pass too; the
+metadata of the running node gives the call a kernel belongs to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
@@ -36,7 +34,6 @@ from halfstep.lens.calls import (
     extremes,
     floats,
     has_storage,
-    line_of,
     name_of_node,
     numbers_of,
     public,
@@ -45,9 +42,9 @@ from halfstep.lens.calls import (
     spelled,
     storage,
     tag,
-    user_frame,
     writes,
 )
+from halfstep.lens.tracing import Sink, Tracer, line_of, user_frame
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
@@ -65,30 +62,8 @@ OPENED = frozenset({"multi_head_attention_forward"})
 """Composites of so many operators that a verdict names the part."""
 
 
-class _Functions(TorchFunctionMode):
-    """Passes every operator that the user calls to the trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.trace.function(func, args, kwargs or {})
-
-
-class _Kernels(TorchDispatchMode):
-    """Passes the kernels of the backward pass to the trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
-        self.trace = trace
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.trace.kernel(func, args, kwargs or {})
+ENGINE = "_engine_run_backward"
+"""The function of torch that runs the autograd engine."""
 
 
 @contextmanager
@@ -99,7 +74,7 @@ def _unobserved() -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Trace:
+class Trace(Sink):
     """The instruments of one replay, and what they have seen.
 
     Args:
@@ -124,18 +99,13 @@ class Trace:
     numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
-        self._entered: dict[int, int] = {}
-        self._stack: list[tuple[str, int]] = []
         self._depth = 0  # functions that are running
         self.origins = Origins()
         self._inner: list[Tensor] = []  # results of the kernels of the running function
         self._applied: dict[str, Site] = {}  # custom Function -> where it was applied last
         self._forwards: dict[CodeType, tuple[str, ...]] = {}  # see `_customs`
         self._seen_modules: set[int] = set()
-        self._outsiders: list[nn.Module] = []
-        self._functions = _Functions(self)
-        self._below: Any = None  # the mode that stood above all regions before; the trace calls it
+        self._outsiders: list[nn.Module] = []  # modules outside the model, kept alive so that no id is used twice
         self._expect_state(self.model, "")
 
     # ------------------------------------------------------------------ setting up
@@ -155,47 +125,22 @@ class Trace:
                 if not is_lazy(tensor):
                     self.origins.expect(kind, prefix + name, tensor)
 
-    @contextmanager
-    def watching(self) -> Iterator[Trace]:
-        """Watch what the block runs in this thread."""
-        before = STATE.above
-        self._below = before
-        with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(_Kernels(self))
-            stack.enter_context(self._functions)
-            STATE.above = self._functions
-            try:
-                yield self
-            finally:
-                STATE.above = before
+    def watching(self) -> Tracer:
+        """Return a context that watches what its block runs in this thread."""
+        return Tracer(self, self.model)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        name = self._names.get(id(module))
-        if name is None:
-            name = self._name_outsider(module)
-        self._entered[id(module)] = self._entered.get(id(module), 0) + 1
-        self._stack.append((name, self._entered[id(module)]))
-
-    def _name_outsider(self, module: nn.Module) -> str:
-        """Name a module outside the model: by its class if it has parts, else by the module that calls it."""
-        above = self._stack[-1][0] if self._stack else ""
+    def entering(self, module: nn.Module) -> None:
+        """Name a module outside the model and its parts by its class; without parts it has the name of its caller."""
+        names = self.tracer.names
+        if id(module) in names:
+            return
         own = type(module).__name__
         self._expect_state(module, own + ".")
         if next(module.children(), None) is None:
-            return above
+            return
         for name, part in module.named_modules():
-            self._names.setdefault(id(part), f"{own}.{name}" if name else own)
-        self._outsiders.append(module)  # kept alive, so that no id is used twice
-        return own
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+            names.setdefault(id(part), f"{own}.{name}" if name else own)
+        self._outsiders.append(module)
 
     # ------------------------------------------------------------------ watching
 
@@ -203,19 +148,19 @@ class Trace:
         """Run a function that the user called, and record what it did to its tensors."""
         op = spelled(func)
         if op in RUNS_BACKWARD and not self._depth and isinstance(func, FunctionType):
-            with self._functions:
+            with self.tracer.parts():
                 return unreported(func)(*args, **kwargs)
         if self._depth or op in SILENT or getattr(func, "__name__", "") in SILENT:
             return func(*args, **kwargs)
         if op in OPENED and _opens(func):
-            with self._functions:
+            with self.tracer.parts():
                 return unreported(func)(*args, **kwargs)
         if devices := autocasting():
             self.low = torch.get_autocast_dtype(devices[0])
             self.region = region_here() or self.region
         return self._watched(func, args, kwargs, self._site_of(op))
 
-    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel; record it if the backward pass runs it outside of any function."""
         if self._depth:
             result = func(*args, **kwargs)
@@ -227,15 +172,16 @@ class Trace:
         return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
-        frame, engine = user_frame(sys._getframe())
+        here = sys._getframe()
+        frame, tracer = user_frame(here), self.tracer
         node: Any = torch._C._current_autograd_node()
-        if node is not None and (engine or frame is None):
+        if node is not None and (frame is None or _engine_between(here, frame)):
             return self._site_of_node(node, op)
         self._note_custom(frame)
-        module, call = self._stack[-1] if self._stack else ("", 0)
+        module, call = tracer.module, tracer.entry
         if node is not None:  # a custom backward, or a recomputation of checkpointing
             known = node.metadata.get(TAG)
-            recomputed = bool(self._stack)
+            recomputed = bool(tracer.running)
             if known is not None and not recomputed:
                 return Site(op, known.module, line_of(frame), "backward", known.call)
             return Site(op, module, line_of(frame), "forward" if recomputed else "backward", call)
@@ -252,10 +198,10 @@ class Trace:
             frame = frame.f_back
         if frame is None:
             return
-        caller, engine = user_frame(frame.f_back)
-        if caller is None or engine:
+        caller = user_frame(frame.f_back)
+        if caller is None or _engine_between(frame, caller):
             return
-        module, call = self._stack[-1] if self._stack else ("", 0)
+        module, call = self.tracer.module, self.tracer.entry
         node = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         if isinstance(node, BackwardCFunction):
             names = (type(node).__name__.removesuffix("Backward"),)
@@ -298,10 +244,10 @@ class Trace:
             for tensor in inputs:
                 self._tag_custom(tensor)
             self._inner = []
-            if self._below is None:
+            if self.tracer.below is None:
                 result = func(*args, **kwargs)
             else:
-                result = self._below.__torch_function__(func, (), args, kwargs)
+                result = self.tracer.below.__torch_function__(func, (), args, kwargs)
             returned = args[0] if func is Tensor.__setitem__ else result
             outputs = floats(returned)
             with _unobserved():
@@ -340,6 +286,16 @@ class Trace:
             site = self._applied.get(name_of_node(node.name()))
             if site is not None:
                 node.metadata[TAG] = site
+
+
+def _engine_between(below: FrameType, above: FrameType) -> bool:
+    """Return whether the autograd engine runs between a frame and one that called it."""
+    frame: FrameType | None = below
+    while frame is not None and frame is not above:
+        if frame.f_code.co_name == ENGINE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _opens(func: Callable[..., Any]) -> bool:

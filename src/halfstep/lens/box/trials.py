@@ -28,13 +28,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of
+from halfstep.binding.fsdp import is_distributed
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.lens.box.sharded import fits, is_gathered
-from halfstep.lens.calls import extremes, is_sharded
+from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, versions_of
@@ -278,7 +278,7 @@ class Trials:
         subject, trained = self.subject, self._trained
         if subject.optimizer is None:
             return "no optimizer is known; pass optimizer="
-        if is_sharded(subject.model) or is_gathered(subject.model):
+        if is_distributed(subject.model):
             return "the model's parameters are sharded"
         if not trained:
             return "the optimizer trains no parameter of the model"

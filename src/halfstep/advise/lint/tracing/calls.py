@@ -1,6 +1,6 @@
 """Calls: the operators that a model and its loss call in one step, with place, formats and what their numbers show.
 
-`StepWatch` receives every operator as the user's code calls it, before the policy casts, and what comes back after.
+`StepSink` receives every operator as the user's code calls it, before the policy casts, and what comes back after.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from halfstep.advise.lint.tracing.numbers import shown
-from halfstep.lens import OperatorCall, OperatorWatch, Paths
+from halfstep.lens import OperatorCall, OperatorSink, user_frame
 from halfstep.trees import tensors
 
-__all__ = ["HostRead", "StepWatch", "TracedCall"]
+__all__ = ["HostRead", "StepSink", "TracedCall"]
 
 READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal"}
@@ -74,11 +74,11 @@ class HostRead:
     line: int
 
 
-class StepWatch(OperatorWatch):
+class StepSink(OperatorSink):
     """Records the operators of a forward pass. Keeps their tensors, so that no identity comes twice."""
 
-    def __init__(self, paths: Paths) -> None:
-        super().__init__(paths)
+    def __init__(self) -> None:
+        super().__init__()
         self.calls: list[TracedCall] = []
         self.reads: list[HostRead] = []
         self._origins: dict[int, int] = {}
@@ -90,10 +90,12 @@ class StepWatch(OperatorWatch):
 
     def line(self) -> str:
         """Return "path:12"."""
-        frame = self.frame()
+        frame = user_frame()
         return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ":0"
 
-    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(
+        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the operator and record it."""
         inputs = _floating((args, kwargs))
         before = shown(call.op, args, kwargs)
@@ -119,7 +121,7 @@ class StepWatch(OperatorWatch):
         self._follow(call.op, func, args, result)
         return result
 
-    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what is no operator; the host may wait for it."""
         result = func(*args, **kwargs)
         self._follow("", func, args, result)
@@ -139,7 +141,7 @@ class StepWatch(OperatorWatch):
 
     def _function(self) -> str:
         """Return the autograd.Function whose forward runs, by the context that it is given."""
-        frame = self.frame()
+        frame = user_frame()
         while frame is not None:
             code = frame.f_code
             if code.co_name == "forward" and code.co_argcount:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
-
-import torch
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.tracing.examples import example
@@ -14,11 +10,9 @@ from halfstep.advise.lint.tracing.functions import place_of
 from halfstep.advise.lint.tracing.trace import Trace
 from halfstep.advise.lint.tracing.weight_rules import foreign_error
 from halfstep.formats import LOW_DTYPES
+from halfstep.lens import raised_at
 
 __all__ = ["STEP_RULES"]
-
-OWN = str(Path(__file__).parents[3])
-TORCH = str(Path(torch.__file__).parent)
 
 
 def _low_loss(trace: Trace) -> Iterator[Hit]:
@@ -49,11 +43,8 @@ def _raises(trace: Trace) -> Iterator[Hit]:
     if error is None or foreign_error(trace):
         return
     what = f"the step raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((OWN, TORCH, "<")):
-            yield Hit(frame.lineno or 0, what, frame.filename)
-            return
-    yield place_of(trace.task.loss_fn, what)
+    line = raised_at(error)
+    yield Hit(line.lineno or 0, what, line.filename) if line else place_of(trace.task.loss_fn, what)
 
 
 STEP_RULES = (

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.lint.tracing.calls import HostRead, StepWatch, TracedCall
+from halfstep.advise.lint.tracing.calls import HostRead, StepSink, TracedCall
 from halfstep.advise.lint.tracing.functions import GraphFunction, functions_of
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens import Paths
+from halfstep.lens import Tracer
 from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
 from halfstep.trees import tensors
@@ -128,7 +128,7 @@ class _Run:
         self.task, self.policy, self.device = task, policy, device
         self.loss: Tensor | None = None
         self.graph: Any = None
-        self.watch: StepWatch | None = None
+        self.sink: StepSink | None = None
         self.gradients: dict[str, Tensor] = {}
 
     def make(self) -> None:
@@ -184,7 +184,7 @@ class _Run:
         plan = hs.resolve(self.policy, self.model)
         low = frozenset(name for p in plan.parameters if p.low for name in (p.name, *p.aliases))
         if trace is not None:
-            self.watch = StepWatch(Paths(self.model))
+            self.sink = StepSink()
             trace.rules = {op: decision.rule for op, decision in plan.operators}
         made = hs.TrainStep(
             self.model, self.optimizer, self._loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False
@@ -211,15 +211,15 @@ class _Run:
         return arrive
 
     def _loss_fn(self, model: nn.Module, *batch: Any) -> Any:
-        if self.watch is None:
+        if self.sink is None:
             returned = self.task.loss_fn(model, *batch)
         else:
-            with self.watch.on():
+            with Tracer(self.sink, self.model):
                 returned = self.task.loss_fn(model, *batch)
         loss = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(loss, Tensor):
             self.loss = loss.detach().clone()
-            self.graph = functions_of(loss) if self.watch is not None else ()
+            self.graph = functions_of(loss) if self.sink is not None else ()
         return returned
 
     def differs(self, again: _Run) -> str:
@@ -237,11 +237,10 @@ class _Run:
 
     def close(self, trace: Trace) -> None:
         """Hand over what was watched, also of a step that failed."""
-        if self.watch is None:
+        if self.sink is None:
             return
-        self.watch.paths.remove()
-        trace.calls, trace.reads = tuple(self.watch.calls), tuple(self.watch.reads)
-        trace.origin = self.watch.origin
+        trace.calls, trace.reads = tuple(self.sink.calls), tuple(self.sink.reads)
+        trace.origin = self.sink.origin
         trace.functions = tuple(self.graph or ())
         if self.loss is not None:
             trace.loss, trace.loss_finite = self.loss.dtype, bool(torch.isfinite(self.loss).all())
