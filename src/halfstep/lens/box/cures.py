@@ -282,9 +282,9 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     with Snapshot(attributes(model.modules())).returning():
         # new parameters take their places: another format in `.data` would remove the hooks of a gradient
         for module in model.modules():
-            for name, own in list(module._parameters.items()):
-                if own is not None and id(own) in made:
-                    setattr(module, name, made[id(own)])
+            for name, old in list(module._parameters.items()):
+                if old is not None and id(old) in made:
+                    setattr(module, name, made[id(old)])
         rules = {m.path: m.rule for m in plan.modules}
         for module, own in bound:
             rule = rules.get(own.path, "")

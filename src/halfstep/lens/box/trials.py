@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of
-from halfstep.binding.fsdp import is_distributed
+from halfstep.binding.fsdp import fits, is_distributed
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
