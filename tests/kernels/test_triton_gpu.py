@@ -33,7 +33,7 @@ from tests.kernels.cases import (
 pytestmark = pytest.mark.gpu
 
 OPERATORS = ops.UPDATES
-ADAMW, _, _, _, PLAIN_SGD, _ = OPTIONS
+ADAMW, PLAIN_SGD = OPTIONS[0], OPTIONS[4]
 SIZES = (1, 1030, 4096, 100_003, 0)
 
 

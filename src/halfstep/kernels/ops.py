@@ -73,8 +73,8 @@ LIBRARY.define(
     "advance_(Tensor(a!) scale, Tensor(b!) good, Tensor(c!) total, Tensor(d!) alarm, Tensor found, "
     "float growth, float backoff, int interval, float floor, float ceiling) -> ()"
 )
-for _spec in SPECS:
-    LIBRARY.define(_definition(_spec))
+for _update in SPECS:
+    LIBRARY.define(_definition(_update))
 LIBRARY.define("exponents_(Tensor(a!) rows, Tensor[] tensors) -> ()")
 LIBRARY.define("exponents(Tensor x) -> Tensor")
 LIBRARY.define("losses(Tensor logits, Tensor target, Tensor? weight, int ignored, float smoothing) -> Tensor")

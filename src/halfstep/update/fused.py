@@ -136,7 +136,7 @@ class FusedUpdate:
         part: int | None = None,
     ) -> None:
         self._optimizer, self._store, self._parameters, self._part = optimizer, store, parameters, part
-        self._spec = BY_TYPE[type(optimizer)]
+        self._update_spec = BY_TYPE[type(optimizer)]
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
         self._low = [p for p in parameters if store is not None and p in store]
         self._unkept = [p for _, p, _ in UnkeptWeights.of(enumerate(parameters))]
@@ -174,7 +174,7 @@ class FusedUpdate:
                         beside.append(other)
                 chosen = [places[id(p)] for p in parameters]
                 states = self._states_of(group, parameters, weights, dtype)
-                counters = [self._counters_of(name, parameters, weights[0]) for name in self._spec.counters]
+                counters = [self._counters_of(name, parameters, weights[0]) for name in self._update_spec.counters]
                 self._calls.append(_Call(group, form, shard, start, chosen, (weights, beside), states, counters))
                 start += len(parameters)
 
@@ -182,10 +182,10 @@ class FusedUpdate:
         self, group: dict[str, Any], parameters: Sequence[nn.Parameter], weights: Sequence[Tensor], dtype: torch.dtype
     ) -> list[list[Tensor]]:
         """Return a list for each of the optimizer's states; what it lacks is made as by torch, and noted."""
-        if not self._spec.has_states(group):
-            return [[] for _ in self._spec.states]
+        if not self._update_spec.has_states(group):
+            return [[] for _ in self._update_spec.states]
         lists = []
-        for name in self._spec.states:
+        for name in self._update_spec.states:
             some = []
             for parameter, weight in zip(parameters, weights, strict=True):
                 value = self._optimizer.state.get(parameter, NONE).get(name)
@@ -205,7 +205,7 @@ class FusedUpdate:
         for parameter in parameters:
             value = self._optimizer.state.get(parameter, NONE).get(name)
             if value is None:
-                made = torch.full((), self._spec.counters[name], dtype=torch.float32, device=beside.device)
+                made = torch.full((), self._update_spec.counters[name], dtype=torch.float32, device=beside.device)
             else:
                 made = value.to(beside.device, torch.float32)
             if made is not value:
@@ -292,7 +292,7 @@ class FusedUpdate:
             bad: 0-dim bool on it: parameters, states and step counts stay as they are.
         """
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
-        spec = self._spec
+        spec = self._update_spec
         for parameter, state, value in self._made:
             optimizer.state[parameter][state] = value
         laid_out = [] if kernels is not None else self._laid_out or self._lay_out([*map(_grad, self._parameters)])
