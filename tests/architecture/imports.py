@@ -14,7 +14,7 @@ LAYERS: Mapping[str, int] = {
     "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "meeting": 0, "mistakes": 0,
     "schema": 0, "timing": 0, "trees": 0,
     "kernels": 1, "policy": 1, "snapshot": 1,
-    "cast": 2, "optim": 2, "scale": 2, "weights": 2,
+    "cast": 2, "scale": 2, "weights": 2,
     "binding": 3, "update": 3,
     "auto": 4,
     "step": 5,

@@ -30,11 +30,14 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "": (640, "import halfstep: the public names"),
     "report": (430, "pages in HTML"),
     "lens": (230, "black box, monitor, audit"),
-    "step": (530, "TrainStep, prepare"),
+    "checkpoints": (700, "save, load, preemption"),
+    "step": (530, "TrainStep and its parts"),
+    "auto": (640, "a policy by measuring"),
+    "binding": (430, "prepare, shard"),
+    "update": (780, "gradients to weights"),
     "cast": (380, "regions, rules, low copies"),
     "weights": (560, "fp32 values of low weights"),
     "scale": (730, "the loss scale"),
-    "optim": (900, "Lion"),
     "policy": (330, "formats and rules as data"),
     "kernels": (680, "a reference, three backends"),
     "formats": (230, "number formats"),
@@ -44,23 +47,26 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "timing": (870, "candidates in turns"),
     "snapshot": (1030, "taking back"),
     "mistakes": (1350, "orders of calls"),
+    "meeting": (1510, "what ranks tell"),
     "schema": (1190, "what files must hold"),
     "accelerators": (1030, "any device of torch"),
-    "arguments": (70, "kinds of values"),
+    "arguments": (1670, "kinds of values"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""
 
 ROWS: Mapping[int, tuple[str, str]] = {
-    5: ("users", "public names only"),
-    4: ("instruments", "observe a run"),
-    3: ("the step", "joins the strategies"),
+    7: ("users", "public names only"),
+    6: ("around a step", "observe and save"),
+    5: ("the step", "a list of parts"),
+    4: ("choice", "measures steps"),
+    3: ("model, update", "independent"),
     2: ("strategies", "independent"),
     1: ("data, arithmetic", "independent"),
     0: ("vocabulary", "for every part"),
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 1280, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 1770, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"
@@ -68,7 +74,7 @@ LEGEND = (
     "An import points down. The thicker an arrow, the more imports. Dashed: within a layer, or up, for a reason that",
     "stands in tests/architecture/imports.py. Every part may import layer 0; these arrows are left out.",
 )
-COLOURS = {5: "#7a5195", 4: "#b4456e", 3: "#c8553d", 2: "#2f7f6b", 1: "#2b6cb0", 0: GREY}
+COLOURS = {7: "#7a5195", 6: "#b4456e", 5: "#c8553d", 4: "#8a6d1f", 3: "#a1466b", 2: "#2f7f6b", 1: "#2b6cb0", 0: GREY}
 
 
 def edges(source: Path = SOURCE) -> dict[tuple[str, str], int]:
@@ -95,7 +101,7 @@ def middle(part: str) -> tuple[float, float]:
     if part == "":
         return x, TOP + HEIGHT + BAR / 2 - 22
     layer = LAYERS[part]
-    return x, TOP + (5 - layer) * HEIGHT + (0 if layer == 5 else BAR) + BOX[1] / 2
+    return x, TOP + (OUTSIDE - layer) * HEIGHT + (0 if layer == OUTSIDE else BAR) + BOX[1] / 2
 
 
 def drawn(found: Mapping[tuple[str, str], int]) -> list[tuple[str, str, int]]:
@@ -106,7 +112,7 @@ def drawn(found: Mapping[tuple[str, str], int]) -> list[tuple[str, str, int]]:
 def svg(source: Path = SOURCE) -> str:
     """Return the picture."""
     there, arrows = parts(source), drawn(edges(source))
-    height = TOP + 5 * HEIGHT + BAR + BOX[1] + 28
+    height = TOP + OUTSIDE * HEIGHT + BAR + BOX[1] + 28
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, sans-serif">',
         f"<title>{TITLE}</title>",
@@ -144,7 +150,7 @@ def _rectangle(x: float, y: float, wide: float, high: float, round_by: int, look
 
 
 def _row(layer: int) -> str:
-    y = TOP + (5 - layer) * HEIGHT + (0 if layer == 5 else BAR) - 14
+    y = TOP + (OUTSIDE - layer) * HEIGHT + (0 if layer == OUTSIDE else BAR) - 14
     name, words = ROWS[layer]
     return (
         _rectangle(12, y, WIDTH - 24, BOX[1] + 28, 10, f'fill="{COLOURS[layer]}" fill-opacity="0.07"')

@@ -25,6 +25,6 @@ def test_every_make_target_it_names_exists() -> None:
 
 
 def test_the_layers_it_draws_are_the_enforced_ones() -> None:
-    lines = re.findall(r"^([0-5])   ([^#\n]*)", TEXT, re.MULTILINE)
+    lines = re.findall(r"^([0-7])   ([^#\n]*)", TEXT, re.MULTILINE)
     drawn = {word: int(layer) for layer, words in lines for word in words.split() if word != "->"}
     assert drawn == dict(LAYERS)
