@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "testing": (705, "counts casts, bytes"),
     "compat": (865, "names of apex ..."),
     "integrations": (1025, "Trainer, accelerate"),
-    "": (640, "import halfstep: the public names"),
+    "": (885, "import halfstep: the public names"),
     "report": (430, "pages in HTML"),
     "lens": (230, "black box, monitor, audit"),
     "checkpoints": (700, "save, load, preemption"),
