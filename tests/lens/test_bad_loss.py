@@ -74,14 +74,14 @@ def test_one_line_for_a_streak_and_one_name_for_all(caplog: pytest.LogCaptureFix
     texts = [record.getMessage() for record in caplog.records]
     assert sum(NAMED in text for text in texts) == 1
     assert sum(" | mul in " in text for text in texts) == 1
-    assert step._box._lone == 2
+    assert step._verdicts.box._lone == 2
 
 
 def test_no_more_than_so_many_are_replayed_unasked() -> None:
     step = made()
     for k in range(2 * MOST_REPLAYS + 4):
         step(rows(k % 2 == 0))
-    assert step._box._lone == MOST_REPLAYS
+    assert step._verdicts.box._lone == MOST_REPLAYS
 
 
 def test_a_long_streak_has_a_name_of_its_own() -> None:
@@ -226,7 +226,7 @@ def _train(rank: int) -> tuple[list[Any], Tensor]:
         x = rows(k == 1 and rank == 1)
         x = x * math.nan if k == 3 and rank == 0 else x
         result = step(x).host()
-        verdict = None if step._box is None else step._box.verdict
+        verdict = None if step._verdicts.box is None else step._verdicts.box.verdict
         seen.append((result.updated, None if verdict is None else (verdict.kind, verdict.rank, verdict.step)))
     seen.append(_refused(rank))
     if rank == 0:

@@ -277,7 +277,7 @@ def test_training_is_the_same_bit_for_bit_with_and_without(name: str, dtype: str
     policy = hs.Policy.of(name, dtype=dtype)
     with_box, step = trajectory(True, policy, reentrant)
     without, _ = trajectory(False, policy, reentrant)
-    assert step._box is not None and step._box.verdict is not None  # something was replayed
+    assert step._verdicts.box is not None and step._verdicts.box.verdict is not None  # something was replayed
     for a, b in zip(with_box, without, strict=True):
         assert torch.equal(torch.nan_to_num(a.float()), torch.nan_to_num(b.float()))
 

@@ -86,7 +86,7 @@ def built(
 
 
 def box_of(step: hs.TrainStep) -> StepBox | None:
-    box: StepBox | None = step._box
+    box: StepBox | None = step._verdicts.box
     return box
 
 

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def box(self) -> Any:
-        return self.step._box if self.loop == "step" else self.step
+        return self.step._verdicts.box if self.loop == "step" else self.step
 
     def _count(self, *_: Any) -> None:
         self.calls += 1

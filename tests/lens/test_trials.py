@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from halfstep.binding import fsdp
 from halfstep.errors import StepError
-from halfstep.lens.box import sharded, stepbox
+from halfstep.lens.box import stepbox
 from halfstep.lens.box.advice import ADVICE, CAUSED, INVALID, OVERFLOW
 from halfstep.lens.box.trials import STEPS, Trial, Trials
 from tests.lens.broken import Body, explained, squared
@@ -377,7 +378,7 @@ def test_a_further_batch_that_the_loss_function_does_not_take_is_an_error(kind: 
 
 
 def test_trials_that_take_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "MOST_ON_CPU", 100)
+    monkeypatch.setattr(fsdp, "MOST_ON_CPU", 100)
     cures = explained(overflowing).cures
     assert not any(cure.verified for cure in cures)
     assert re.search(r"finite once: not trained: that takes .* GiB of memory", cures[-1].outcome)

@@ -106,6 +106,7 @@ class Moments:
     __slots__ = (
         *FORWARD,
         *REVERSE,
+        "__weakref__",
         "_one",
         "cause",
         "critical",
@@ -141,7 +142,7 @@ class Moments:
         self.scheduler: Snapshot | None = None
         self.critical = Deferral()
         self.cause = ""
-        self._one = torch.ones(())
+        self._one: Tensor | None = None
         self.parts: tuple[object, ...] = (*parts,)
         self._list()
 
@@ -163,7 +164,7 @@ class Moments:
                 yield getattr(part, name)
 
     def _unscaled(self, device: torch.device) -> Tensor:
-        if self._one.device != device:
+        if self._one is None or self._one.device != device:
             self._one = torch.ones((), dtype=torch.float32, device=device)
         return self._one
 

@@ -7,6 +7,7 @@ Python call.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -265,13 +266,13 @@ class Settings:
             parts.append(Unfinished(optimizer, record, names))
         self._in_backward = self._made_in_backward()
         self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
-        self._verdicts.moments = self._moments
+        self._verdicts.moments = moments = weakref.proxy(self._moments)  # parts do not keep what calls them
         record.scheduled = given.scheduler is not None
         for part in parts:
             if isinstance(part, Retry):
-                part.moments = self._moments
+                part.moments = moments
         self._statistics = Statistics(model, self._moments.add)
-        self._moments.add(KeptPages(self, self._moments))
+        self._moments.add(KeptPages(self, moments))
 
     def _made_in_backward(self) -> InBackward | None:
         settings = {name: getattr(self, name) for name in KEPT} | {"alone": self._verdicts.alone}

@@ -195,6 +195,7 @@ class TrainStep(Windows, Stateful):
         number = record.done + record.micro_batches + 1
         for begin in moments.begin_micro_batch:
             begin(number, batch, named)
+        kept, record.kept = record.kept, None
         last = record.micro_batches + 1 == self.accumulate
         with ExitStack() if moments.passes else WHOLE as stack:
             for passes in moments.passes:
@@ -203,8 +204,8 @@ class TrainStep(Windows, Stateful):
             if aux is not None:
                 aux = detached(aux, loss, check=not record.done)
             shown = loss.detach()
-            if record.kept is not None:
-                record.kept.loss = shown
+            if kept is not None:
+                kept.loss = shown
             for see in moments.after_forward:
                 see(shown)
             if self._in_backward is not None:
@@ -212,8 +213,8 @@ class TrainStep(Windows, Stateful):
                 norm, bad, culprits = self._update(1, loss)
                 return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
             scale, seed = self.run_backward(loss)
-        if record.kept is not None:
-            record.kept.seed = seed
+        if kept is not None:
+            kept.seed = seed
         record.micro_batches += 1
         if record.awaited:
             self._verdicts.settle(wait=True)  # while the device has the passes to run

@@ -146,7 +146,7 @@ class Record(Part):
         landing: what of the last update is on its way to the host.
         signals: losses, norms and magnitudes of the last updates.
         history: the micro-batches; None: not kept.
-        kept: the micro-batch under way; None: not kept.
+        kept: the micro-batch that begins; None: not kept.
         saving: the last `hs.save`, whose writing may be under way.
     """
 
