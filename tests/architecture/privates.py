@@ -33,6 +33,7 @@ TORCHS: Mapping[str, str] = {
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
     ("halfstep.compat.torch_amp.autocast_mode", "_dtype"): "an attribute of torch.autocast's custom_fwd functions",
+    ("halfstep.auto.trial", "_compiled"): "compiled code is handed from one step on trial to the next",
 }
 """(module, private name) -> why this module may read it."""
 

@@ -28,16 +28,17 @@ HOUR: Sequence[tuple[str, str]] = (
     ("cast/regions/opening.py", "how a region is entered and left"),
     ("cast/rules/dispatch.py", "how an operator finds its handler, and its arguments their format"),
     ("cast/rules/handlers.py", "what a rule does with one operator"),
+    ("update/updater.py", "how gradients become new weights"),
+    ("step/part.py", "what a part of a step is, and its moments"),
     ("step/moments.py", "which parts take part in a step, when each is called, and what an exception leaves"),
     ("step/train_step.py", "one training step: where casting, scaling and weights meet"),
-    ("update/updater.py", "how gradients become new weights"),
 )
 """File -> what a reader knows afterwards, in the order to read."""
 
 HOUR_MINUTES = 60
 """The most minutes that the files of `HOUR` may take."""
 
-PARTS = sorted((name for name, layer in LAYERS.items() if layer <= 3 or name == "lens"), key=lambda name: LAYERS[name])
+PARTS = sorted((name for name, layer in LAYERS.items() if layer <= 5 or name == "lens"), key=lambda name: LAYERS[name])
 """The parts of the core, and the lens, from the lowest layer up."""
 
 

@@ -96,5 +96,5 @@ def test_a_part_waits_for_the_choice_of_a_policy() -> None:
 
 
 def test_what_is_no_part_is_refused() -> None:
-    with pytest.raises(StepError, match=r"add_part\(object\): no hs.step.Part"):
+    with pytest.raises(StepError, match=r"add_part\(object\): expected an hs.step.Part"):
         made().add_part(object())  # type: ignore[type-var]

@@ -135,7 +135,7 @@ class Preemption(Part):
             raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
         if processes()[1] > 1:
             self._ranks = _Ranks(self)
-        self._step._moments.add(self)
+        self._step.add_part(self, in_graphs=True)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
         return self

@@ -98,7 +98,7 @@ class Moments:
         interrupted: the phase in which it makes that step.
         critical: the context manager of the critical part.
         cause: what ended a part that cannot be undone.
-        loss_scale: of `Part`, that of the last part which defines it; 1 where none does.
+        loss_scale: the method of the last part that decides it.
 
     Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
     """
@@ -133,7 +133,7 @@ class Moments:
     after_update: list[Callable[[Tensor], Exception | None]]
     abort: list[Callable[..., None]]
     end_call: list[Callable[..., None]]
-    loss_scale: Callable[[torch.device], Tensor]
+    loss_scale: list[Callable[[torch.device], Tensor]]
 
     def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
         self.phase = self.interrupted = Phase.REST
@@ -152,9 +152,7 @@ class Moments:
             setattr(self, name, [*self._methods(name)])
         for name in REVERSE:
             setattr(self, name, [*self._methods(name)][::-1])
-        self.loss_scale = self._unscaled
-        for method in self._methods("loss_scale"):
-            self.loss_scale = method
+        self.loss_scale = [*self._methods("loss_scale")][-1:]
 
     def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
         """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
@@ -163,7 +161,10 @@ class Moments:
             if callable(found) and found is not getattr(Part, name):
                 yield getattr(part, name)
 
-    def _unscaled(self, device: torch.device) -> Tensor:
+    def scale_on(self, device: torch.device) -> Tensor:
+        """Return the loss scale of the coming window, 0-dim fp32 on `device`; 1 where no part decides it."""
+        for call in self.loss_scale:
+            return call(device)
         if self._one is None or self._one.device != device:
             self._one = torch.ones((), dtype=torch.float32, device=device)
         return self._one

@@ -173,16 +173,22 @@ class Settings:
 
     # ------------------------------------------------------------------ parts
 
-    def add_part(self, part: P) -> P:
+    def add_part(self, part: P, *, in_graphs: bool = False) -> P:
         """Call `part` too, after the others, from the next call of the step on; return it.
+
+        Args:
+            part: a `Part`.
+            in_graphs: accept it also in a step that replays CUDA graphs, which calls its `end_call` alone.
 
         Raises:
             StepError: it is no `hs.step.Part`; or the step replays CUDA graphs, in which Python does not run.
         """
-        if not isinstance(part, Part) or self.cuda_graph:
+        if not isinstance(part, Part):
+            raise StepError(f"add_part({type(part).__name__}): expected an hs.step.Part")
+        if self.cuda_graph and not in_graphs:
             raise StepError(
-                f"add_part({type(part).__name__}): "
-                + ("a captured step runs no Python; leave out cuda_graph" if self.cuda_graph else "no hs.step.Part")
+                f"add_part({type(part).__name__}): a captured step runs no Python; leave out cuda_graph, or, for a "
+                "part with end_call alone, add_part(part, in_graphs=True)"
             )
         self._moments.add(part)
         return part

@@ -260,7 +260,7 @@ class TrainStep(Windows, Stateful):
         record, moments = self.record, self._moments
         run: Run = self._run_backward
         if record.micro_batches == 0:
-            record.scale = moments.loss_scale(loss.device)
+            record.scale = moments.scale_on(loss.device)
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
@@ -294,7 +294,8 @@ class TrainStep(Windows, Stateful):
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
         check, write = updater.plan(parameters, gradients, divisor, self.clip_norm, self.clip_value)
-        found = check.norm, check.bad, updater.culprits(check.norms, parameters)
+        culprits = Culprits(norms=check.norms, parameters=parameters, names=updater.names)
+        found = check.norm, check.bad, culprits
         for repeats in moments.repeats:
             if repeats(check.bad):
                 return found

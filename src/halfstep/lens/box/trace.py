@@ -172,10 +172,9 @@ class Trace(Sink):
         return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
-        here = sys._getframe()
-        frame, tracer = user_frame(here), self.tracer
+        frame, tracer = user_frame(sys._getframe()), self.tracer  # no local may refer to its own frame: a cycle
         node: Any = torch._C._current_autograd_node()
-        if node is not None and (frame is None or _engine_between(here, frame)):
+        if node is not None and (frame is None or _engine_between(sys._getframe(), frame)):
             return self._site_of_node(node, op)
         self._note_custom(frame)
         module, call = tracer.module, tracer.entry
