@@ -149,7 +149,8 @@ def test_the_examples_of_integrations_are_python() -> None:
 def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
     text = commands.described_all()
     group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         section = text.partition(f"\n## halfstep {name}\n")[2].partition("\n## ")[0]
         options = [p.opts[0] for p in command.params if p.param_type_name == "option" and p.name != "help"]
         assert section and [o for o in options if f"| `{o}`" not in section] == [], name

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from halfstep.step._compiled import CompiledLoss
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 import halfstep as hs
 from benchmarks.cases import gpt_case
 from halfstep.errors import RegionError, StepError
-from halfstep.step._compiled import CompiledLoss
 from halfstep.tasks.registry import load_task
 
 MEAN = "norm.running_mean"
