@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from halfstep.step._compiled import CompiledLoss
+from halfstep.step.compiled import CompiledLoss
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F

@@ -272,7 +272,8 @@ class Settings:
             parts.append(Unfinished(optimizer, record, names))
         self._in_backward = self._made_in_backward()
         self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
-        self._verdicts.moments = moments = weakref.proxy(self._moments)  # parts do not keep what calls them
+        moments: Any = weakref.proxy(self._moments)  # parts do not keep what calls them
+        self._verdicts.moments = moments
         record.scheduled = given.scheduler is not None
         for part in parts:
             if isinstance(part, Retry):
