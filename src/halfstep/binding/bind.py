@@ -37,7 +37,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, update_wrapper
 from types import FunctionType, MethodType, SimpleNamespace
@@ -69,6 +69,7 @@ from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
+from halfstep.policy.rule_kinds import MODULE_RULES, for_every_kind
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
@@ -215,19 +216,25 @@ class Binding:
         return f"Binding({self.path or '<root>'}, policy={self.policy.name!r}, rule={self.rule!r})"
 
 
+IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
+    "binding.bind",
+    {
+        "low": {"table": "all-low", "ops": (), "residual": "low", "loss": "fp32"},
+        "fp32": {},  # the region is off
+        "keep": {"table": "all-low", "ops": (("*", "keep"),), "residual": "fp32"},
+    },
+    MODULE_RULES,
+)
+"""Rule of a module -> the fields of the policy in its region that differ from the model's policy."""
+
+
 @lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over the policy's operator rules.
 
-    low = every operator low but losses, fp32 = off, keep = by input. Policies that differ in module rules only have
-    different regions: see note [guests].
+    Policies that differ in module rules only have different regions: see note [guests].
     """
-    if rule == "low":
-        return recipe_for(policy.replace(table="all-low", ops=(), residual="low", loss="fp32"), device_types)
-    if rule == "keep":
-        every = (("*", "keep"),)
-        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32"), device_types)
-    return recipe_for(policy, device_types, enabled=rule != "fp32")
+    return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=rule != "fp32")
 
 
 def binding_of(module: nn.Module) -> Binding | None:

@@ -27,6 +27,7 @@ from halfstep.errors import BindError, UnbuiltError, warn
 from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:
@@ -194,8 +195,8 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
         return args, kwargs
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return args, kwargs  # an explicit dtype wins
-    dtypes = {n.meta["val"].dtype for n in found}
-    target = {"low": low, "fp32": torch.float32, "widest": max(dtypes, key=lambda d: d.itemsize)}.get(row)
+    kind = RULE_KINDS[row]
+    target = low if kind.format == "low" else kind.cast_to(device, [n.meta["val"] for n in found])
     if target is None:
         return args, kwargs
 

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULES
 
 __all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan"]
 

@@ -21,7 +21,7 @@ from halfstep.arguments import Kind, check
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
-from halfstep.policy.optable import RULES
+from halfstep.policy.rule_kinds import MODULE_RULES, RULES, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 from halfstep.schema import regular
 
@@ -32,11 +32,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["MODULE_RULES", "Policy", "Rules"]
+__all__ = ["Policy", "Rules"]
 
 Rules = tuple[tuple[str, str], ...]
-
-MODULE_RULES = ("low", "fp32", "keep")
 
 UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
 simulates the numbers"
@@ -292,6 +290,9 @@ class Policy:
         """Return the constructor call with the fields that are not the default."""
         shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"Policy({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+for_every_kind("Policy.with_ops", Policy.with_ops.__kwdefaults__)
 
 
 @lru_cache(maxsize=1)

@@ -36,6 +36,7 @@ from halfstep.policy.operators import (
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
 from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
 
 __all__ = [
@@ -337,7 +338,8 @@ def reduces_itself(concrete: Policy) -> bool:
     low = concrete.params == "low"
     if concrete.reduce == "low":
         return concrete.dtype != "fp32"
-    kept = any(rule == "keep" for _, rule in concrete.modules)  # what was loaded low stays low there
+    # what was loaded low stays low in modules whose inputs decide
+    kept = any(RULE_KINDS[rule].format == "input" for _, rule in concrete.modules)
     return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
 
 
@@ -363,7 +365,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             rules[op] = Decision(rule, "residual", reason)
     if policy.loss == "fp32":
         for op in losses():
-            if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
+            if op not in rules or RULE_KINDS[rules[op].rule].may_be_low:
                 rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
     for pattern, rule in policy.ops:
         for op in () if is_custom(pattern) else operator_names(pattern):
@@ -468,7 +470,7 @@ def _module(
     if module not in rules:
         return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
     reason, rule = rules[module]
-    made = {"low": concrete.dtype, "fp32": "fp32", "keep": "input"}[rule]
+    made = concrete.dtype if RULE_KINDS[rule].format == "low" else RULE_KINDS[rule].format
     return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
 
 
@@ -514,8 +516,8 @@ def _parameter(
 ) -> tuple[bool, str, str]:
     """Return (lowered, format, reason) of a parameter as one of its owners needs it; `declared`: why it is fp32."""
     now = DTYPE_NAMES[parameter.dtype]
-    if rule is not None and rule[1] != "low":
-        return False, "fp32" if rule[1] == "fp32" else now, rule[0]
+    if rule is not None and RULE_KINDS[rule[1]].format != "low":
+        return False, "fp32" if RULE_KINDS[rule[1]].format == "fp32" else now, rule[0]
     if concrete.params == "fp32":
         if now == "fp32" or not parameter.requires_grad:
             return (

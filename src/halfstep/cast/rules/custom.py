@@ -24,21 +24,20 @@ from halfstep.cast.arithmetic.emulate import widened
 from halfstep.cast.arithmetic.simulate import simulated
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
-from halfstep.cast.rules.handlers import target_of
+from halfstep.cast.rules.handlers import cast_to
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.errors import PolicyError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.policy.operators import CustomOperator, custom_rule, register
-from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import default_device_types
+from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, RULES
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["operator"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-BACKWARDS = ("", "low", "fp32", "keep")
 KEYS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "MTIA", "XLA", "PrivateUse1")
 """Endings of torch's dispatch keys of autocast, one for each kind of device; the last is for those outside of torch."""
 
@@ -70,7 +69,7 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         ...     energy(model(x)).dtype
         torch.float32
     """
-    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of(*BACKWARDS)), "name": (name, TEXT)}
+    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of("", *MODULE_RULES)), "name": (name, TEXT)}
     check("hs.operator", PolicyError, **kinds)
     if name and "::" not in name:
         raise PolicyError(f"hs.operator(name={name!r}): a custom operator is called 'namespace::name'")
@@ -139,10 +138,10 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
         return func(*args, **kwargs)
     mode = mode_here()
     rule = op.rule if mode is None else custom_rule(mode.overrides, op.name, op.rule)
-    dtype = target_of(rule, op.name, device, found)
+    dtype = cast_to(RULE_KINDS[rule], op.name)(device, found)
     if dtype is None:
         return run(device, func, args, kwargs)
-    if rule == "low" and mode is not None:
+    if RULE_KINDS[rule].format == "low" and mode is not None:
         if mode.how.simulated is not None:
             return run(device, simulated(func, mode.how.simulated), args, kwargs)
         if device in mode.how.emulating and dtype is torch.float16:

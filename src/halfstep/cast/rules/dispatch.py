@@ -39,7 +39,6 @@ __all__ = [
     "Handler",
     "Lowering",
     "RuleMode",
-    "Target",
     "address",
     "cast",
     "cast_activation",
@@ -71,9 +70,6 @@ class Lowering:
 
 NATIVELY = Lowering()
 
-
-Target = Callable[[str, list[Tensor]], "torch.dtype | None"]
-"""(device type, eligible tensors) -> the format they take; None: as they are."""
 
 Handler = Callable[["RuleMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

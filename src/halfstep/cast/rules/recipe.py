@@ -34,7 +34,6 @@ from halfstep.cast.losses.linear_loss import linear_cross_entropy
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
 from halfstep.cast.rules.handlers import (
     IN_PLACE,
-    INPUT,
     data_read,
     into_destination,
     of_composite,
@@ -50,6 +49,7 @@ from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, 
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
+from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RuleKind
 
 __all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
@@ -158,14 +158,14 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
 # ------------------------------------------------------------------ the table callable -> handler
 
 
-def _torch_rule(name: str, device: str) -> str | None:
+def _torch_kind(name: str, device: str) -> RuleKind | None:
     row = table("torch", device).get(name)
-    return None if row is None else row.rule
+    return None if row is None else RULE_KINDS[row.rule]
 
 
-def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
+def _native(name: str, kind: RuleKind, devices: tuple[str, ...]) -> bool:
     """Return whether torch.autocast does the same with this operator on every one of `devices`."""
-    return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
+    return kind.format != "input" and all(_torch_kind(name, device) is kind for device in devices)
 
 
 def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
@@ -182,20 +182,21 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
         decisions.update(operator_rules(policy, device))
-    rules: dict[str, str] = {}
+    rules: dict[str, RuleKind] = {}
     for name, decision in decisions.items():
-        if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
-            rules[name] = "low"
+        kind = RULE_KINDS[decision.rule]
+        if kind.format == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
+            rules[name] = kind
         elif policy.table == "torch" and decision.origin == "table":
             continue  # the torch.autocast region underneath has that table
-        elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
-            rules[name] = decision.rule
+        elif not _native(name, kind, devices) or (name == "cross_entropy" and kind.format == "fp32"):
+            rules[name] = kind
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}
-        rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
+        rules.update(dict.fromkeys(listed - decisions.keys(), NO_RULE))
     if how.emulating and policy.table == "torch":
         # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
-        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
+        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), RULE_KINDS["low"]))
     compiled: dict[Callable[..., Any], Handler] = {}
     if rules:
         spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
@@ -203,12 +204,13 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
     product = rules.pop(LINEAR_LOSS, rules.get("linear"))
     if product is not None:
         loss = decisions.get("cross_entropy")
-        wide = loss is not None and loss.rule == "fp32" and how.simulated is None
+        wide = loss is not None and RULE_KINDS[loss.rule].format == "fp32" and how.simulated is None
         spelled = (linear_cross_entropy, *callables(LINEAR_LOSS))
         compiled.update(dict.fromkeys(spelled, of_linear_loss(product, how, fused=wide)))
-    for name, rule in rules.items():
+    for name, kind in rules.items():
+        native = _native(name, kind, devices)
         for func in callables(name):
-            compiled[func] = of_rule(name, rule, func, how, native=_native(name, rule, devices))
+            compiled[func] = of_rule(name, kind, func, how, native=native)
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
             compiled.setdefault(func, of_statistics())

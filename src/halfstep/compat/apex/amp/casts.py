@@ -73,29 +73,21 @@ class _Quirks(TorchFunctionMode):
 class _Loud(TorchFunctionMode):
     """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
 
-    def __init__(self, policy: hs.Policy, low: torch.dtype) -> None:
+    def __init__(self, policy: hs.Policy) -> None:
         super().__init__()
-        self.low = low
         plan = hs.resolve(policy, torch.nn.Module(), "cpu")
         self.rules = {name: decision.rule for name, decision in plan.operators}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = self.rules.get(hs.policy.operator_name(func) or "")
-        if rule in {"low", "fp32", "widest"}:
-            self._print(rule, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _print(self, rule: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         tensors = [t for t in _tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
-        mixed = len({tensor.dtype for tensor in tensors}) > 1
-        if rule == "widest" and not mixed:
-            return
-        target = self.low if rule == "low" else torch.float32
+        rule = self.rules.get(hs.policy.operator_name(func) or "")
+        target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
-            if tensor.dtype is not target:
+            if target is not None and tensor.dtype is not target:
                 print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -112,14 +104,14 @@ class Casts:
     """
 
     def __init__(
-        self, policy: hs.Policy, low: torch.dtype, functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (), *,
+        self, policy: hs.Policy, functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (), *,
         loud: bool = False,
     ) -> None:  # fmt: skip
         refuse_inside()
         self.policy = policy
         self._thread = threading.get_ident()
         self._region = hs.autocast(policy=policy, cache_enabled=False)
-        self._modes: list[TorchFunctionMode] = [_Quirks(), *([_Loud(policy, low)] if loud else [])]
+        self._modes: list[TorchFunctionMode] = [_Quirks(), *([_Loud(policy)] if loud else [])]
         with _lifted():
             self._region.__enter__()
             for mode in self._modes:
