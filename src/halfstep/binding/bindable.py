@@ -17,9 +17,8 @@ from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import local
-from halfstep.policy.plan import Plan
+from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond

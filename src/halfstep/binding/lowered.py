@@ -27,9 +27,8 @@ from halfstep.errors import BindError, PolicyError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import is_sharded, put
 from halfstep.kernels.watched import unwatch_copies
-from halfstep.policy.plan import Plan
+from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve
 
 __all__ = ["lowered", "twin"]
 

@@ -7,10 +7,9 @@ natively (`Units`). Operators have one name each: `operator_names` lists those t
 """
 
 from halfstep.policy.operators import operator_name, operator_names
-from halfstep.policy.plan import Plan
-from halfstep.policy.policy import Policy
-from halfstep.policy.presets import PRESETS
-from halfstep.policy.resolve import Units, resolve, units
+from halfstep.policy.plan import Plan, resolve
+from halfstep.policy.policy import PRESETS, Policy
+from halfstep.policy.resolve import Units, units
 from halfstep.policy.rule_kinds import RULE_KINDS, RuleKind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 

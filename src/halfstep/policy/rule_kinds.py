@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from halfstep.errors import PolicyError
 
-__all__ = ["CastTo", "MODULE_RULES", "NO_RULE", "RULES", "RULE_KINDS", "RuleKind", "for_every_kind"]
+__all__ = ["CastTo", "MODULE_RULES", "NO_RULE", "RULES", "RULE_KINDS", "RuleKind", "Rules", "for_every_kind"]
 
 T = TypeVar("T")
+
+Rules = tuple[tuple[str, str], ...]
+"""Pairs of (pattern, rule), as the fields `ops` and `modules` of a policy have them; the last that matches wins."""
 
 
 CastTo = Callable[[str, Sequence[Tensor]], "torch.dtype | None"]

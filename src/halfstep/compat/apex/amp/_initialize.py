@@ -25,6 +25,7 @@ from halfstep.compat.apex.amp._process_optimizer import (
 )
 from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
@@ -49,7 +50,7 @@ def initialize(
     """Prepare models and optimizers by `properties`, and return them in the shape they came in."""
     model_list = _listed(models, nn.Module, "models", "model")
     without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
-    optimizer_list = [] if without else _listed(optimizers, (Optimizer, _larc()), "optimizers", "optimizer")
+    optimizer_list = [] if without else _listed(optimizers, (Optimizer, LARC), "optimizers", "optimizer")
     _check_models(model_list)
     _check_foreign(model_list)
     if not _amp_state.allow_incoming_model_not_fp32:
@@ -225,12 +226,6 @@ def _check_foreign(models: list[nn.Module]) -> None:
                 f"amp.initialize: {type(model).__name__} was given to hs.prepare with policy {policy.name!r}; use one "
                 "way of saying precision: leave amp.initialize out, or hs.unprepare(model) first"
             )
-
-
-def _larc() -> type:
-    from halfstep.compat.apex.parallel import LARC
-
-    return LARC
 
 
 def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
