@@ -38,8 +38,7 @@ import halfstep as hs
 from halfstep.errors import BannedOperatorError, HalfstepError
 from halfstep.formats import DTYPES, FORMATS, format_of
 from halfstep.policy.operators import known
-from halfstep.policy.optable import RULES
-from halfstep.policy.policy import MODULE_RULES
+from halfstep.policy.rule_kinds import MODULE_RULES, RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = ["SAMPLE", "check"]

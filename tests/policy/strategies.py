@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from halfstep.formats import DTYPES, FORMATS
 from halfstep.policy.operators import known
-from halfstep.policy.optable import RULES
-from halfstep.policy.policy import MODULE_RULES, Policy
+from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import MODULE_RULES, RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 SPELLINGS = ("F.softmax", "torch.add", "Tensor.__matmul__", "linalg_inv", "conv*", "linalg.*", "*", "log[12]*")

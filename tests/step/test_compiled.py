@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from halfstep.step.compiled import CompiledLoss
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from benchmarks.cases import gpt_case
 from halfstep.errors import RegionError, StepError
+from halfstep.step.compiled import CompiledLoss
 from halfstep.tasks.registry import load_task
 
 MEAN = "norm.running_mean"

@@ -25,8 +25,9 @@ from halfstep.auto.race import Elimination
 from halfstep.auto.trial import Ground, TimedSteps
 from halfstep.binding.bind import is_bound
 from halfstep.errors import StepError
+from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import device_types_of, resolve, resolved
+from halfstep.policy.resolve import device_types_of, resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.timing import Ratio, Unfit
 

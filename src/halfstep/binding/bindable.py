@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -17,9 +15,10 @@ from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import local
-from halfstep.policy.plan import Plan
+from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve
+from halfstep.torch_private.compiler import detect_fake_mode
+from halfstep.torch_private.fake import is_fake
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond

@@ -27,9 +27,8 @@ from halfstep.binding.prepare import prepare
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
 from halfstep.policy.match import matches
-from halfstep.policy.plan import Plan
+from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

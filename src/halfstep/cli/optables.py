@@ -22,15 +22,9 @@ __all__ = [
     "print_parameters", "print_ruled_modules",
 ]  # fmt: skip
 
-RULES = ("low", "fp32", "keep", "widest", "banned", "")
-MEANINGS = {
-    "low": "arguments and result in {low}",
-    "fp32": "arguments and result in fp32",
-    "keep": "the first activation decides, the other arguments take its format",
-    "widest": "fp32 if any argument is fp32, else as they come",
-    "banned": "refused with low arguments",
-    "": "in the format its arguments come in",
-}
+RULES = (*hs.policy.RULE_KINDS, "")
+RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
+NO_RULE = "in the format its arguments come in"
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -109,8 +103,8 @@ def print_operators(
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
     for rule in RULES:
         if any(row.rule == rule for row in rows):
-            meaning = MEANINGS[rule].format(low=plan.policy.dtype)
-            say(out, f"{rule or 'no rule'}: {meaning}", style=STYLES[rule or "none"])
+            means = hs.policy.RULE_KINDS[rule].means if rule else NO_RULE
+            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=RULE_STYLES[rule])
     lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
 

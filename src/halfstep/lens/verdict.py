@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.lens.box.page import verdict_page
+from halfstep.report import SarifResult, sarif_log, strict_json, write_page
+
 __all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict", "shown"]
 
 SHOWN = 4
@@ -209,14 +212,17 @@ class Verdict:
         return words.partition(" (")[0] + (" (verified)" if first.verified else "")
 
     @property
+    def why(self) -> str:
+        """What shows the cause, or what the cause means; "" if it is not known."""
+        return self.because or CAUSES.get(self.cause, "")
+
+    @property
     def page(self) -> str:
         """The page of the documentation on this cause."""
         return f"docs/verdicts/{self.cause or 'unknown'}.md"
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the verdict as JSON, and write it to `path` if one is given; numbers that are not finite are null."""
-        from halfstep.report import strict_json
-
         return _written(path, strict_json(self.record()))
 
     def to_sarif(self, path: str | Path | None = None) -> str:
@@ -225,8 +231,6 @@ class Verdict:
         Args:
             path: where to write it too.
         """
-        from halfstep.report import SarifResult, sarif_log, strict_json
-
         number = self.line.partition(" ")[0].rpartition(":")[2]
         result = SarifResult(
             rule=self.cause or "unknown",
@@ -240,9 +244,6 @@ class Verdict:
 
     def save_html(self, path: str | Path) -> None:
         """Write the verdict as one HTML file with pictures that needs nothing else."""
-        from halfstep.lens.box.page import verdict_page
-        from halfstep.report import write_page
-
         write_page(verdict_page(self), path)
 
     def record(self) -> dict[str, Any]:
@@ -260,7 +261,7 @@ class Verdict:
         if self.cause:
             sure = "shown" if self.sure == "shown" else "most likely"
             yield _fact("cause", f"{self.cause} ({sure})"), "bad"
-            yield _fact("", self.because or CAUSES[self.cause]), ""
+            yield _fact("", self.why), ""
         if self.op:
             place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
             yield _fact("place", place), ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.match import CLASS_PREFIX, glob_covers
 from halfstep.policy.operators import custom_rule, is_custom, operator_names
-from halfstep.policy.plan import Decision
-from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import custom_decisions, operator_rules
+from halfstep.policy.resolve import Decision, custom_decisions, operator_rules
 from halfstep.policy.scale_rule import ScaleRule
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = ["diff", "explain"]
 
@@ -99,7 +101,7 @@ def diff(mine: Policy, other: Policy) -> str:
     "input" stands for no rule; " on cuda" or " on cpu" follows a name if only that device differs. "" = no difference.
     """
     lines = []
-    for field in dataclasses.fields(Policy):
+    for field in dataclasses.fields(mine):
         left, right = getattr(mine, field.name), getattr(other, field.name)
         if isinstance(left, ScaleRule) and isinstance(right, ScaleRule):
             for part in dataclasses.fields(ScaleRule):

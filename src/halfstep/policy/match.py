@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from halfstep.errors import PolicyError, did_you_mean
-from halfstep.policy.policy import Rules
+from halfstep.policy.rule_kinds import Rules
 
 __all__ = ["CLASS_PREFIX", "NORMS", "declared_fp32", "glob_covers", "matches", "rules_of_modules"]
 

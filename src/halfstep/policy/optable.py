@@ -20,15 +20,15 @@ from types import MappingProxyType
 from typing import Any
 
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.rule_kinds import RULES
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "RULES", "TABLES", "losses", "table"]
+__all__ = ["NO_LOW_KERNEL", "TABLES", "losses", "table"]
 
-RULES = ("low", "fp32", "keep", "widest", "banned")
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
 NO_LOW_KERNEL = "no low kernel"
 """In the kind of rows that are fp32 because torch has no kernel for low formats on some device."""
@@ -42,7 +42,7 @@ class OperatorRow:
 
     Attributes:
         op: its name, as `operators.canonical` gives it.
-        rule: "low", "fp32", "keep", "widest" or "banned".
+        rule: one of `RULES`.
         kind: what it is ("gemm", "loss", "reduction", ...); in the ``torch`` tables torch's category.
         reason: why it has this rule.
         source: where it is stated.

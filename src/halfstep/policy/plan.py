@@ -1,30 +1,41 @@
-"""Plan: what was decided for one model on one device, with the reason of every decision. `resolve` makes it."""
+"""Plan: what a policy means for one model on one device, with the reason of every decision; `resolve` makes it.
+
+Order of module rules: what a transformers model declares to be fp32, then patterns, which match modules and all below
+them; the last wins.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from halfstep.policy.optable import RULES
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
+from halfstep.errors import PolicyError
+from halfstep.formats import DTYPE_NAMES, format_of
+from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
+from halfstep.policy.operators import custom_rule, is_custom
 from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import (
+    Decision,
+    custom_decisions,
+    device_types_of,
+    operator_rules,
+    resolve_dtype,
+    resolved,
+)
+from halfstep.policy.rule_kinds import RULE_KINDS, RULES
+from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
-__all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan"]
+__all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan", "resolve"]
 
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The rule of one operator.
-
-    Attributes:
-        rule: "low", "fp32", "keep", "widest" or "banned".
-        origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
-        reason: why, in words.
-    """
-
-    rule: str
-    origin: str
-    reason: str
+MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
+"""What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +110,153 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan as readable text."""
         return "\n".join(_lines(self))
+
+
+def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *, one_pass: bool | None = None) -> Plan:
+    """Return what `policy` means for `model`: every module's rule, every parameter's format, every operator's rule.
+
+    Args:
+        policy: what is wanted.
+        model: read only.
+        device_type: "cpu", "cuda", ...; by default that of the model's parameters.
+        one_pass: whether the optimizer is stepped by halfstep's own operators, as in most TrainSteps; None: not known,
+            and the plan names the masters of both cases.
+
+    Raises:
+        PolicyError: a module pattern matches nothing, a field rules out another one, or torch.autocast does not exist
+            for the device type.
+        UnbuiltError: halfstep cannot carry the policy out.
+
+    Examples:
+        >>> plan = hs.resolve(hs.Policy.of("mixed", dtype="fp16"), model)
+        >>> dict(plan.operators)["softmax"].rule
+        'keep'
+    """
+    check(
+        "hs.resolve",
+        PolicyError,
+        policy=(policy, a(Policy, words="an hs.Policy, such as hs.Policy.of('mixed')")),
+        model=(model, MODEL),
+        device_type=(device_type, DEVICE_TYPE | NONE),
+        one_pass=(one_pass, FLAG | NONE),
+    )
+    device = device_types_of([model])[0] if device_type is None else device_type
+    _, note = resolve_dtype(policy, device)
+    concrete = resolved(policy, device, one_pass=bool(one_pass))
+    rules, declared = _module_rules(concrete, model)
+    parameters, untouched = _parameters(concrete, model, rules, declared)
+    notes = [note, *untouched]
+    if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
+        notes.append("floating buffers are never converted")
+    if concrete.params == "low" and concrete.outputs == "keep" and concrete.loss == "fp32":
+        notes.append("outputs stay low: compute the loss inside hs.TrainStep, where it is fp32, or from output.float()")
+    own = custom_decisions(policy.ops)
+    notes += [
+        f"ops: no operator {pattern!r} is registered (yet); @hs.operator registers one"
+        for pattern, _ in policy.ops
+        if is_custom(pattern) and not any(custom_rule(((pattern, "found"),), name, "") for name in own)
+    ]
+    return Plan(
+        policy=concrete,
+        device=device,
+        model=type(model).__name__,
+        modules=tuple(_module(path, module, rules, concrete) for path, module in model.named_modules()),
+        parameters=parameters,
+        operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
+        notes=tuple(n for n in notes if n),
+        masters=MASTERS if one_pass is None and resolved(policy, device, one_pass=True) != concrete else "",
+    )
+
+
+def _module_rules(
+    concrete: Policy, model: nn.Module
+) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str]]:
+    """Return module -> (reason, rule), and parameter -> reason for those that `model` itself declares to be fp32.
+
+    ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
+    """
+    modules: Mapping[nn.Module, str] = {}
+    parameters: Mapping[nn.Parameter, str] = {}
+    if concrete.dtype != "fp32" and (concrete.params == "low" or concrete.table != "torch"):
+        modules, parameters = declared_fp32(model, narrow=format_of(concrete.dtype).is_narrow)
+    patterns = rules_of_modules(concrete.modules, model).items()
+    given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns}
+    return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters
+
+
+def _module(
+    path: str, module: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], concrete: Policy
+) -> ModuleDecision:
+    kind = type(module).__name__
+    if module not in rules:
+        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
+    reason, rule = rules[module]
+    made = concrete.dtype if RULE_KINDS[rule].format == "low" else RULE_KINDS[rule].format
+    return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
+
+
+def _parameters(
+    concrete: Policy,
+    model: nn.Module,
+    rules: Mapping[nn.Module, tuple[str, str]],
+    declared: Mapping[nn.Parameter, str],
+) -> tuple[tuple[ParameterDecision, ...], list[str]]:
+    """Decide the format of every parameter; return notes on those that are never touched besides."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, module))
+    decisions, untouched = [], []
+    for parameter, places in owners.items():
+        name, *aliases = [place for place, _ in places]
+        if parameter.dtype not in DTYPE_NAMES:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            untouched.append(f"parameter {name} is {kind} and is never converted")
+            continue
+        values: Any = parameter.data
+        if is_traceable_wrapper_subclass(values) and not hasattr(parameter, "placements"):  # not a DTensor
+            kind = type(values).__name__
+            untouched.append(
+                f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
+            )
+            continue
+        own = declared.get(parameter, "")
+        verdicts = [_parameter(concrete, parameter, module, rules.get(module), own) for _, module in places]
+        low, made, reason = min(verdicts, key=lambda verdict: verdict[0])  # a shared parameter: any fp32 owner wins
+        if low is False and any(verdict[0] for verdict in verdicts):
+            reason = f"shared by {len(places)} modules; {reason}"
+        numel = 0 if is_lazy(parameter) else parameter.numel()
+        decisions.append(
+            ParameterDecision(name=name, format=made, low=low, numel=numel, reason=reason, aliases=tuple(aliases))
+        )
+    return tuple(decisions), untouched
+
+
+def _parameter(
+    concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None, declared: str
+) -> tuple[bool, str, str]:
+    """Return (lowered, format, reason) of a parameter as one of its owners needs it; `declared`: why it is fp32."""
+    now = DTYPE_NAMES[parameter.dtype]
+    if rule is not None and RULE_KINDS[rule[1]].format != "low":
+        return False, "fp32" if RULE_KINDS[rule[1]].format == "fp32" else now, rule[0]
+    if concrete.params == "fp32":
+        if now == "fp32" or not parameter.requires_grad:
+            return (
+                False,
+                now,
+                "params='fp32': nothing to convert" if now == "fp32" else "frozen: stays as it was loaded",
+            )
+        return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
+    if rule is None and declared:
+        return False, "fp32", declared
+    if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
+        return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
+    statistics = getattr(owner, "running_mean", None)
+    if rule is None and isinstance(statistics, torch.Tensor) and statistics.dtype is torch.float32:
+        return False, "fp32", "beside fp32 running statistics kernels take fp32 weights; a low one is cast at each call"
+    if not parameter.requires_grad and concrete.master != "none":
+        return True, concrete.dtype, "params='low'; frozen: nothing is kept behind it unless an optimizer has it"
+    return True, concrete.dtype, "params='low'"
 
 
 def _lines(plan: Plan) -> Iterator[str]:

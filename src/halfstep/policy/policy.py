@@ -15,28 +15,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.arguments import Kind, check
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPES, FORMATS, FP32, format_of
+from halfstep.policy.engines import ENGINES, EngineConfig, configured
+from halfstep.policy.explain import diff, explain
 from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
-from halfstep.policy.optable import RULES
+from halfstep.policy.presets import PRESET_FIELDS
+from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 from halfstep.schema import regular
 
-if TYPE_CHECKING:
-    from halfstep.policy.engines import EngineConfig
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["MODULE_RULES", "Policy", "Rules"]
-
-Rules = tuple[tuple[str, str], ...]
-
-MODULE_RULES = ("low", "fp32", "keep")
+__all__ = ["PRESETS", "Policy"]
 
 UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
 simulates the numbers"
@@ -231,8 +229,6 @@ class Policy:
 
     def diff(self, other: Policy | str | Path) -> str:
         """Return what differs from `other`, one line a field or operator: ``what: mine -> other's``; "" if nothing."""
-        from halfstep.policy.explain import diff
-
         return diff(self, Policy.of(other))
 
     def explain(self, what: str) -> str:
@@ -241,21 +237,19 @@ class Policy:
         Raises:
             PolicyError: neither an operator nor a path.
         """
-        from halfstep.policy.explain import explain
-
         return explain(self, what)
 
     def to_deepspeed(self, *, accept: Iterable[str] = ()) -> EngineConfig:
         """Return DeepSpeed's precision sections; a field that is lost there and not in `accept` raises PolicyError."""
-        return _engine("deepspeed", self, accept)
+        return configured(ENGINES["deepspeed"], self, accept)
 
     def to_megatron(self, *, accept: Iterable[str] = ()) -> EngineConfig:
         """Return Megatron-LM's mixed-precision arguments, likewise."""
-        return _engine("megatron", self, accept)
+        return configured(ENGINES["megatron"], self, accept)
 
     def to_torchtitan(self, *, accept: Iterable[str] = ()) -> EngineConfig:
         """Return the precision keys of torchtitan's section ``training``, likewise."""
-        return _engine("torchtitan", self, accept)
+        return configured(ENGINES["torchtitan"], self, accept)
 
     @classmethod
     def from_toml(cls, text: str) -> Policy:
@@ -294,6 +288,9 @@ class Policy:
         return f"Policy({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
 
+for_every_kind("Policy.with_ops", Policy.with_ops.__kwdefaults__ or {})
+
+
 @lru_cache(maxsize=1)
 def _choices() -> Mapping[str, tuple[str, ...]]:
     """Return the fields that take one of a few words, and the words."""
@@ -325,8 +322,6 @@ def _not_an_option(field: str, value: object, options: Iterable[str]) -> str:
 
 
 def _preset(name: str) -> Policy:
-    from halfstep.policy.presets import PRESETS
-
     if name in PRESETS:
         return PRESETS[name]
     if name == "fp8":
@@ -338,12 +333,6 @@ def _preset(name: str) -> Policy:
     elif name in DTYPES or name in OTHER_NAMES:
         near = f"; a format is a field: Policy.of('mixed', dtype={OTHER_NAMES.get(name, name)!r})"
     raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
-
-
-def _engine(name: str, policy: Policy, accept: Iterable[str]) -> EngineConfig:
-    from halfstep.policy.engines import ENGINES, configured
-
-    return configured(ENGINES[name], policy, accept)
 
 
 def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
@@ -455,3 +444,9 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple) and any(isinstance(item, tuple) for item in value):
         return "[\n" + "".join(f"    {_toml(item)},\n" for item in value) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML forbids in a string
+
+
+PRESETS: Mapping[str, Policy] = MappingProxyType(
+    {name: Policy(name=name, **fields) for name, fields in PRESET_FIELDS.items()}
+)
+"""Name -> the policy of a preset."""

@@ -1,10 +1,9 @@
-"""Resolve: what a policy means on a device (`resolved`), and for a model (`resolve`: a Plan, with reasons).
+"""Resolve: what a policy means on a device (`resolved`), and for operators (`operator_rules`), with reasons.
 
 These functions alone decide which low format a device takes, whether fp16 is emulated, which scale rule applies, which
 fp32 values are behind low parameters, and whether halfstep can carry the policy out. Other modules read the result.
 
-Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order. Order of module rules:
-what a transformers model declares to be fp32, then patterns, which match modules and all below them; the last wins.
+Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.accelerators import supports_bf16, types
-from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
 from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
-from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
-from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
+from halfstep.formats import DTYPES, format_of
 from halfstep.policy.operators import (
     LINEAR_LOSS,
     custom_operators,
@@ -34,9 +29,12 @@ from halfstep.policy.operators import (
     operator_names,
 )
 from halfstep.policy.optable import losses, table
-from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
-from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
+from halfstep.torch_private.devices import cpu_instructions
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = [
     "Decision",
@@ -46,7 +44,6 @@ __all__ = [
     "device_types_of",
     "operator_rules",
     "reduces_itself",
-    "resolve",
     "resolve_dtype",
     "resolved",
     "surprise",
@@ -59,9 +56,6 @@ RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
     "add": ("keep", "residual='low': adding to the stream keeps the stream's format"),
 }
 """What ``residual="low"`` means for operators."""
-
-MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
-"""What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
 
 # ------------------------------------------------------------------ devices
 
@@ -164,12 +158,7 @@ def _cpu_capabilities() -> Mapping[str, Any]:
     if ask is not None:
         found: Mapping[str, Any] = ask()
         return found
-    old = {
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "amx_bf16": "_is_amx_tile_supported",
-        "amx_fp16": "_is_amx_fp16_supported",
-    }
-    return {name: bool(getattr(torch.cpu, query, bool)()) for name, query in old.items()}
+    return cpu_instructions()
 
 
 def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
@@ -337,11 +326,27 @@ def reduces_itself(concrete: Policy) -> bool:
     low = concrete.params == "low"
     if concrete.reduce == "low":
         return concrete.dtype != "fp32"
-    kept = any(rule == "keep" for _, rule in concrete.modules)  # what was loaded low stays low there
+    # what was loaded low stays low in modules whose inputs decide
+    kept = any(RULE_KINDS[rule].format == "input" for _, rule in concrete.modules)
     return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
 
 
 # ------------------------------------------------------------------ operators
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The rule of one operator.
+
+    Attributes:
+        rule: "low", "fp32", "keep", "widest" or "banned".
+        origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
+        reason: why, in words.
+    """
+
+    rule: str
+    origin: str
+    reason: str
 
 
 def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:
@@ -363,7 +368,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             rules[op] = Decision(rule, "residual", reason)
     if policy.loss == "fp32":
         for op in losses():
-            if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
+            if op not in rules or RULE_KINDS[rules[op].rule].may_be_low:
                 rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
     for pattern, rule in policy.ops:
         for op in () if is_custom(pattern) else operator_names(pattern):
@@ -384,153 +389,3 @@ def custom_decisions(ops: tuple[tuple[str, str], ...]) -> dict[str, Decision]:
                 decision = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
         made[operator.name] = decision
     return made
-
-
-# ------------------------------------------------------------------ a policy for a model
-
-
-def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *, one_pass: bool | None = None) -> Plan:
-    """Return what `policy` means for `model`: every module's rule, every parameter's format, every operator's rule.
-
-    Args:
-        policy: what is wanted.
-        model: read only.
-        device_type: "cpu", "cuda", ...; by default that of the model's parameters.
-        one_pass: whether the optimizer is stepped by halfstep's own operators, as in most TrainSteps; None: not known,
-            and the plan names the masters of both cases.
-
-    Raises:
-        PolicyError: a module pattern matches nothing, a field rules out another one, or torch.autocast does not exist
-            for the device type.
-        UnbuiltError: halfstep cannot carry the policy out.
-
-    Examples:
-        >>> plan = hs.resolve(hs.Policy.of("mixed", dtype="fp16"), model)
-        >>> dict(plan.operators)["softmax"].rule
-        'keep'
-    """
-    check(
-        "hs.resolve",
-        PolicyError,
-        policy=(policy, a(Policy, words="an hs.Policy, such as hs.Policy.of('mixed')")),
-        model=(model, MODEL),
-        device_type=(device_type, DEVICE_TYPE | NONE),
-        one_pass=(one_pass, FLAG | NONE),
-    )
-    device = device_types_of([model])[0] if device_type is None else device_type
-    _, note = resolve_dtype(policy, device)
-    concrete = resolved(policy, device, one_pass=bool(one_pass))
-    rules, declared = _module_rules(concrete, model)
-    parameters, untouched = _parameters(concrete, model, rules, declared)
-    notes = [note, *untouched]
-    if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
-        notes.append("floating buffers are never converted")
-    if concrete.params == "low" and concrete.outputs == "keep" and concrete.loss == "fp32":
-        notes.append("outputs stay low: compute the loss inside hs.TrainStep, where it is fp32, or from output.float()")
-    own = custom_decisions(policy.ops)
-    notes += [
-        f"ops: no operator {pattern!r} is registered (yet); @hs.operator registers one"
-        for pattern, _ in policy.ops
-        if is_custom(pattern) and not any(custom_rule(((pattern, "found"),), name, "") for name in own)
-    ]
-    return Plan(
-        policy=concrete,
-        device=device,
-        model=type(model).__name__,
-        modules=tuple(_module(path, module, rules, concrete) for path, module in model.named_modules()),
-        parameters=parameters,
-        operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
-        notes=tuple(n for n in notes if n),
-        masters=MASTERS if one_pass is None and resolved(policy, device, one_pass=True) != concrete else "",
-    )
-
-
-def _module_rules(
-    concrete: Policy, model: nn.Module
-) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str]]:
-    """Return module -> (reason, rule), and parameter -> reason for those that `model` itself declares to be fp32.
-
-    ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
-    """
-    modules: Mapping[nn.Module, str] = {}
-    parameters: Mapping[nn.Parameter, str] = {}
-    if concrete.dtype != "fp32" and (concrete.params == "low" or concrete.table != "torch"):
-        modules, parameters = declared_fp32(model, narrow=format_of(concrete.dtype).is_narrow)
-    patterns = rules_of_modules(concrete.modules, model).items()
-    given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns}
-    return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters
-
-
-def _module(
-    path: str, module: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], concrete: Policy
-) -> ModuleDecision:
-    kind = type(module).__name__
-    if module not in rules:
-        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
-    reason, rule = rules[module]
-    made = {"low": concrete.dtype, "fp32": "fp32", "keep": "input"}[rule]
-    return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
-
-
-def _parameters(
-    concrete: Policy,
-    model: nn.Module,
-    rules: Mapping[nn.Module, tuple[str, str]],
-    declared: Mapping[nn.Parameter, str],
-) -> tuple[tuple[ParameterDecision, ...], list[str]]:
-    """Decide the format of every parameter; return notes on those that are never touched besides."""
-    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, module))
-    decisions, untouched = [], []
-    for parameter, places in owners.items():
-        name, *aliases = [place for place, _ in places]
-        if parameter.dtype not in DTYPE_NAMES:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            untouched.append(f"parameter {name} is {kind} and is never converted")
-            continue
-        values: Any = parameter.data
-        if is_traceable_wrapper_subclass(values) and not hasattr(parameter, "placements"):  # not a DTensor
-            kind = type(values).__name__
-            untouched.append(
-                f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
-            )
-            continue
-        own = declared.get(parameter, "")
-        verdicts = [_parameter(concrete, parameter, module, rules.get(module), own) for _, module in places]
-        low, made, reason = min(verdicts, key=lambda verdict: verdict[0])  # a shared parameter: any fp32 owner wins
-        if low is False and any(verdict[0] for verdict in verdicts):
-            reason = f"shared by {len(places)} modules; {reason}"
-        numel = 0 if is_lazy(parameter) else parameter.numel()
-        decisions.append(
-            ParameterDecision(name=name, format=made, low=low, numel=numel, reason=reason, aliases=tuple(aliases))
-        )
-    return tuple(decisions), untouched
-
-
-def _parameter(
-    concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None, declared: str
-) -> tuple[bool, str, str]:
-    """Return (lowered, format, reason) of a parameter as one of its owners needs it; `declared`: why it is fp32."""
-    now = DTYPE_NAMES[parameter.dtype]
-    if rule is not None and rule[1] != "low":
-        return False, "fp32" if rule[1] == "fp32" else now, rule[0]
-    if concrete.params == "fp32":
-        if now == "fp32" or not parameter.requires_grad:
-            return (
-                False,
-                now,
-                "params='fp32': nothing to convert" if now == "fp32" else "frozen: stays as it was loaded",
-            )
-        return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
-    if rule is None and declared:
-        return False, "fp32", declared
-    if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
-        return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
-    statistics = getattr(owner, "running_mean", None)
-    if rule is None and isinstance(statistics, torch.Tensor) and statistics.dtype is torch.float32:
-        return False, "fp32", "beside fp32 running statistics kernels take fp32 weights; a low one is cast at each call"
-    if not parameter.requires_grad and concrete.master != "none":
-        return True, concrete.dtype, "params='low'; frozen: nothing is kept behind it unless an optimizer has it"
-    return True, concrete.dtype, "params='low'"

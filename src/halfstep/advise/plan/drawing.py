@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from halfstep.advise.plan.fit import gib, unit_of
-from halfstep.advise.plan.memory import PARTS, PHASES, MemoryPlan, Moment
+from halfstep.advise.plan.parts import PARTS, PHASES, Moment
 from halfstep.report import AreaChart, Figure, Key, Series
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.memory import MemoryPlan
 
 __all__ = ["drawing", "figure"]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from halfstep.advise.plan.gpus import GIB, Gpu, gpu_named
-from halfstep.advise.plan.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.memory import MemoryPlan
 
 __all__ = ["TOLERANCE", "Fit", "Largest", "fit_of", "largest_batch"]
 

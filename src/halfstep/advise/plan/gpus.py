@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.parts import PlanError
 from halfstep.errors import did_you_mean
 
 if sys.version_info >= (3, 11):

@@ -13,74 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
+from halfstep.advise.plan.page import plan_page
+from halfstep.advise.plan.parts import PARTS, PHASES, Moment, PlanError, Row
+from halfstep.advise.plan.text import part_table, plan_text
+from halfstep.report import write_page
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.fit import Fit, Largest
     from halfstep.advise.plan.traffic import Sent
 
 __all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
-
-PARTS = (
-    "parameters", "precise values", "buffers", "optimizer state", "low copies", "gathered parameters", "gradients",
-    "saved for backward", "communication", "batch", "temporaries",
-)  # fmt: skip
-"""What memory is for.
-
-parameters: as the model holds them, low ones under `params="low"`; precise values: what is kept behind low parameters;
-buffers: of the model, with the copies that a step makes to restore them; low copies: casts of parameters;
-gathered parameters: whole ones, while a sharded model computes with them; communication: buffers of collectives;
-gradients: of parameters; saved for backward: made in a forward pass and alive when the backward pass begins, or made
-again by checkpointing; batch: the step's inputs; temporaries: the rest.
-"""
-
-PHASES = ("forward", "backward", "update")
-
-
-class PlanError(hs.HalfstepError, RuntimeError):
-    """A step that cannot be planned: it needs values, which a plan has none of, or its arguments do not fit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """Memory of one part, module and format.
-
-    Attributes:
-        part: one of `PARTS`.
-        module: dotted name of the module that owns it or whose operator made it; "" for none or the model itself.
-        format: number format, as "fp32", "bf16", "int64".
-        bytes: sum over its tensors' memory; memory shared by tensors counts once.
-        tensors: blocks of memory.
-    """
-
-    part: str
-    module: str
-    format: str
-    bytes: int
-    tensors: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """The highest point of one stretch of a step.
-
-    Attributes:
-        phase: one of `PHASES`.
-        operator: number of operators run before it in this step.
-        name: the operator that made the last block before it, such as "aten::mm".
-        module: dotted name of the module that was running, or whose backward pass was.
-        bytes: of each part, in the order of `PARTS`.
-    """
-
-    phase: str
-    operator: int
-    name: str
-    module: str
-    bytes: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,21 +107,14 @@ class MemoryPlan:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the parts as rows of text: headers first, then bytes between steps and at the peak, and the share."""
-        from halfstep.advise.plan.text import part_table
-
         return part_table(self).texts()
 
     def __str__(self) -> str:
         """Return the answer, the parts and the drawing of the peak as text."""
-        from halfstep.advise.plan.text import plan_text
-
         return plan_text(self)
 
     def save_html(self, path: str | Path) -> None:
         """Write the plan as one HTML file with pictures that needs nothing else."""
-        from halfstep.advise.plan.page import plan_page
-        from halfstep.report import write_page
-
         write_page(plan_page([self]), path)
 
     def record(self) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from halfstep import report as doc
 from halfstep.advise.plan.drawing import figure
 from halfstep.advise.plan.fit import TOLERANCE, gib, unit_of
-from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.memory import MemoryPlan
 
 __all__ = ["plan_page"]
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from halfstep.advise.plan.drawing import drawing
 from halfstep.advise.plan.fit import TOLERANCE, Largest, fit_of, gib
 from halfstep.advise.plan.gpus import gpu_names
-from halfstep.advise.plan.memory import PARTS, MemoryPlan
+from halfstep.advise.plan.parts import PARTS
 from halfstep.advise.plan.traffic import Sent
 from halfstep.report import Cell, Table, judged, table
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.memory import MemoryPlan
 
 __all__ = [
     "gpus_line", "label", "module_table", "part_table", "plan_text", "preset_table", "sent_table", "verdict",
@@ -133,8 +138,6 @@ def preset_table(plans: Sequence[MemoryPlan]) -> Table:
 
 def plan_text(plan: MemoryPlan) -> str:
     """Return a plan as text: the answer, its parts, the drawing of the peak."""
-    from halfstep.advise.plan.drawing import drawing
-
     rows = plan.table()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
+from halfstep.advise.tune.page import tuning_page
+from halfstep.advise.tune.text import commented, summary
+from halfstep.report import write_page
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
@@ -159,15 +162,10 @@ class Tuning:
 
     def to_toml(self) -> str:
         """Return the policy as TOML, with comments: why each exception, what was rejected; `Policy.of` reads it."""
-        from halfstep.advise.tune.text import commented
-
         return commented(self)
 
     def save_html(self, path: str | Path) -> None:
         """Write the search as one HTML file with pictures that needs nothing else."""
-        from halfstep.advise.tune.page import tuning_page
-        from halfstep.report import write_page
-
         write_page(tuning_page(self), path)
 
     def record(self) -> dict[str, Any]:
@@ -177,8 +175,6 @@ class Tuning:
 
     def __str__(self) -> str:
         """Return the choice, what was tried, and the notes, as text."""
-        from halfstep.advise.tune.text import summary
-
         return summary(self)
 
 

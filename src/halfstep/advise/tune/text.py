@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from halfstep.advise.tune.result import Tried, Tuning
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
+
+if TYPE_CHECKING:
+    from halfstep.advise.tune.result import Tried, Tuning
 
 __all__ = ["commented", "size", "summary"]
 

@@ -21,8 +21,7 @@ from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eage
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError, warn
 from halfstep.formats import DTYPE_NAMES
-from halfstep.policy.policy import Policy
-from halfstep.policy.presets import PRESETS
+from halfstep.policy.policy import PRESETS, Policy
 from halfstep.policy.resolve import default_device_types
 
 __all__ = ["SUSPENDED", "autocast", "suspended"]

@@ -24,21 +24,21 @@ from halfstep.cast.arithmetic.emulate import widened
 from halfstep.cast.arithmetic.simulate import simulated
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
-from halfstep.cast.rules.handlers import target_of
+from halfstep.cast.rules.handlers import cast_to
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.errors import PolicyError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.policy.operators import CustomOperator, custom_rule, register
-from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import default_device_types
+from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, RULES
+from halfstep.torch_private.operators import OpOverload, OpOverloadPacket, overload_of, schema_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["operator"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-BACKWARDS = ("", "low", "fp32", "keep")
 KEYS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "MTIA", "XLA", "PrivateUse1")
 """Endings of torch's dispatch keys of autocast, one for each kind of device; the last is for those outside of torch."""
 
@@ -70,7 +70,7 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         ...     energy(model(x)).dtype
         torch.float32
     """
-    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of(*BACKWARDS)), "name": (name, TEXT)}
+    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of("", *MODULE_RULES)), "name": (name, TEXT)}
     check("hs.operator", PolicyError, **kinds)
     if name and "::" not in name:
         raise PolicyError(f"hs.operator(name={name!r}): a custom operator is called 'namespace::name'")
@@ -105,23 +105,23 @@ def _is_function_class(target: object) -> bool:
 
 def _overloads(target: Any) -> list[Any]:
     """Return the overloads of a torch.library operator, [] for anything else."""
-    target = getattr(target, "_opoverload", target)  # torch.library.custom_op keeps its overload there
-    if isinstance(target, torch._ops.OpOverload):
+    target = overload_of(target)
+    if isinstance(target, OpOverload):
         return [target]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return [getattr(target, overload) for overload in target.overloads()]
     return []
 
 
 def _name(target: Any, library: list[Any]) -> str:
     if library:
-        return str(library[0]._schema.name)
+        return str(schema_of(library[0]).name)
     return f"{target.__module__}::{target.__qualname__}"
 
 
 def _where(target: Any, library: list[Any]) -> str:
     if library:
-        return f"torch.ops:{library[0]._schema.name}"
+        return f"torch.ops:{schema_of(library[0]).name}"
     try:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (OSError, TypeError):  # made by exec, or built in
@@ -139,10 +139,10 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
         return func(*args, **kwargs)
     mode = mode_here()
     rule = op.rule if mode is None else custom_rule(mode.overrides, op.name, op.rule)
-    dtype = target_of(rule, op.name, device, found)
+    dtype = cast_to(RULE_KINDS[rule], op.name)(device, found)
     if dtype is None:
         return run(device, func, args, kwargs)
-    if rule == "low" and mode is not None:
+    if RULE_KINDS[rule].format == "low" and mode is not None:
         if mode.how.simulated is not None:
             return run(device, simulated(func, mode.how.simulated), args, kwargs)
         if device in mode.how.emulating and dtype is torch.float16:
@@ -253,10 +253,10 @@ def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *
 
 def _govern(overload: Any, op: CustomOperator) -> None:
     """Register the rule of `op` as the autocast kernel of a torch.library operator, on every device type."""
-    namespace, _, local = overload._schema.name.partition("::")
+    namespace, _, local = schema_of(overload).name.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     overload._halfstep_library = library  # when a Library is freed, so is what it has registered
-    qualified = f"{local}.{overload._schema.overload_name}" if overload._schema.overload_name else local
+    qualified = f"{local}.{schema_of(overload).overload_name}" if schema_of(overload).overload_name else local
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _apply(op, overload, args, kwargs)

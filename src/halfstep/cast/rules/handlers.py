@@ -6,32 +6,33 @@ autocast off. `of_...` make handlers, which `recipe` puts into the table of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.arithmetic.simulate import rounded_to, simulated
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
-from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, cast_tensor, run, tensors_of
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
+from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, CastTo, RuleKind
+from halfstep.torch_private.modes import peek_interpreter_stack
+from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
 
 __all__ = [
-    "INPUT",
     "IN_PLACE",
+    "cast_to",
     "data_read",
     "into_destination",
     "of_composite",
@@ -40,25 +41,22 @@ __all__ = [
     "of_norm",
     "of_rule",
     "of_statistics",
-    "target_of",
 ]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
 MANY_LOGITS = 1 << 18  # from here the Function may be no slower than torch; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
-INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
 
 
-def _handler(target: Target, *, gathers: bool = False) -> Handler:
+def _handler(target: CastTo, *, gathers: bool = False) -> Handler:
     """Make the handler of a rule from the function that returns the format of its tensors (None: as they are)."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
         device = mode.active(tensors)
-        if (
-            not tensors and target is _to_fp32
-        ):  # what makes floats of whole numbers inside; torch would lower its products
+        if not tensors and target is RULE_KINDS["fp32"].cast_to:
+            # what makes floats of whole numbers inside; torch would lower its products
             device = mode.active([t for t in every_tensor((args, kwargs)) if t.device.type in mode.devices])
         if device is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -95,11 +93,11 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
     return run("cpu", func, args, {**kwargs, "input": low})
 
 
-_INPUTS: WeakKeyDictionary[Handler, Target] = WeakKeyDictionary()
+_INPUTS: WeakKeyDictionary[Handler, CastTo] = WeakKeyDictionary()
 """Handler of a norm that casts its input alone where its parameters are fp32 -> the format which that gets."""
 
 _NORMS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    _BatchNorm.forward: F.batch_norm,
+    BatchNormBase.forward: F.batch_norm,
     nn.LayerNorm.forward: F.layer_norm,
     nn.GroupNorm.forward: F.group_norm,
 }
@@ -139,7 +137,7 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
     return forward
 
 
-def _stateful(target: Target, form: Format | None) -> Handler:
+def _stateful(target: CastTo, form: Format | None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
     Kernels take a low input with fp32 statistics and compute in fp32, but need weight and bias in the statistics'
@@ -176,10 +174,11 @@ def _stateful(target: Target, form: Format | None) -> Handler:
 
 def of_statistics() -> Handler:
     """Return the handler of a norm without a rule whose parameters are low: they are cast to its statistics' format."""
-    return _stateful(_as_it_is, None)
+    return _stateful(NO_RULE.cast_to, None)
 
 
-def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _to_low(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """Return what the table's function does for rules that lower, without another file between."""
     return torch.get_autocast_dtype(device)
 
 
@@ -187,34 +186,8 @@ _LOW = _handler(_to_low)
 _INPUTS[_low_norm] = _to_low
 
 
-def _to_fp32(device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    return torch.float32
-
-
-_FP32 = _handler(_to_fp32)
-
-
-def _to_first(device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    """keep: the first activation decides; a parameter decides only if there is nothing else."""
-    if len(tensors) == 1:
-        return None
-    for tensor in tensors:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.dtype
-    return tensors[0].dtype
-
-
-def _to_widest(device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    first = tensors[0].dtype
-    return None if all(t.dtype is first for t in tensors) else torch.float32
-
-
-def _as_it_is(device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    return None
-
-
-def _banned(name: str) -> Target:
-    def target(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _banned(name: str) -> CastTo:
+    def target(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
         low = [t.dtype for t in tensors if t.dtype in LOW_DTYPES]
         if low:
             raise BannedOperatorError(
@@ -315,26 +288,27 @@ def of_norm(handler: Handler | None, func: Callable[..., Any]) -> Handler:
     return handle
 
 
-def of_linear_loss(rule: str, how: Lowering, *, fused: bool) -> Handler:
-    """Return the handler of linear_cross_entropy, torch's or ours: `rule` is for the product, the loss is fp32.
+def of_linear_loss(kind: RuleKind, how: Lowering, *, fused: bool) -> Handler:
+    """Return the handler of linear_cross_entropy, torch's or ours: `kind` is for the product, the loss is fp32.
 
     Not `fused`: its parts, linear and cross_entropy, are operators of their own, each under its rule.
     """
+    target = cast_to(kind, LINEAR_LOSS)
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        input, weight, target, bias, settings = _linear_loss(*args, **kwargs)
+        input, weight, labels, bias, settings = _linear_loss(*args, **kwargs)
         tensors = tensors_of((input, weight, bias), mode.devices)
         device = mode.active(tensors)
         if device is None:
             return func(*args, **kwargs)
         if not fused:
             with mode:
-                return loss_in_parts(input, weight, bias, target, settings)
-        dtype = target_of(rule, LINEAR_LOSS, device, tensors)
+                return loss_in_parts(input, weight, bias, labels, settings)
+        dtype = target(device, tensors)
         if dtype is not None:
             input, weight, bias = (cast(t, dtype, mode) for t in (input, weight, bias))
-        emulating = rule == "low" and device in how.emulating and dtype is torch.float16
-        return run(device, fused_loss, (input, weight, bias, target, settings), {"emulating": emulating})
+        emulating = kind.format == "low" and device in how.emulating and dtype is torch.float16
+        return run(device, fused_loss, (input, weight, bias, labels, settings), {"emulating": emulating})
 
     return handle
 
@@ -382,19 +356,19 @@ IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_"
             "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")  # fmt: skip
 """Methods of Tensor that refuse to mix formats."""
 
-_TARGETS = {"low": _to_low, "fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
+
+def cast_to(kind: RuleKind, name: str) -> CastTo:
+    """Return the function that gives the format to which a rule casts the eligible tensors of the operator `name`."""
+    if kind.refuses_low:
+        return _banned(name)
+    return _to_low if kind.format == "low" else kind.cast_to
 
 
-def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    """Return the format that `rule` gives the eligible `tensors` of the operator `name`; None: as they are."""
-    return _banned(name)(device, tensors) if rule == "banned" else _TARGETS[rule](device, tensors)
-
-
-def of_rule(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
-    """Return the handler of the operator `name`, called as `func`, under `rule`; `native`: torch.autocast does it."""
-    if name in WITH_STATISTICS and rule in _TARGETS:
-        return _stateful(_TARGETS[rule], how.simulated if rule == "low" else None)
-    if rule == "low":
+def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
+    """Return the handler of the operator `name`, called as `func`, under a rule; `native`: torch.autocast does it."""
+    if name in WITH_STATISTICS and not kind.refuses_low:
+        return _stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
+    if kind.format == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)
         emulation = emulation_of(name, func) if how.emulating else None
@@ -402,10 +376,8 @@ def of_rule(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, na
             return _emulated(name, emulation, how.emulating)
         if name in MIXED_NORMS:
             return _low_norm
-    if rule == "fp32" and func is F.cross_entropy:
-        return _low_cross_entropy(_untouched if native else _FP32)
+    if kind.format == "fp32" and func is F.cross_entropy:
+        return _low_cross_entropy(_untouched if native else _handler(kind.cast_to))
     if native:
         return _untouched
-    if rule == "banned":
-        return _handler(_banned(name))
-    return _handler(_TARGETS[rule], gathers=name in GATHERS)
+    return _handler(cast_to(kind, name), gathers=name in GATHERS and not kind.refuses_low)

@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 
 from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
@@ -34,7 +32,6 @@ from halfstep.cast.losses.linear_loss import linear_cross_entropy
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
 from halfstep.cast.rules.handlers import (
     IN_PLACE,
-    INPUT,
     data_read,
     into_destination,
     of_composite,
@@ -50,6 +47,10 @@ from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, 
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
+from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RuleKind
+from halfstep.torch_private.compiler import FrameAction, FrameExecStrategy, set_code_exec_strategy
+from halfstep.torch_private.modules import ConvBase
+from halfstep.torch_private.operators import nn_functions
 
 __all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
@@ -148,24 +149,22 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
     Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
     autocast's state would run once, at trace time, and never again.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch: `with` in a compiled function may misbehave
-        return
-    action = eval_frame._FrameAction
-    skip = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    if set_code_exec_strategy is not None:  # an older torch: `with` in a compiled function may misbehave
+        skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if below else FrameAction.DEFAULT)
+        set_code_exec_strategy(function.__code__, skip)
 
 
 # ------------------------------------------------------------------ the table callable -> handler
 
 
-def _torch_rule(name: str, device: str) -> str | None:
+def _torch_kind(name: str, device: str) -> RuleKind | None:
     row = table("torch", device).get(name)
-    return None if row is None else row.rule
+    return None if row is None else RULE_KINDS[row.rule]
 
 
-def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
+def _native(name: str, kind: RuleKind, devices: tuple[str, ...]) -> bool:
     """Return whether torch.autocast does the same with this operator on every one of `devices`."""
-    return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
+    return kind.format != "input" and all(_torch_kind(name, device) is kind for device in devices)
 
 
 def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
@@ -182,20 +181,21 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
         decisions.update(operator_rules(policy, device))
-    rules: dict[str, str] = {}
+    rules: dict[str, RuleKind] = {}
     for name, decision in decisions.items():
-        if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
-            rules[name] = "low"
+        kind = RULE_KINDS[decision.rule]
+        if kind.format == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
+            rules[name] = kind
         elif policy.table == "torch" and decision.origin == "table":
             continue  # the torch.autocast region underneath has that table
-        elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
-            rules[name] = decision.rule
+        elif not _native(name, kind, devices) or (name == "cross_entropy" and kind.format == "fp32"):
+            rules[name] = kind
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}
-        rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
+        rules.update(dict.fromkeys(listed - decisions.keys(), NO_RULE))
     if how.emulating and policy.table == "torch":
         # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
-        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
+        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), RULE_KINDS["low"]))
     compiled: dict[Callable[..., Any], Handler] = {}
     if rules:
         spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
@@ -203,12 +203,13 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
     product = rules.pop(LINEAR_LOSS, rules.get("linear"))
     if product is not None:
         loss = decisions.get("cross_entropy")
-        wide = loss is not None and loss.rule == "fp32" and how.simulated is None
+        wide = loss is not None and RULE_KINDS[loss.rule].format == "fp32" and how.simulated is None
         spelled = (linear_cross_entropy, *callables(LINEAR_LOSS))
         compiled.update(dict.fromkeys(spelled, of_linear_loss(product, how, fused=wide)))
-    for name, rule in rules.items():
+    for name, kind in rules.items():
+        native = _native(name, kind, devices)
         for func in callables(name):
-            compiled[func] = of_rule(name, rule, func, how, native=_native(name, rule, devices))
+            compiled[func] = of_rule(name, kind, func, how, native=native)
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
             compiled.setdefault(func, of_statistics())
@@ -308,7 +309,7 @@ LAYERS = frozenset(
 )
 """Classes whose forward, and what it calls, does arithmetic on tensors by name only: no ``+`` hides in them."""
 
-SPACES = (F, torch, Tensor, torch._C._nn)
+SPACES = (F, torch, Tensor, nn_functions)
 
 
 def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Callable[..., Any], Any]) -> bool:
@@ -316,7 +317,7 @@ def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Call
     if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
         return False
     names = _names(original)  # type: ignore[arg-type]  # classes hash
-    if isinstance(module, _ConvNd) and module.padding_mode == "zeros":
+    if isinstance(module, ConvBase) and module.padding_mode == "zeros":
         names -= {"pad"}  # what the other modes call
     return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
 

@@ -27,8 +27,8 @@ from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import copy_of_optimizer
+from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
 from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, limit

@@ -14,6 +14,7 @@ from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.finding import KINDS, ROOM, Finding
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import ScaleRule
 
 __all__ = ["findings_of"]
@@ -105,7 +106,7 @@ class Examination:
         """Return how to keep an operator out of the low format."""
         if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
             return "let the inputs come as they are", self.policy.replace(inputs="keep")
-        if row.op == "to" or row.rule not in {"low", "keep", "widest"}:
+        if row.op == "to" or not (row.rule and RULE_KINDS[row.rule].may_be_low):
             if format_of(row.format).bits >= FP32.bits:
                 return "its inputs are fp32 already; compute it in float64, or write it in another way", None
             if row.op != "to" and row.module:

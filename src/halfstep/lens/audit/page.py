@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from halfstep import report as doc
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
-from halfstep.lens.audit.rows import AuditRow
-from halfstep.lens.audit.table import COLUMNS, Audit, cells, percent, three_digits
+from halfstep.lens.audit.rows import COLUMNS, AuditRow, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
+
+if TYPE_CHECKING:
+    from halfstep.lens.audit.table import Audit
 
 __all__ = ["audit_page"]
 

@@ -15,7 +15,7 @@ from halfstep.formats import FP32, Format, format_of
 from halfstep.lens.audit.comparison import ErrorSums, Hidden, merged
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["ROLES", "AuditRow", "Tally", "form_of", "row_of"]
+__all__ = ["COLUMNS", "ROLES", "AuditRow", "Tally", "cells", "form_of", "percent", "row_of", "three_digits"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -227,4 +227,44 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         sketch=sketch,
         wide=None if tally.wide is None else tally.wide.read()[0],
+    )
+
+
+COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",
+           "error", "accumulated", "time")  # fmt: skip
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent with two digits; "" for none or unknown."""
+    if math.isnan(share) or share <= 0.0:
+        return ""
+    if share >= 0.0995:
+        return f"{100 * min(share, 99.9):.0f} %"
+    return f"{100 * share:.2g} %" if share >= 1e-5 else "<0.001 %"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three digits; "" if it is unknown."""
+    if math.isnan(value) or math.isinf(value):
+        return ""
+    return f"{value:.3g}"
+
+
+def cells(row: AuditRow) -> tuple[str, ...]:
+    """Return the row as text, a cell for each of `COLUMNS`."""
+    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
+    return (
+        row.module or "(root)",
+        operator,
+        row.role,
+        row.format,
+        three_digits(row.amax),
+        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
+        percent(row.zeros),
+        percent(row.nonfinite),
+        percent(row.underflow),
+        percent(row.subnormal),
+        percent(row.error),
+        percent(row.accumulated),
+        percent(row.time),
     )

@@ -13,66 +13,21 @@ from typing import Any
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
 from halfstep.lens.audit.criteria import findings_of
-from halfstep.lens.audit.rows import ROLES, AuditRow
+from halfstep.lens.audit.page import audit_page
+from halfstep.lens.audit.rows import COLUMNS, ROLES, AuditRow, cells
 from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
-from halfstep.report import strict_json
+from halfstep.report import strict_json, write_page
 
-__all__ = [
-    "COLUMNS",
-    "Audit",
-    "cells",
-    "grouped",
-    "percent",
-    "three_digits",
-]
+__all__ = ["Audit", "grouped"]
 
 SHOWN = 16
 """Rows of a printed audit: what loses most."""
 
 PLACES = 4
 """Places named of each group of findings."""
-
-COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",
-           "error", "accumulated", "time")  # fmt: skip
-
-
-def percent(share: float) -> str:
-    """Return a share in per cent with two digits; "" for none or unknown."""
-    if math.isnan(share) or share <= 0.0:
-        return ""
-    if share >= 0.0995:
-        return f"{100 * min(share, 99.9):.0f} %"
-    return f"{100 * share:.2g} %" if share >= 1e-5 else "<0.001 %"
-
-
-def three_digits(value: float) -> str:
-    """Return a number with three digits; "" if it is unknown."""
-    if math.isnan(value) or math.isinf(value):
-        return ""
-    return f"{value:.3g}"
-
-
-def cells(row: AuditRow) -> tuple[str, ...]:
-    """Return the row as text, a cell for each of `COLUMNS`."""
-    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
-    return (
-        row.module or "(root)",
-        operator,
-        row.role,
-        row.format,
-        three_digits(row.amax),
-        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
-        percent(row.zeros),
-        percent(row.nonfinite),
-        percent(row.underflow),
-        percent(row.subnormal),
-        percent(row.error),
-        percent(row.accumulated),
-        percent(row.time),
-    )
 
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
@@ -308,9 +263,6 @@ class Audit:
 
     def save_html(self, path: str | Path) -> None:
         """Write the audit as one HTML file with pictures that needs nothing else."""
-        from halfstep.lens.audit.page import audit_page
-        from halfstep.report import write_page
-
         write_page(audit_page(self), path)
 
     def lines(self) -> Iterator[tuple[str, str]]:

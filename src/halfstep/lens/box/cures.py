@@ -25,9 +25,9 @@ from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spel
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.operators import known
-from halfstep.policy.policy import Policy
-from halfstep.policy.presets import PRESETS
-from halfstep.policy.resolve import default_device_types, resolve, resolved
+from halfstep.policy.plan import resolve
+from halfstep.policy.policy import PRESETS, Policy
+from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.snapshot import Snapshot, attributes
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep import report as doc
 from halfstep.errors import FormatError
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.verdict import CAUSES, Magnitude, Verdict
+
+if TYPE_CHECKING:
+    from halfstep.lens.verdict import Magnitude, Verdict
 
 __all__ = ["verdict_page"]
 
@@ -27,7 +30,7 @@ def verdict_page(verdict: Verdict) -> doc.Document:
 def _summary(verdict: Verdict) -> doc.Section:
     sure = "shown" if verdict.sure == "shown" else "most likely"
     cause = f"{verdict.cause} ({sure})." if verdict.cause else "not known."
-    why = verdict.because or CAUSES.get(verdict.cause, "The replay shows no cause")
+    why = verdict.why or "The replay shows no cause"
     line = (verdict.line,) if verdict.line else ()
     facts = (
         doc.Fact("Cause", cause, (doc.sentence(why),), "bad"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.policy.engines.engine import (
     DEVICE,
@@ -26,8 +26,10 @@ from halfstep.policy.engines.engine import (
     wide_operators,
 )
 from halfstep.policy.optable import table
-from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = ["DEEPSPEED"]
 

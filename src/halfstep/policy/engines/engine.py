@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPES
 from halfstep.policy.optable import NO_LOW_KERNEL, losses, table
-from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = [
     "Engine",
@@ -117,7 +119,7 @@ def expressed(engine: Engine, policy: Policy) -> tuple[Expressed, ...]:
     if policy.scale == "auto":
         concrete = concrete.replace(scale="auto" if policy.dtype == "fp16" else "none")
     found = {made.field: made for made in engine.express(concrete)}
-    return tuple(found[f.name] for f in dataclasses.fields(Policy))
+    return tuple(found[f.name] for f in dataclasses.fields(policy))
 
 
 def configured(engine: Engine, policy: Policy, accept: Iterable[str] = ()) -> EngineConfig:
@@ -133,7 +135,7 @@ def configured(engine: Engine, policy: Policy, accept: Iterable[str] = ()) -> En
             line with the remedy for each); `accept` names no field.
     """
     accepted = (accept,) if isinstance(accept, str) else tuple(accept)
-    fields = [f.name for f in dataclasses.fields(Policy)]
+    fields = [f.name for f in dataclasses.fields(policy)]
     for name in accepted:
         if name not in fields:
             hint = did_you_mean(name, fields)

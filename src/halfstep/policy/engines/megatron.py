@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.policy.engines.engine import DEVICE, Engine, Expressed, in_words, rule_differences, wide_operators
-from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import operator_rules
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = ["MEGATRON"]
 
@@ -101,7 +103,9 @@ def _operators(policy: Policy) -> Iterator[Expressed]:
 
 def _is_wide(policy: Policy, operator: str) -> bool:
     """Return whether the policy computes an operator in fp32."""
-    ruled = Policy(table=policy.table, ops=policy.ops, loss=policy.loss)  # what decides; rules are cached by policy
+    ruled = type(policy)(
+        table=policy.table, ops=policy.ops, loss=policy.loss
+    )  # what decides; rules are cached by policy
     decision = operator_rules(ruled, DEVICE).get(operator)
     return decision is not None and decision.rule == "fp32"
 

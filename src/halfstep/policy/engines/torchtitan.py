@@ -10,11 +10,13 @@ reads TOML, and at commit b5bcd76c, which has the same keys as arguments only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import PolicyError
 from halfstep.policy.engines.engine import Engine, Expressed, in_words, wide_operators
-from halfstep.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
 
 __all__ = ["TORCHTITAN"]
 

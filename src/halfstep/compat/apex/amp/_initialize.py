@@ -25,15 +25,17 @@ from halfstep.compat.apex.amp._process_optimizer import (
 )
 from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
+from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-BATCHNORM = nn.modules.batchnorm._BatchNorm
+BATCHNORM = BatchNormBase
 
 
 def close_casts() -> None:
@@ -49,7 +51,7 @@ def initialize(
     """Prepare models and optimizers by `properties`, and return them in the shape they came in."""
     model_list = _listed(models, nn.Module, "models", "model")
     without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
-    optimizer_list = [] if without else _listed(optimizers, (Optimizer, _larc()), "optimizers", "optimizer")
+    optimizer_list = [] if without else _listed(optimizers, (Optimizer, LARC), "optimizers", "optimizer")
     _check_models(model_list)
     _check_foreign(model_list)
     if not _amp_state.allow_incoming_model_not_fp32:
@@ -207,7 +209,7 @@ def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | 
 def _release(model: nn.Module) -> None:
     """Take off what an earlier `initialize` did to `model`: its weights are fp32 again, bit for bit."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
+        for hooks in (forward_pre_hooks(module), forward_hooks(module), state_dict_hooks(module)):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, (_CastInputs, _CastOutputs)) or hook is _state_in_fp32:
                     del hooks[key]
@@ -225,12 +227,6 @@ def _check_foreign(models: list[nn.Module]) -> None:
                 f"amp.initialize: {type(model).__name__} was given to hs.prepare with policy {policy.name!r}; use one "
                 "way of saying precision: leave amp.initialize out, or hs.unprepare(model) first"
             )
-
-
-def _larc() -> type:
-    from halfstep.compat.apex.parallel import LARC
-
-    return LARC
 
 
 def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:

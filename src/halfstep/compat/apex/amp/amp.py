@@ -118,6 +118,6 @@ def switch_on(
     policy = o1_policy(low, rules, allow_banned=allow_banned)
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
-        handle = AmpHandle(Casts(policy, low, functions, loud=verbose), loss_scale, enable_caching, verbose)
+        handle = AmpHandle(Casts(policy, functions, loud=verbose), loss_scale, enable_caching, verbose)
     _amp_state.handle = handle
     return handle, policy

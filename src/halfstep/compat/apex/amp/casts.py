@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError
+from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
 __all__ = ["Casts", "o1_policy"]
 
@@ -73,29 +74,21 @@ class _Quirks(TorchFunctionMode):
 class _Loud(TorchFunctionMode):
     """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
 
-    def __init__(self, policy: hs.Policy, low: torch.dtype) -> None:
+    def __init__(self, policy: hs.Policy) -> None:
         super().__init__()
-        self.low = low
         plan = hs.resolve(policy, torch.nn.Module(), "cpu")
         self.rules = {name: decision.rule for name, decision in plan.operators}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = self.rules.get(hs.policy.operator_name(func) or "")
-        if rule in {"low", "fp32", "widest"}:
-            self._print(rule, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _print(self, rule: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         tensors = [t for t in _tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
-        mixed = len({tensor.dtype for tensor in tensors}) > 1
-        if rule == "widest" and not mixed:
-            return
-        target = self.low if rule == "low" else torch.float32
+        rule = self.rules.get(hs.policy.operator_name(func) or "")
+        target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
-            if tensor.dtype is not target:
+            if target is not None and tensor.dtype is not target:
                 print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -112,18 +105,18 @@ class Casts:
     """
 
     def __init__(
-        self, policy: hs.Policy, low: torch.dtype, functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (), *,
+        self, policy: hs.Policy, functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (), *,
         loud: bool = False,
     ) -> None:  # fmt: skip
         refuse_inside()
         self.policy = policy
         self._thread = threading.get_ident()
         self._region = hs.autocast(policy=policy, cache_enabled=False)
-        self._modes: list[TorchFunctionMode] = [_Quirks(), *([_Loud(policy, low)] if loud else [])]
+        self._modes: list[TorchFunctionMode] = [_Quirks(), *([_Loud(policy)] if loud else [])]
         with _lifted():
             self._region.__enter__()
             for mode in self._modes:
-                _push_mode(mode)
+                push_mode(mode)
         self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
         for module, name, function in functions:
             setattr(module, name, function)
@@ -147,7 +140,7 @@ class Casts:
             setattr(module, name, original)
         with _lifted(below=len(self._modes) + 1):
             for _ in self._modes:
-                _pop_mode()
+                pop_mode()
             self._region.__exit__(None, None, None)
 
     @contextlib.contextmanager
@@ -179,11 +172,11 @@ def refuse_inside() -> None:
 @contextlib.contextmanager
 def _lifted(below: int = 0) -> Iterator[None]:
     """Take all function modes but the `below` lowest off their stack meanwhile."""
-    above = list(_get_current_function_mode_stack())[below:]
+    above = list(current_function_mode_stack())[below:]
     for _ in above:
-        _pop_mode()
+        pop_mode()
     try:
         yield
     finally:
         for mode in above:
-            _push_mode(mode)
+            push_mode(mode)

@@ -1,0 +1,111 @@
+"""What each rule of an operator means: one table, which everything that carries out, exports or explains rules reads.
+
+A new kind is one more row of `RULE_KINDS`. Code that needs an answer of its own for each kind (a colour, an argument of
+a method) builds it with `for_every_kind`, which raises at import where a kind has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PolicyError
+
+__all__ = ["CastTo", "MODULE_RULES", "NO_RULE", "RULES", "RULE_KINDS", "RuleKind", "Rules", "for_every_kind"]
+
+T = TypeVar("T")
+
+Rules = tuple[tuple[str, str], ...]
+"""Pairs of (pattern, rule), as the fields `ops` and `modules` of a policy have them; the last that matches wins."""
+
+
+CastTo = Callable[[str, Sequence[Tensor]], "torch.dtype | None"]
+"""(device type, floating tensors of an operator) -> the format that they are cast to; None: they stay as they are."""
+
+
+def _to_first(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """The first activation decides; a parameter decides only if there is nothing else."""
+    if len(tensors) == 1:
+        return None
+    for tensor in tensors:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.dtype
+    return tensors[0].dtype
+
+
+def _to_widest(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
+    first = tensors[0].dtype
+    return None if all(t.dtype is first for t in tensors) else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleKind:
+    """What a rule means. No field has a default, so that a new kind states each of them.
+
+    Attributes:
+        format: the format an operator computes in: "low", "fp32", or "input", where its arguments decide. With "low"
+            and "fp32" an operator of torch.autocast's lists needs no handler if the lists have the same rule.
+        cast_to: the format that the operator's arguments are cast to.
+        refuses_low: whether the operator raises `BannedOperatorError` for low arguments.
+        may_be_low: whether the operator may compute in the low format.
+        of_modules: whether a module, or a backward pass, may have it for all its operators.
+        means: what it does, in words; "{low}" stands for the low format.
+
+    Examples:
+        >>> hs.policy.RULE_KINDS["banned"].may_be_low
+        False
+    """
+
+    format: Literal["low", "fp32", "input"]
+    cast_to: CastTo
+    refuses_low: bool
+    may_be_low: bool
+    of_modules: bool
+    means: str
+
+
+RULE_KINDS: Mapping[str, RuleKind] = {
+    "low": RuleKind(
+        format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
+        refuses_low=False, of_modules=True, means="arguments and result in {low}",
+    ),
+    "fp32": RuleKind(
+        format="fp32", may_be_low=False, cast_to=lambda device, tensors: torch.float32,
+        refuses_low=False, of_modules=True, means="arguments and result in fp32",
+    ),
+    "keep": RuleKind(
+        format="input", may_be_low=True, cast_to=_to_first,
+        refuses_low=False, of_modules=True, means="the first activation decides, the other arguments take its format",
+    ),
+    "widest": RuleKind(
+        format="input", may_be_low=True, cast_to=_to_widest,
+        refuses_low=False, of_modules=False, means="fp32 if any argument is fp32, else as they come",
+    ),
+    "banned": RuleKind(
+        format="input", may_be_low=False, cast_to=lambda device, tensors: None,
+        refuses_low=True, of_modules=False, means="refused with low arguments",
+    ),
+}  # fmt: skip
+"""Rule -> what it means, in the order in which tables show them."""
+
+NO_RULE = replace(RULE_KINDS["banned"], refuses_low=False, may_be_low=True, means="in the format its arguments come in")
+"""What holds for an operator without a rule."""
+
+RULES = tuple(RULE_KINDS)
+MODULE_RULES = tuple(rule for rule, kind in RULE_KINDS.items() if kind.of_modules)
+
+
+def for_every_kind(reader: str, answers: Mapping[str, T], rules: Sequence[str] = RULES) -> Mapping[str, T]:
+    """Return `answers` (rule -> what `reader` does for it).
+
+    Raises:
+        PolicyError: one of `rules` has no answer, or an answer belongs to no rule. Called at import.
+    """
+    if answers.keys() != set(rules):
+        lacking, unknown = sorted(set(rules) - answers.keys()), sorted(answers.keys() - set(rules))
+        raise PolicyError(f"{reader} has no answer for the rules {lacking}, and answers for the unknown {unknown}")
+    return answers
