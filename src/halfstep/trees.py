@@ -134,3 +134,19 @@ def keyed(tree: Any, key: str = "") -> list[tuple[str, Tensor]]:
         name = subscript.strip("[].<>'\"")
         found += keyed(item, key if name.isdigit() else name)
     return found
+
+
+def inputs(batch: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of a batch in the order of `trees.tensors`: "input 0", "input 1 (labels)"."""
+    return [
+        (f"input {index}" + (f" ({key})" if key else ""), tensor)
+        for index, (key, tensor) in enumerate(keyed((batch, named)))
+    ]
+
+
+def place(tensor: Tensor, flat: int) -> str:
+    """Return "sample 1 at [0, 2]" for an index into the flattened tensor."""
+    if not tensor.dim():
+        return "its one value"
+    where = [int(index) for index in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+    return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")

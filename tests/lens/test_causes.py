@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.lens.box import causes
-from halfstep.lens.box.causes import settle
+from halfstep.lens.box import advice as causes
+from halfstep.lens.box.advice import settle
 from halfstep.lens.box.trials import Trial
 from halfstep.lens.verdict import Verdict
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["has_parts", "is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 from halfstep.torch_private.distributed import local_of, set_local
 
+__all__ = ["has_parts", "is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 

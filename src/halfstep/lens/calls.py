@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from halfstep.accelerators import TYPES
 from halfstep.cast.regions.autocast import autocast, decorated
@@ -26,6 +25,9 @@ from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
+from halfstep.torch_private.devices import get_privateuse1_backend_name, storage_key
+from halfstep.torch_private.modes import is_functorch_wrapped_tensor
+from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
@@ -179,11 +181,11 @@ def read(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     That is all of them but the running statistics of a norm in training, which are written to alone.
     """
     found = floats((args, kwargs))
-    name = str(func) if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", "")
+    name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", "")
     if "batch_norm" not in name and "instance_norm" not in name:
         return found
-    if isinstance(func, torch._ops.OpOverload):
-        names: Sequence[str] = [argument.name for argument in func._schema.arguments]
+    if isinstance(func, OpOverload):
+        names: Sequence[str] = [argument.name for argument in schema_of(func).arguments]
     else:
         names = tuple(inspect.signature(func).parameters) if isinstance(func, FunctionType) else BUILTIN_NORM
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -227,7 +229,7 @@ def storage(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common, as long as one of them, or a weak reference, lives."""
     if tensor.is_sparse:
         tensor = tensor._values()
-    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
+    return int(storage_key(tensor.untyped_storage())) if has_storage(tensor) else id(tensor)
 
 
 def place(tensor: Tensor) -> int:
@@ -240,8 +242,8 @@ def writes(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") or name == "__setitem__"
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema.is_mutable
+    if isinstance(func, OpOverload):
+        return bool(schema_of(func).is_mutable)
     return name.endswith("_")
 
 
@@ -256,7 +258,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def autocasting() -> list[str]:
     """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
-    kinds = (*TYPES, torch._C._get_privateuse1_backend_name(), "cpu")
+    kinds = (*TYPES, get_privateuse1_backend_name(), "cpu")
     return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
 
 

@@ -23,17 +23,16 @@ from types import FrameType
 from typing import Any, Self
 
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.arguments import MODEL, check
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.errors import AuditError, ours
 from halfstep.policy.operators import known, operator_name
+from halfstep.torch_private.modes import TorchDispatchMode, peek_interpreter_stack
 
 __all__ = [
     "KernelMode", "OperatorCall", "OperatorSink", "Sink", "Tracer", "file_of", "line_of", "raised_at",

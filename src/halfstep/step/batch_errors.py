@@ -9,15 +9,14 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from halfstep.cast.regions import dtype_errors
 from halfstep.errors import BatchError, HalfstepError
-from halfstep.trees import keyed
+from halfstep.trees import inputs, place
 
-__all__ = ["EXPLAINED", "explained", "inputs", "place"]
+__all__ = ["EXPLAINED", "explained"]
 
 EXPLAINED = (*dtype_errors.EXPLAINED, IndexError)
 """The kinds of errors that `explained` handles."""
@@ -32,22 +31,6 @@ def explained(error: BaseException, tree: tuple[tuple[Any, ...], dict[str, Any]]
     """
     said = _out_of_range(error, tree) if isinstance(error, (IndexError, RuntimeError)) else ""
     return BatchError(f"{said}. torch says: {error}") if said else dtype_errors.explained(error, tree)
-
-
-def inputs(batch: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of a batch in the order of `trees.tensors`: "input 0", "input 1 (labels)"."""
-    return [
-        (f"input {index}" + (f" ({key})" if key else ""), tensor)
-        for index, (key, tensor) in enumerate(keyed((batch, named)))
-    ]
-
-
-def place(tensor: Tensor, flat: int) -> str:
-    """Return "sample 1 at [0, 2]" for an index into the flattened tensor."""
-    if not tensor.dim():
-        return "its one value"
-    where = [int(index) for index in torch.unravel_index(torch.tensor(flat), tensor.shape)]
-    return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")
 
 
 def _out_of_range(error: BaseException, tree: tuple[tuple[Any, ...], dict[str, Any]]) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens import Sink, Tracer
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
+from halfstep.torch_private.trees import tree_leaves
 
 __all__ = ["Used", "used_operators"]
 
@@ -47,7 +47,7 @@ class _OperatorCounter(Sink):
 
 
 def _format(result: Any) -> str:
-    for leaf in _pytree.tree_leaves(result):
+    for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             low = leaf.dtype in LOW_DTYPES
             return "low" if low else DTYPE_NAMES.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))

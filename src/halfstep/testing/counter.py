@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,6 +22,10 @@ import halfstep as hs
 from halfstep.lens import Sink, Tracer, user_line
 from halfstep.testing.counts import Counts, Row, Sync
 from halfstep.testing.traffic import Cost, bytes_of, cost_of, tensors_in
+from halfstep.torch_private.autograd import current_graph_task_id
+from halfstep.torch_private.devices import storage_key
+from halfstep.torch_private.fake import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from halfstep.torch_private.operators import schema_of
 
 __all__ = ["CountError", "Counter", "count_step"]
 
@@ -160,7 +163,7 @@ class Counter(Sink):
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and count it."""
-        phase, name = self._where(), func._schema.name
+        phase, name = self._where(), schema_of(func).name
         if name == "aten::_local_scalar_dense":
             return self._read_scalar(phase, func, args[0])
         if _host_must_know(name, args, kwargs):
@@ -168,7 +171,7 @@ class Counter(Sink):
         fake = any(isinstance(t, FakeTensor) for t in tensors_in(args))
         try:
             if fake and name.startswith(UNCOMPUTED):
-                result = args[0] if len(func._schema.returns) else None
+                result = args[0] if len(schema_of(func).returns) else None
             else:
                 result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
@@ -215,7 +218,7 @@ class Counter(Sink):
     def _read_scalar(self, phase: str, func: Any, tensor: Tensor) -> Any:
         fake = isinstance(tensor, FakeTensor)
         if not (tensor.device.type == "cpu" and (fake or self._counts_steps(tensor))):
-            self._sync(phase, func._schema.name)
+            self._sync(phase, schema_of(func).name)
         if not fake:
             return func(tensor)
         try:
@@ -285,14 +288,14 @@ def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int =
 
 
 def _in_backward() -> bool:
-    found: int = torch._C._current_graph_task_id()
+    found: int = current_graph_task_id()
     return found >= 0
 
 
 def _storage(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
-    key: int = tensor.untyped_storage()._cdata
+    key: int = storage_key(tensor.untyped_storage())
     return key
 
 

@@ -26,11 +26,11 @@ import torch.cuda.amp.common as amp_common
 import torch.utils._foreach_utils as foreach_utils
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import halfstep as hs
 from halfstep.testing import building
 from halfstep.testing.building import DeviceError, built
+from halfstep.torch_private.fake import FakeTensor, FakeTensorMode
 
 __all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
 

@@ -25,6 +25,7 @@ from torch.utils import backend_registration
 
 from halfstep.testing import building
 from halfstep.testing.building import DeviceError, built
+from halfstep.torch_private.devices import get_privateuse1_backend_name
 
 __all__ = ["HostDeviceError", "host_device", "missing"]
 
@@ -63,7 +64,7 @@ def host_device(name: str = "npu") -> torch.device:
         >>> device = host_device()  # doctest: +SKIP
         >>> step = hs.TrainStep(model.to(device), optimizer, loss_fn, policy="mixed")  # doctest: +SKIP
     """
-    now = torch._C._get_privateuse1_backend_name()
+    now = get_privateuse1_backend_name()
     if now == name and isinstance(getattr(torch, name, None), _Module):
         return torch.device(name, 0)
     if now != FREE:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
+from halfstep.torch_private.operators import schema_of
 
 __all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches", "tensors_in"]
 
@@ -95,7 +96,7 @@ def declare_traffic(
     declared = _Declaration(reads=tuple(reads), writes=tuple(writes), extra=extra, launches=launches)
     found = _find(operator)
     if found is not None:
-        _check(operator, found._schema, declared)
+        _check(operator, schema_of(found), declared)
     _DECLARED[operator] = declared
 
 
@@ -126,7 +127,7 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     Raises:
         DeclarationError: its declaration does not fit.
     """
-    schema = operator._schema
+    schema = schema_of(operator)
     space, _, short = schema.name.partition("::")
     if space in {"profiler", "prim"} or short in FREE or operator.is_view or short.startswith(ALLOCATIONS):
         return NOTHING
@@ -259,7 +260,7 @@ def declare_own() -> None:
     """
     declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
     for name in torch.ops.halfstep:
-        arguments = _find(f"halfstep::{name}")._schema.arguments
+        arguments = schema_of(_find(f"halfstep::{name}")).arguments
         tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
         if "beside" in tensors:
             declare_traffic(

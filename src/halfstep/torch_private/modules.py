@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimiz
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
 __all__ = [
+    "non_persistent_buffers",
     "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
     "TorchLoss", "check_input_dim", "check_non_zero_input_channels", "conv_forward", "flatten_dense_tensors",
     "forward_hooks", "forward_pre_hooks", "get_name_of", "global_optimizer_post_hooks", "global_optimizer_pre_hooks",
@@ -53,3 +54,6 @@ step_post_hooks = attrgetter("_optimizer_step_post_hooks")
 def conv_forward(kind: type[nn.Module]) -> Any:
     """Return the method of a class of convolutions that takes input, weight and bias; None of other classes."""
     return getattr(kind, "_conv_forward", None)
+
+
+non_persistent_buffers = attrgetter("_non_persistent_buffers_set")

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.advise.plan.memory import PlanError
+from halfstep.torch_private.trees import tree_leaves, tree_map_only
 
 __all__ = ["batch_size", "with_size"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfstep.advise.plan.ledger import Ledger
 from halfstep.advise.plan.traffic import collective
+from halfstep.torch_private.operators import schema_of
 
 __all__ = ["Gathered"]
 
@@ -39,7 +40,7 @@ class Gathered:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, step: int) -> None:
         """Name the blocks of one operator."""
-        name = func._schema.name
+        name = schema_of(func).name
         sent = collective(func, args)
         if sent is not None:
             self.seen.setdefault(step, []).append(sent)

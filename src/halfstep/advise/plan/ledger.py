@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.torch_private.devices import storage_key
+
 __all__ = ["Block", "Ledger", "Mark"]
 
 
@@ -106,7 +108,7 @@ class Ledger:
     def note(self, tensor: Tensor, module: str, operator: str, phase: str) -> Block | None:
         """Note a tensor; return its block if it is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._deaths:
             return None
         block = Block(self._rounded(storage.nbytes()), tensor.dtype, module, operator, phase)
@@ -125,18 +127,18 @@ class Ledger:
 
     def of(self, tensor: Tensor) -> Block | None:
         """Return the block of a tensor; None for one that is not in memory that was noted."""
-        death = self._deaths.get(tensor.untyped_storage()._cdata)
+        death = self._deaths.get(storage_key(tensor.untyped_storage()))
         return None if death is None else self.blocks[death.block]
 
     def resized(self, tensor: Tensor) -> None:
         """Note that the storage of a tensor may have another size now: as a new block instead of the old one."""
         storage = tensor.untyped_storage()
-        death = self._deaths.get(storage._cdata)
+        death = self._deaths.get(storage_key(storage))
         if death is None or self.blocks[death.block].bytes == self._rounded(storage.nbytes()):
             return
         old = self.blocks[death.block]
         self._end(death.block)
-        del self._deaths[storage._cdata]
+        del self._deaths[storage_key(storage)]
         self.note(tensor, old.module, old.operator, old.phase)
 
     def _rounded(self, bytes: int) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import halfstep as hs
@@ -32,6 +31,7 @@ from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check
 from halfstep.lens import raised_at
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda
+from halfstep.torch_private.fake import FakeTensorMode
 
 __all__ = ["plan", "plan_each"]
 

@@ -15,9 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import halfstep as hs
 from halfstep.advise.plan.ledger import Block, Ledger
@@ -25,6 +23,8 @@ from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, PlanError, Ro
 from halfstep.advise.plan.trace import MemorySink, local
 from halfstep.advise.plan.ways import Way
 from halfstep.formats import format_of
+from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
+from halfstep.torch_private.trees import tree_leaves, tree_map_only
 
 __all__ = ["plan_step"]
 

@@ -18,12 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
 
 from halfstep.advise.plan.gathered import Gathered
 from halfstep.advise.plan.ledger import Block, Ledger
@@ -31,6 +25,14 @@ from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
 from halfstep.lens import Sink, Tracer, user_line
+from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, get_sequence_nr
+from halfstep.torch_private.fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from halfstep.torch_private.operators import schema_of
 
 __all__ = ["MemorySink", "local"]
 
@@ -126,14 +128,14 @@ class MemorySink(Sink):
         ledger = self.ledger
         self.gathered.settle()
         ledger.operators += 1
-        backward, running = torch._C._current_graph_task_id() >= 0, self.tracer.running
+        backward, running = current_graph_task_id() >= 0, self.tracer.running
         if backward:
             if self.phase != "backward":
                 self.begin("backward")
             if running:
                 module = self.tracer.module
             else:
-                node = torch._C._current_autograd_node()
+                node = current_autograd_node()
                 module = "" if node is None else self._made_by.get(node._sequence_nr(), "")
         else:
             if self.phase == "backward":
@@ -144,8 +146,8 @@ class MemorySink(Sink):
                         self._is_gradient(parameter.grad)
             module = self.tracer.module
             if module:
-                self._made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
-        name = func._schema.name
+                self._made_by.setdefault(get_sequence_nr() - 1, module)
+        name = schema_of(func).name
         for place in _gradients(func):
             for tensor in args[place] if len(args) > place else ():
                 self._is_gradient(tensor)
@@ -239,7 +241,7 @@ class MemorySink(Sink):
 @cache
 def _gradients(func: Any) -> tuple[int, ...]:
     """Return the places of the arguments that are lists of gradients: of an update that is fused into one operator."""
-    return tuple(n for n, argument in enumerate(func._schema.arguments) if argument.name in ("gradients", "grads"))
+    return tuple(n for n, argument in enumerate(schema_of(func).arguments) if argument.name in ("gradients", "grads"))
 
 
 def local(tensor: Tensor) -> Tensor:

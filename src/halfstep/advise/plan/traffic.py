@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from halfstep.formats import DTYPES
 from halfstep.policy import Policy
+from halfstep.torch_private.operators import schema_of
 from halfstep.trees import tensors
 
 __all__ = ["Sent", "collective", "ddp_bytes", "sent"]
@@ -90,10 +91,10 @@ def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
     """Return (name, bytes that this rank puts in) of an operator that is a collective; None of any other."""
     if func.namespace not in SPACES:
         return None
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if name not in NAMES:
         return None
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     place = next((n for n, argument in enumerate(names[: len(args)]) if argument.startswith("input")), 0)
     return name, sum(t.numel() * t.element_size() for t in tensors(args[place]))
 

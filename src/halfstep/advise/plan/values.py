@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+
+from halfstep.torch_private.devices import storage_key
+from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
+from halfstep.torch_private.operators import schema_of
+from halfstep.torch_private.trees import tree_map_only
 
 __all__ = ["Values"]
 
@@ -38,7 +41,7 @@ class Values:
         if type(tensor) is not FakeTensor:
             return tensor
         value: Tensor | None = getattr(tensor, NAME, None)
-        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+        return None if value is None or storage_key(value.untyped_storage()) in self._lost else value
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator on values; None if one is unknown or the result is random."""
@@ -58,7 +61,7 @@ class Values:
         """Give the results of an operator that ran on fake tensors their values, if they have any."""
         if isinstance(result, Tensor):
             large = result.numel() > (LARGEST if not result.is_floating_point() else LARGEST_FLOAT)
-            changed = func._schema.is_mutable
+            changed = schema_of(func).is_mutable
             if large and not changed:
                 return
             value = self.compute(func, args, kwargs)
@@ -75,7 +78,7 @@ class Values:
         """Note that a tensor, and all that share its memory, were overwritten by something unknown."""
         value = getattr(tensor, NAME, None)
         if value is not None:
-            self._lost.add(value.untyped_storage()._cdata)
+            self._lost.add(storage_key(value.untyped_storage()))
 
     def dense_index(self, args: Any) -> Any:
         """Return arguments of `aten::index` with masks of known values as lists of places; None if one is unknown."""

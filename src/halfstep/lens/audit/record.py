@@ -27,6 +27,9 @@ from halfstep.lens.audit.signs import SUMS, Integers
 from halfstep.lens.calls import copied, place
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import torch_states
+from halfstep.torch_private.autograd import base_of
+from halfstep.torch_private.modes import DisableTorchFunction
+from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["AuditRecorder"]
@@ -116,9 +119,7 @@ class AuditRecorder(OperatorSink):
         self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # measurements do not follow the region's rules, and cost less without them
+        with DisableTorchFunction():  # measurements do not follow the region's rules, and cost less without them
             random = torch_states() if call.op in RANDOM else None
             given = floats_of((args, kwargs))
             before = (args, kwargs)
@@ -131,7 +132,7 @@ class AuditRecorder(OperatorSink):
             began = time.perf_counter()
             result = func(*args, **kwargs)
             took = time.perf_counter() - began
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found = floats_of(result)
             if not found or not found[0].numel():
                 self._integers.follow((args, kwargs), result)
@@ -154,10 +155,10 @@ class AuditRecorder(OperatorSink):
     def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow numbers through indexing, which copies them."""
         result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._integers.follow((args, kwargs), result)
         if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 if any(is_index(t) for t in tensors(args[1:])):
                     self._off[place(result)] = self._off.get(place(args[0]), 0.0)
                     self._chosen.add(place(result))
@@ -213,7 +214,7 @@ class AuditRecorder(OperatorSink):
     def _meet_weights(self, call: OperatorCall, values: Any, form: Format) -> None:
         """Note which operator uses a parameter, and in which format."""
         for tensor in tensors(values):
-            owner = tensor if id(tensor) in self.parameters else tensor._base
+            owner = tensor if id(tensor) in self.parameters else base_of(tensor)
             name = self.parameters.get(id(owner)) if owner is not None else None
             if name is not None and name not in self.users:
                 self.users[name] = (call.module, call.op, call.line)
@@ -312,7 +313,7 @@ class _Casts(Sink):
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel, and count it if it is such a cast."""
         result = func(*args, **kwargs)
-        if func is torch.ops.aten._to_copy.default and result.dtype is not args[0].dtype:
+        if func is CONVERSION and result.dtype is not args[0].dtype:
             if args[0].is_floating_point() and place(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result

@@ -23,6 +23,8 @@ from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
 from halfstep.lens.tracing import OperatorCall
 from halfstep.snapshot import same_numbers
+from halfstep.torch_private.autograd import top_saved_tensors_default_hooks
+from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import map_tensors
 
 __all__ = ["RANDOM", "Pair", "Shadows"]
@@ -191,7 +193,7 @@ def _pair(
 
 def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
     """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
@@ -214,7 +216,7 @@ def _same(tensor: Tensor) -> Tensor:
 def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
     """Run operators as they are: no autocast, no rule, no mode."""
     if not devices:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             yield
         return
     with rules_off(devices[0]), _without_rules(devices[1:]):

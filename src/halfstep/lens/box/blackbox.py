@@ -38,6 +38,8 @@ from halfstep.step.arguments import LOSS
 from halfstep.step.parts.record import History, MicroBatch, Window
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.train_step import TrainStep
+from halfstep.torch_private.autograd import execution_engine
+from halfstep.torch_private.foreach import foreach_norm
 
 __all__ = ["BlackBox", "replay"]
 
@@ -186,7 +188,7 @@ class BlackBox(Box):
                 self._loop.begin(self.step)
             except Exception as error:
                 self._failed(f"the backward pass of step {self.step} was not looked at", error)
-            engine = torch.autograd.Variable._execution_engine
+            engine = execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
 
@@ -467,7 +469,7 @@ def _norms(found: list[Tensor]) -> list[Tensor]:
         if tensor.numel():
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             kinds.setdefault((real.device, real.dtype), []).append(real)
-    return [torch.stack(torch._foreach_norm(some, math.inf)) for some in kinds.values()]
+    return [torch.stack(foreach_norm(some, math.inf)) for some in kinds.values()]
 
 
 def _not_finite(norms: list[Tensor]) -> Tensor:

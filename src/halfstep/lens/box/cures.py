@@ -30,6 +30,7 @@ from halfstep.policy.policy import PRESETS, Policy
 from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.snapshot import Snapshot, attributes
+from halfstep.torch_private.autograd import current_graph_task_id
 
 __all__ = ["cures", "instead", "rebound"]
 
@@ -307,7 +308,7 @@ class _InPlaceOfRegions(Sink):
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
         if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
-        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which restores the format and no rules
+        recomputed = current_graph_task_id() != -1  # by a checkpoint, which restores the format and no rules
         with opened(self.native if recomputed else self.recipe):
             return func(*args, **kwargs)
 

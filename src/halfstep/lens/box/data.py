@@ -28,7 +28,7 @@ from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
-from halfstep.step.batch_errors import inputs, place
+from halfstep.trees import inputs, place
 from halfstep.step.parts.record import MicroBatch
 from halfstep.trees import map_tensors, tensors
 

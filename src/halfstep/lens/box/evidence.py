@@ -29,6 +29,7 @@ from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.lens.verdict import Verdict
 from halfstep.schema import Each, Kind, check, number, regular, text, whole
 from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.torch_private.modules import non_persistent_buffers
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["buffers_of", "load_evidence", "load_weights", "save_evidence", "window_of"]
@@ -340,7 +341,7 @@ def _whole_state(model: nn.Module) -> dict[str, Any]:
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_buffers(module)
     }
     found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     found.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
@@ -24,6 +23,7 @@ from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import KernelMode, Sink
 from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
 from halfstep.step.parts.record import MicroBatch, put_random
+from halfstep.torch_private.autograd import engine_run_backward
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Deferral
 
@@ -244,5 +244,5 @@ def _run_backward(loss: Tensor, seed: Tensor, *leaves: Tensor) -> tuple[Tensor |
 
     torch's public functions for this pass modes as one operator, which would hide the operators inside.
     """
-    found = _engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves)
+    found = engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves)
     return found or ()

@@ -39,7 +39,7 @@ from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.advice import advice
-from halfstep.lens.box.causes import settle
+from halfstep.lens.box.advice import settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence

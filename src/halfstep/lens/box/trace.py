@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
@@ -46,6 +45,8 @@ from halfstep.lens.calls import (
 )
 from halfstep.lens.tracing import Sink, Tracer, line_of, user_frame
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id
+from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Trace"]
@@ -69,7 +70,7 @@ ENGINE = "_engine_run_backward"
 @contextmanager
 def _unobserved() -> Iterator[None]:
     """Let the block read values without passing a mode: neither the trace's nor a region's."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         yield
 
 
@@ -166,14 +167,14 @@ class Trace(Sink):
             result = func(*args, **kwargs)
             self._inner += [t for t in floats(result) if has_storage(t)]
             return result
-        node: Any = torch._C._current_autograd_node()
-        if node is None and torch._C._current_graph_task_id() == -1:
+        node: Any = current_autograd_node()
+        if node is None and current_graph_task_id() == -1:
             return func(*args, **kwargs)
         return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
         frame, tracer = user_frame(sys._getframe()), self.tracer  # no local may refer to its own frame: a cycle
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is not None and (frame is None or _engine_between(sys._getframe(), frame)):
             return self._site_of_node(node, op)
         self._note_custom(frame)

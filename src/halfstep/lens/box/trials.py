@@ -39,6 +39,7 @@ from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import History
+from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
@@ -451,7 +452,7 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightSto
         present = model.get_parameter(name)
         rounded = precise.detach().to(present.dtype)
         leaf = precise if present.dtype is precise.dtype else nn.Parameter(rounded)
-        leaf._backward_hooks = original._backward_hooks
+        leaf._backward_hooks = backward_hooks(original)
         weights[id(present)] = _Weight(original, precise, leaf)
     with Snapshot(attributes(model.modules())).returning():
         for module in model.modules():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
 __all__ = ["CAST_OVERFLOW", "INFINITE_DERIVATIVE", "MASKED_ROW", "NOT_FINITE", "ROUNDED_INTEGERS", "shown"]
@@ -44,7 +45,7 @@ def shown(
     inputs = [t for t in tensors((args, kwargs)) if t.is_floating_point() and t.layout is torch.strided]
     if any(t.numel() > LARGEST for t in (*inputs, *outputs)) or any(t.is_meta for t in inputs):
         return frozenset()
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         if not outputs:
             return frozenset(_of_arguments(op, inputs, args, kwargs))
         return frozenset(_of_results(op, outputs, before))
