@@ -65,5 +65,5 @@ def test_no_device_but_cuda_captures() -> None:
 
 def test_types_are_torchs_and_the_one_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerators.types() == accelerators.TYPES
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    monkeypatch.setattr(accelerators, "get_privateuse1_backend_name", lambda: "npu")
     assert accelerators.types() == (*accelerators.TYPES, "npu")

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from halfstep.torch_private.devices import get_privateuse1_backend_name, mps_generator
+
 __all__ = [
     "TYPES",
     "capturing",
@@ -29,7 +31,7 @@ TYPES = ("cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
 
 def types() -> tuple[str, ...]:
     """Return the types with torch.autocast but the CPU: torch's own, and the one from outside if a backend named it."""
-    outside = torch._C._get_privateuse1_backend_name()
+    outside = get_privateuse1_backend_name()
     return TYPES if outside == "privateuseone" else (*TYPES, outside)
 
 
@@ -58,7 +60,7 @@ def default_generators() -> tuple[torch.Generator, ...]:
         return ()
     module = torch.get_device_module(device)
     if device.type == "mps":
-        return (module._get_default_mps_generator(),)
+        return (mps_generator(module),)
     used = getattr(module, "is_initialized", bool)()
     return tuple(getattr(module, "default_generators", ())) if used else ()
 

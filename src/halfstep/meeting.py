@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep.errors import CheckpointError
+from halfstep.torch_private.distributed import default_store
 
 __all__ = ["Alone", "Meeting", "announce", "meeting", "processes", "store_under"]
 
@@ -44,9 +45,9 @@ def processes() -> tuple[int, int]:
 
 def store_under(prefix: str) -> Any:
     """Return a connection to the store of the default group, for keys under `prefix`."""
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    store: Any = _get_default_store()  # torch's stubs lack some of its methods
+    store = default_store()
     under: Any = PrefixStore(f"halfstep/{prefix}", store)
     copy = under.clone()
     copy.set_timeout(store.timeout)

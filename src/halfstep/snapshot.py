@@ -36,6 +36,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from halfstep.accelerators import default_generators
+from halfstep.torch_private.modules import SCHEDULERS
 from halfstep.trees import map_tensors
 
 __all__ = [
@@ -192,7 +193,7 @@ def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
     """
     holders = [scheduler]
     for holder in holders:
-        holders += getattr(holder, "_schedulers", None) or ()
+        holders += getattr(holder, SCHEDULERS, None) or ()
     groups = optimizer.param_groups
     values: list[dict[str, Any]] = [*(vars(one) for one in holders), *groups]
     found = [(one, one.copy()) for one in values]

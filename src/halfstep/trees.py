@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
+
+from halfstep.torch_private.trees import SUPPORTED_NODES
 
 __all__ = ["keyed", "map_tensors", "opened", "tensors"]
 
@@ -45,7 +46,7 @@ def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
         return named, (lambda items: kind(*items)) if hasattr(value, "_fields") else kind
     if kind is dict or kind is OrderedDict:
         return _entries(value), lambda items: kind(list(zip(value, items, strict=True)))  # Dynamo takes no zip
-    node = _pytree.SUPPORTED_NODES.get(kind)
+    node = SUPPORTED_NODES.get(kind)
     if node is not None:
         parts, context = node.flatten_fn(value)
         return [(f"<{index}>", part) for index, part in enumerate(parts)], lambda items: node.unflatten_fn(

@@ -38,12 +38,11 @@ LATE: Mapping[tuple[str, str], str] = {
     ("meeting", "torch"): STORES,
     ("report.html", "jinja2"): PAGE,
     ("report.html", "markupsafe"): PAGE,
-    ("step.compiled", "torch"): "start: torch's compiler takes seconds",
     ("step.parts.verdicts", "halfstep.lens"): "start: a step without a black box needs nothing of lens",
     ("tasks.gpt", "pydoc_data"): "start: 700 kB of text, for one task",
     ("tasks.images", "mlxtend"): TASKS,
     ("tasks.images", "sklearn"): TASKS,
-    ("weights.ranks", "torch"): STORES,
+    ("torch_private.compiler", "torch"): "start: torch's compiler takes seconds",
 }
 """(file that imports inside a function, package or part it imports) -> the reason."""
 

@@ -12,7 +12,7 @@ PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
     "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "meeting": 0, "mistakes": 0,
-    "schema": 0, "timing": 0, "trees": 0,
+    "schema": 0, "timing": 0, "torch_private": 0, "trees": 0,
     "kernels": 1, "policy": 1, "snapshot": 1,
     "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "binding": 3, "update": 3,
@@ -52,6 +52,9 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("__main__", "cli"): "python -m halfstep is the command line",
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
+
+FOR_ALL = "torch_private"
+"""The part that every other part imports, those of its own layer too: torch's private names stand once."""
 
 ROOT_IMPORTS = frozenset({*PUBLIC, "advise", "cast", "integrations", "kernels", "scale", "tasks"}) - {"", "testing"}
 """Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
@@ -147,7 +150,7 @@ def used_exceptions(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCE
 
 def allowed(part: str, target: str) -> bool:
     """Return whether `part` may import `target`; "" is the package's own ``__init__``."""
-    if part == target or (part, target) in ARROWS:
+    if part == target or (part, target) in ARROWS or (target == FOR_ALL and part):
         return True
     if part == "":
         return target in ROOT_IMPORTS

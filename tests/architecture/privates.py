@@ -25,6 +25,7 @@ TORCHS: Mapping[str, str] = {
     "_buffers": "torch.nn.Module",
     "_modules": "torch.nn.Module",
     "_parameters": "torch.nn.Module",
+    "_spec": "torch.distributed.tensor.DTensor",
     "_step_supports_amp_scaling": "torch.optim.Optimizer",
     "_values": "torch.Tensor, of a sparse one",
     "_version": "torch.Tensor",

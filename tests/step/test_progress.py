@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
+from halfstep.step.parts import statistics
 from tests.step.cutting import PLACES, Run, cut_everywhere, cut_run, plain, plain_copy, without_warnings
 
 RUNS = [
@@ -260,7 +261,7 @@ def test_statistics_are_put_back_where_the_handling_of_an_error_was_cut_off_too(
 
     good, step.loss_fn = step.loss_fn, raises
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", fail)
+        patch.setattr(statistics, "foreach_copy_", fail)
         with pytest.raises(MemoryError):
             step(X)
     step.loss_fn = good

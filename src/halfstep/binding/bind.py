@@ -46,12 +46,8 @@ from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
-from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.fx import GraphModule, Proxy
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
 from halfstep.binding.own_loops import refuse_own_loop
 from halfstep.binding.precise import KEY, allow_in_files, load, low_parameters, make_precise, save, saving
@@ -71,6 +67,16 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.rule_kinds import MODULE_RULES, for_every_kind
 from halfstep.policy.scale_rule import ScaleRule
+from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
+from halfstep.torch_private.devices import storage_key
+from halfstep.torch_private.modes import (
+    is_in_torch_dispatch_mode,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
+from halfstep.torch_private.modules import LOAD_STATE, SAVE_STATE, get_name_of, replicate_of
+from halfstep.torch_private.trees import tree_leaves
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
@@ -88,9 +94,6 @@ FRAMEWORKS = ("torch.", "halfstep.", "lightning.", "pytorch_lightning.", "peft."
 
 HUBS = ("transformers.", "diffusers.", "huggingface_hub.")
 """Modules of base classes, and of models, which have a forward."""
-
-DYNAMO = "_torchdynamo"
-"""The beginning of torch.compile's attributes on a function, which would make it run that one in place of ours."""
 
 
 class Binding:
@@ -296,7 +299,7 @@ def _widened(module: nn.Module, result: Any) -> Any:
 def _storage(tensor: torch.Tensor) -> int:
     """Return what identifies the memory of `tensor`; 0 where torch.func has wrapped it."""
     with suppress(NotImplementedError, RuntimeError):
-        return int(tensor.untyped_storage()._cdata)
+        return int(storage_key(tensor.untyped_storage()))
     return 0
 
 
@@ -404,7 +407,7 @@ def _add_traced(root: int) -> None:
         STATE.statistics.add(model)
 
 
-_add_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+mark_constant(_add_traced)
 
 
 def _enter_compiled(
@@ -513,23 +516,23 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
         if free and layer is not None and len(args) == 1 and not kwargs:
             run = layer
         if norm is not None and not free and mode is state.mode and mode is not None and state.bound is binding.passes:
-            if len(args) == 1 and not kwargs and _len_torch_function_stack() == 1:
-                _pop_torch_function_stack()
+            if len(args) == 1 and not kwargs and len_torch_function_stack() == 1:
+                pop_torch_function_stack()
                 try:
                     found = norm(self, args[0], mode)
                 finally:
-                    _push_on_torch_function_stack(mode)
+                    push_on_torch_function_stack(mode)
                 if found is not None:
                     return found
         if state.bound is not binding.passes:
             return _enter(binding, run, self, args, kwargs)
-        if not free or mode is None or _len_torch_function_stack() != 1:  # other modes get every operator
+        if not free or mode is None or len_torch_function_stack() != 1:  # other modes get every operator
             return run(self, *args, **kwargs)
-        _pop_torch_function_stack()
+        pop_torch_function_stack()
         try:
             return run(self, *args, **kwargs)
         finally:
-            _push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
 
     forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
     return _presented_as(forward, original.forward)
@@ -592,7 +595,7 @@ def _presented_as(bound: Callable[..., Any], own: Any) -> Callable[..., Any]:
     """Give `bound` the name, docstring, annotations, signature and attributes of `own`, the user's function."""
     update_wrapper(bound, own, updated=())
     noted = getattr(own, "__dict__", {})
-    if not any(name.startswith(DYNAMO) for name in noted):
+    if not any(name.startswith(DYNAMO) for name in noted):  # else torch.compile would run that one in place of ours
         for name, value in noted.items():
             bound.__dict__.setdefault(name, value)
     with suppress(ValueError, TypeError):  # a builtin function may have none
@@ -654,7 +657,7 @@ def _name_for_fx(binding: Binding) -> str:
     module = binding.here()
     if is_fx_symbolic_tracing() and not is_in_torch_dispatch_mode():
         _refuse_region(binding.recipe)
-    return str(type(module)._get_name(module))
+    return str(get_name_of(type(module))(module))
 
 
 # ------------------------------------------------------------------ parts made later, copies, pickles
@@ -740,7 +743,7 @@ def _copy_graph(module: GraphModule) -> Any:
 def _replicate(binding: Binding) -> Any:
     """Copy a module for another device of DataParallel."""
     module: Any = binding.here()
-    twin = type(module)._replicate_for_data_parallel(module)
+    twin = replicate_of(type(module))(module)
     bind(twin, binding.again(binding.store))
     return twin
 
@@ -763,8 +766,8 @@ def _held(module: nn.Module) -> Any:
 
 
 COMMON: dict[str, Callable[..., Any]] = {
-    "_save_to_state_dict": save,
-    "_load_from_state_dict": load,
+    SAVE_STATE: save,
+    LOAD_STATE: load,
     "__reduce_ex__": _reduce,
     "__setstate__": _set_state,
     "__deepcopy__": _deepcopy,

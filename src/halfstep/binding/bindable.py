@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -19,6 +17,8 @@ from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import local
 from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.compiler import detect_fake_mode
+from halfstep.torch_private.fake import is_fake
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond

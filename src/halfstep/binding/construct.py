@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.prepare import unprepare, unwrap
 from halfstep.snapshot import Snapshot, optimizer_state
+from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.weights import WeightStore
 
 __all__ = ["bound", "unchanged_on_failure"]
@@ -37,7 +37,7 @@ def bound(model: nn.Module) -> Callable[[], None]:
     """
     inner = unwrap(model)
     fresh = not is_bound(inner)
-    gradients = [(p, p.grad_dtype, set(_hooks(p))) for p in inner.parameters()]
+    gradients = [(p, p.grad_dtype, set(post_accumulate_grad_hooks(p))) for p in inner.parameters()]
 
     def undo() -> None:
         if fresh:
@@ -45,14 +45,10 @@ def bound(model: nn.Module) -> Callable[[], None]:
         for parameter, dtype, hooks in gradients:
             if parameter.grad_dtype is not dtype:
                 parameter.grad_dtype = dtype
-            for key in set(_hooks(parameter)) - hooks:
-                del _hooks(parameter)[key]
+            for key in set(post_accumulate_grad_hooks(parameter)) - hooks:
+                del post_accumulate_grad_hooks(parameter)[key]
 
     return undo
-
-
-def _hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _release(model: nn.Module) -> None:

@@ -28,6 +28,8 @@ from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.rule_kinds import RULE_KINDS
+from halfstep.torch_private.compiler import codegen_of
+from halfstep.torch_private.operators import OpOverload, dispatch_key_for_device, has_kernel_for_dispatch_key, schema_of
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def _resolve(source: GraphModule) -> GraphModule:
     graph = Graph()
     inputs = [graph.node_copy(node) for node in source.graph.nodes if node.op == "placeholder"]
     graph.output(_emit(source, inputs, {}, graph))
-    graph.set_codegen(source.graph._codegen)
+    graph.set_codegen(codegen_of(source.graph))
     graph.eliminate_dead_code()
     return GraphModule(source, graph)
 
@@ -149,7 +151,7 @@ def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: G
                 "parts of the model around it"
             )
         elif not _named(node, CHECKS):
-            if isinstance(node.target, torch._ops.OpOverload):
+            if isinstance(node.target, OpOverload):
                 args, kwargs = _cast(node, args, kwargs, regions, graph)
             made = graph.create_node(node.op, node.target, tuple(args), dict(kwargs), node.name)
             made.meta = dict(node.meta)
@@ -185,12 +187,12 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
     low, on = regions.get(device, (torch.float32, False))
     if not on:
         return args, kwargs
-    full = node.target._schema.name  # type: ignore[union-attr]  # an OpOverload
+    full = schema_of(node.target).name  # of an OpOverload
     row = _rows(device).get(full.partition("::")[2])
     if row is None:
-        overload = node.target._schema.overload_name  # type: ignore[union-attr]
-        key = f"Autocast{torch._C._dispatch_key_for_device(device)}"
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{full}.{overload}".rstrip("."), key):
+        overload = schema_of(node.target).overload_name
+        key = f"Autocast{dispatch_key_for_device(device)}"
+        if has_kernel_for_dispatch_key(f"{full}.{overload}".rstrip("."), key):
             raise UnbuiltError(f"hs.exported: torch.autocast casts {full} on {device}, and how is not known here")
         return args, kwargs
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
@@ -264,8 +266,8 @@ def _written(module: GraphModule) -> set[Any]:
 
 
 def _named(node: Node, names: frozenset[str]) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in names
 
 
 def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable

@@ -16,6 +16,7 @@ from halfstep.errors import BindError, UnbuiltError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import is_sharded
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.distributed import fsdp_groups, fsdp_state, is_root
 
 __all__ = ["check_groups", "has_run", "is_distributed", "is_fsdp", "refuse_other_average", "reshard"]
 
@@ -42,7 +43,7 @@ def _states(model: nn.Module) -> Iterator[Any]:
     seen = set[int]()
     for module in model.modules():
         if is_fsdp(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            state: Any = fsdp_state(module)
             if id(state) not in seen:
                 seen.add(id(state))
                 yield state
@@ -51,15 +52,12 @@ def _states(model: nn.Module) -> Iterator[Any]:
 def _groups(model: nn.Module) -> Iterator[Any]:
     """Iterate over the groups of parameters that fully_shard gathers together."""
     for state in _states(model):
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one group before
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        yield from groups
+        yield from fsdp_groups(state)
 
 
 def has_run(model: nn.Module) -> bool:
     """Return whether fully_shard has fixed the formats of the parameters, as it does in the first forward pass."""
-    return any(state._is_root is not None for state in _states(model))
+    return any(is_root(state) is not None for state in _states(model))
 
 
 def check_groups(model: nn.Module, dtypes: dict[int, torch.dtype], low: Iterable[str]) -> None:

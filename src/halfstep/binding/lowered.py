@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.arguments import MODEL, check
 from halfstep.binding.bind import binding_of
@@ -29,6 +28,7 @@ from halfstep.kernels.sharded import is_sharded, put
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.modules import NormBase
 
 __all__ = ["lowered", "twin"]
 
@@ -131,13 +131,13 @@ def _refuse(policy: Policy) -> None:
 
 def _cast_weights(model: nn.Module, plan: Plan) -> None:
     """Bring the parameters of a plain model into the formats of its plan; see note [norms]."""
-    kernels = (_NormBase, nn.LayerNorm, nn.GroupNorm) if plan.device == "cpu" else (_NormBase,)
+    kernels = (NormBase, nn.LayerNorm, nn.GroupNorm) if plan.device == "cpu" else (NormBase,)
     norms = [module for module in model.modules() if isinstance(module, kernels)]
     may = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     must = {
         id(parameter)
         for norm in norms
-        if isinstance(norm, _NormBase) and norm.running_mean is not None and norm.running_mean.dtype is torch.float32
+        if isinstance(norm, NormBase) and norm.running_mean is not None and norm.running_mean.dtype is torch.float32
         for parameter in norm.parameters(recurse=False)
     }
     low = DTYPES[plan.policy.dtype]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.binding.fsdp import refuse_other_average
 from halfstep.errors import UnbuiltError
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.distributed import active_ddp
 
 __all__ = ["asked", "refuse_own_loop"]
 
@@ -31,7 +31,7 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
     """
     if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
         return
-    ddp = DistributedDataParallel._active_ddp_module  # Dynamo guards on it
+    ddp = active_ddp()
     if ddp is not None and ddp.require_backward_grad_sync:
         raise UnbuiltError(
             f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from halfstep.errors import WeightsError
 from halfstep.kernels.sharded import local, put
 from halfstep.kernels.watched import WeightTensor
+from halfstep.torch_private.modules import load_state_of, save_state_of
 from halfstep.weights import UnkeptWeights, WeightStore
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
     """Put the fp32 values of a module's own parameters into `destination`: its `_save_to_state_dict`."""
     self = binding.here()
     binding.bind_late()
-    type(self)._save_to_state_dict(self, destination, prefix, keep_vars)
+    save_state_of(type(self))(self, destination, prefix, keep_vars)
     for name in () if keep_vars else self._parameters:
         if isinstance(value := destination.get(prefix + name), WeightTensor):
             destination[prefix + name] = value.as_subclass(Tensor)
@@ -128,7 +129,7 @@ def load(
         owners: set[WeightStore | UnkeptWeights] = {store for *_, store in low}
         for owner in owners.union(owner for *_, owner in UnkeptWeights.of(self._parameters.items())):
             loading.enter_context(owner.loaded())
-        type(self)._load_from_state_dict(
+        load_state_of(type(self))(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
     for name, parameter, store in low:

@@ -32,6 +32,7 @@ from halfstep.policy.resolve import device_types_of
 from halfstep.scale.alarm import ExpectedScaler
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
+from halfstep.torch_private.modules import TorchLoss
 from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
@@ -209,7 +210,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
             entrance=entrance,
             store=store,
             guest=guest,
-            alone=isinstance(module, nn.modules.loss._Loss),
+            alone=isinstance(module, TorchLoss),
         )
         binding.sharded = sharded
         if guest:

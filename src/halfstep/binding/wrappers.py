@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
+from halfstep.torch_private.compiler import original_of
+from halfstep.torch_private.distributed import IN_FSDP1, in_flat_parameter
 from halfstep.weights.attachment import missing
 
 __all__ = ["cuts_hooks", "is_called", "refuse_flat", "unwrap", "unwrap_optimizer"]
@@ -35,7 +37,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         elif is_called(model, FABRIC):
             inner = model._modules.get("_original_module") or model._modules.get("_forward_module")
         else:
-            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+            inner = original_of(model)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -51,8 +53,8 @@ def refuse_flat(model: nn.Module) -> None:
     if not parts:
         kept = list(model.parameters())
         # in its forward passes parameters are views of the flat tensor, or none
-        views = "_is_fsdp_managed_module" in model.__dict__ and not any(isinstance(p, nn.Parameter) for p in kept)
-        if not views and not any(hasattr(p, "_is_flat_param") or hasattr(p, "_fsdp_flattened") for p in kept):
+        views = IN_FSDP1 in model.__dict__ and not any(isinstance(p, nn.Parameter) for p in kept)
+        if not views and not any(map(in_flat_parameter, kept)):
             return
     path = "".join(parts[:1])
     raise BindError(

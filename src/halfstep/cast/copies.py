@@ -36,14 +36,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.nn import functional as F
 
 from halfstep.cast.rules.dispatch import address, cast_activation
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.accumulate import add_low_
+from halfstep.torch_private.autograd import backward_hooks, current_graph_task_id, post_accumulate_grad_hooks
+from halfstep.torch_private.fake import FakeTensor, is_fake
+from halfstep.torch_private.foreach import foreach_copy_
+from halfstep.torch_private.modes import peek_interpreter_stack
+from halfstep.torch_private.modules import conv_forward
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.recipe import Recipe
@@ -217,7 +220,7 @@ class Copies:
             handle.remove()
 
     def _begins(self, gradient: Tensor) -> None:
-        self.task = torch._C._current_graph_task_id()
+        self.task = current_graph_task_id()
 
     # ------------------------------------------------------------------ between steps
 
@@ -237,7 +240,7 @@ class Copies:
                 del self._copies[key]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_([copy.memory for copy in stale], [copy.parameter for copy in stale])
+                foreach_copy_([copy.memory for copy in stale], [copy.parameter for copy in stale])
             for copy in stale:
                 copy.note()
 
@@ -259,10 +262,10 @@ class _Edge(torch.autograd.Function):
             or total is None
             or total.is_sparse
             or total.dtype is not torch.float32
-            or copies.task != torch._C._current_graph_task_id()
+            or copies.task != current_graph_task_id()
             or torch.is_grad_enabled()  # the gradient will be differentiated
-            or parameter._backward_hooks
-            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            or backward_hooks(parameter)
+            or post_accumulate_grad_hooks(parameter)
         ):
             return gradient.to(parameter.dtype), None, None
         add_low_(total, gradient)
@@ -277,8 +280,8 @@ def low_forward(original: type[nn.Module]) -> Forward | None:
     if original.forward is nn.Linear.forward:
         return _low_forward(original.forward, _linear)
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        if original.forward is kind.forward and getattr(original, "_conv_forward", None) is kind._conv_forward:
-            return _low_forward(original.forward, kind._conv_forward)
+        if original.forward is kind.forward and conv_forward(original) is conv_forward(kind):
+            return _low_forward(original.forward, conv_forward(kind))
     return None
 
 

@@ -23,6 +23,7 @@ import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, forward_in_class, need, region, was_skipped
 from halfstep.policy import Policy, resolve
+from halfstep.torch_private.compiler import original_of
 
 need("accelerate", "1.10", extra="accelerate")
 
@@ -241,7 +242,7 @@ class Accelerator(accelerate.Accelerator):
         self._place(model, device_placement)
         self._bind([model], [])
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-        wrapped = getattr(prepared, "_orig_mod", prepared)  # inside torch.compile's wrapper
+        wrapped = original_of(prepared) or prepared
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             # ranks get the fp32 values of the first one here: a first forward pass under no_sync would round them
             hs.prepare(wrapped, policy=self.policy)

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
@@ -25,6 +24,7 @@ from torch.optim import LBFGS, Optimizer
 import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, need, region
+from halfstep.torch_private.compiler import optimized
 
 need("lightning", "2.5", extra="lightning")
 
@@ -444,7 +444,7 @@ def _class_methods(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         if context is not None:
-            from_compiled(OptimizedModule(module, context["dynamo_ctx"]))
+            from_compiled(optimized(module, context["dynamo_ctx"]))
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from halfstep.arguments import check, one_of
 from halfstep.errors import FormatError, UnbuiltError
@@ -31,6 +30,8 @@ from halfstep.kernels.reference import cross_entropy, exponents
 from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.sharded import is_sharded, local
 from halfstep.kernels.watched import WatchedParameter
+from halfstep.torch_private.fake import FakeTensor
+from halfstep.torch_private.modes import are_functorch_transforms_active
 
 __all__ = [
     "KERNEL_TYPES",
@@ -279,7 +280,7 @@ def kernels_take_logits(logits: Tensor) -> bool:
         and logits.dtype in LOW_DTYPES
         and logits.dim() == 2
         and logits.stride(1) == 1
-        and not torch._C._are_functorch_transforms_active()
+        and not are_functorch_transforms_active()
         and not why_no_kernels(logits)
     )
 

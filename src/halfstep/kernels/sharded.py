@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.torch_private.distributed import local_of, set_local
+
 __all__ = ["is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -25,7 +27,7 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, without autograd, and any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
-    part: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` records autograd where that is on
+    part: Any = local_of(tensor)  # `to_local` records autograd where that is on
     wait = getattr(part, "wait", None)  # the result of a collective that may still run
     found: Tensor = part if wait is None else wait()
     return found
@@ -62,7 +64,7 @@ def put(parameter: nn.Parameter, part: Tensor) -> None:
     whole: Any = sharded_like(parameter, part)
     sharded: Any = parameter
     sharded.data = whole  # the format that torch reports; the two attributes hold what it computes with
-    sharded._local_tensor, sharded._spec = whole._local_tensor, whole._spec
+    set_local(sharded, whole)
 
 
 def split_of(tensor: Tensor) -> Any:

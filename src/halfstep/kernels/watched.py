@@ -21,11 +21,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.modes import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function_impl,
+    is_in_torch_dispatch_mode,
+)
 
 __all__ = [
     "Owner",
@@ -132,7 +135,7 @@ class _Notes:
 class WatchedParameter(Tensor):
     """A low parameter, or the copy of such a parameter in fp32; it is a Parameter for torch, see `_is_param`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> Tensor:

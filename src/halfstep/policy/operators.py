@@ -28,6 +28,7 @@ import torch
 from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.torch_private.operators import grouped_mm, jit_get_all_schemas, nn_functions
 
 __all__ = [
     "LINEAR_LOSS",
@@ -176,7 +177,7 @@ def _shorten(name: str) -> str:
 def _computing() -> frozenset[str]:
     """Return the names of torch's own operators that return new tensors made from tensors."""
     found = set()
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in jit_get_all_schemas():
         name = schema.name.removeprefix("aten::")
         if name == schema.name or name.endswith("_") or schema.overload_name.endswith("out"):
             continue
@@ -201,16 +202,15 @@ def _spellings() -> Iterator[tuple[str, Function]]:
             listed = space is functional or (prefix + name).replace(".", "_") in computing
             if listed and isinstance(function, plain):
                 yield prefix + name, function
-    grouped = getattr(torch, "_grouped_mm", None)  # functional.grouped_mm does not report itself to modes
-    if grouped is not None:
-        yield "grouped_mm", grouped
+    if grouped_mm is not None:  # functional.grouped_mm does not report itself to modes
+        yield "grouped_mm", grouped_mm
     for method, name in DUNDERS.items():
         function = getattr(torch.Tensor, method, None)
         if function is not None:
             yield name, function
-    for name in dir(torch._C._nn):
+    for name in dir(nn_functions):
         if not name.startswith("_") and not name.endswith("_") and not NOT_OPERATORS.fullmatch(name):
-            yield name, getattr(torch._C._nn, name)
+            yield name, getattr(nn_functions, name)
 
 
 @lru_cache(maxsize=1)

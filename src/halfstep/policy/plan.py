@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
 from halfstep.errors import PolicyError
@@ -31,6 +30,7 @@ from halfstep.policy.resolve import (
     resolved,
 )
 from halfstep.policy.rule_kinds import RULE_KINDS, RULES
+from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
 __all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan", "resolve"]
 

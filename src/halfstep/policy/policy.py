@@ -288,7 +288,7 @@ class Policy:
         return f"Policy({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
 
-for_every_kind("Policy.with_ops", Policy.with_ops.__kwdefaults__)
+for_every_kind("Policy.with_ops", Policy.with_ops.__kwdefaults__ or {})
 
 
 @lru_cache(maxsize=1)

@@ -31,6 +31,7 @@ from halfstep.policy.operators import (
 from halfstep.policy.optable import losses, table
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
+from halfstep.torch_private.devices import cpu_instructions
 
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
@@ -157,12 +158,7 @@ def _cpu_capabilities() -> Mapping[str, Any]:
     if ask is not None:
         found: Mapping[str, Any] = ask()
         return found
-    old = {
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "amx_bf16": "_is_amx_tile_supported",
-        "amx_fp16": "_is_amx_fp16_supported",
-    }
-    return {name: bool(getattr(torch.cpu, query, bool)()) for name, query in old.items()}
+    return cpu_instructions()
 
 
 def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:

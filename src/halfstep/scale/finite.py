@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
+from halfstep.torch_private.foreach import amp_foreach_non_finite_check_and_unscale_, foreach_copy_
 
 __all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
 
@@ -200,7 +201,7 @@ class _Batches:
             device = group[0].device
             if device not in factors:
                 factors[device] = factor.to(device, non_blocking=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found.on(device), factors[device])
+            amp_foreach_non_finite_check_and_unscale_(group, found.on(device), factors[device])
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -221,7 +222,7 @@ def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     if plain:  # one kernel for all
         copies = [torch.empty_like(gradient, dtype=torch.float32) for _, gradient in pairs]
         if copies:
-            torch._foreach_copy_(copies, [gradient for _, gradient in pairs])
+            foreach_copy_(copies, [gradient for _, gradient in pairs])
     else:
         copies = [gradient.to(torch.float32) for _, gradient in pairs]
     for (parameter, _), copy in zip(pairs, copies, strict=True):

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.errors import ScaleError
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.finite import gradients, names_of
+from halfstep.torch_private.autograd import execution_engine
+from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 
 __all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
 
@@ -90,12 +91,12 @@ class FollowedLosses:
         self._waiting.clear()
 
     def _hook(self, scaled: Tensor) -> None:
-        if scaled.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(scaled):
+        if scaled.requires_grad and not is_functorch_wrapped_tensor(scaled):
             scaled.register_hook(self._begun)
 
     def _begun(self, gradient: Tensor) -> None:
         if (ended := self._begins()) is not None:
-            engine: Any = Variable._execution_engine
+            engine: Any = execution_engine
             engine.queue_callback(ended)
 
 

@@ -22,6 +22,7 @@ from halfstep.formats import widest_dtype
 from halfstep.kernels import ops
 from halfstep.kernels.choose import why_no_kernels
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
+from halfstep.torch_private.foreach import amp_update_scale_
 
 __all__ = [
     "ScaleState",
@@ -194,7 +195,7 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
     found_inf = found_inf.to(torch.float32)
     torch.logical_and(found_inf, state.scale <= rule.floor, out=state.alarm)
     state.bad.add_(found_inf != 0)
-    torch._amp_update_scale_(state.scale, state.good, found_inf, rule.growth, rule.backoff, rule.interval)
+    amp_update_scale_(state.scale, state.good, found_inf, rule.growth, rule.backoff, rule.interval)
     if rule.floor > 0.0 or rule.ceiling < FP32_MAX:
         state.scale.clamp_(rule.floor, rule.ceiling)
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
 from halfstep.errors import CheckpointError, StepError
 from halfstep.scale.scaler import GradScaler
+from halfstep.torch_private.distributed import overlaps_with_ddp
 from halfstep.update.rates import check_rates
 
 __all__ = [
@@ -96,7 +97,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 1
         raise StepError(f"optimizer must be a torch optimizer and is {shown(optimizer)}{SEVERAL if several else ''}")
-    if getattr(optimizer, "_overlap_with_ddp", False):
+    if overlaps_with_ddp(optimizer):
         raise StepError(
             f"{type(optimizer).__name__}(overlap_with_ddp=True) updates parameters in the backward pass, before "
             "gradients are unscaled, checked and clipped; leave overlap_with_ddp out"

@@ -24,6 +24,7 @@ from torch import Tensor
 from halfstep.errors import StepError, did_you_mean
 from halfstep.formats import DTYPES
 from halfstep.policy.policy import Policy
+from halfstep.torch_private.compiler import counters, functorch_settings
 from halfstep.trees import map_tensors
 
 __all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
@@ -127,19 +128,18 @@ class CompiledLoss:
 
     def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:
         """Return what the loss function returns."""
-        from torch._dynamo.utils import counters  # torch.compile has imported it
-
         if self._overwritten:
             torch.compiler.cudagraph_mark_step_begin()
-        frames, before = counters["frames"]["total"], dict(counters["graph_break"])
-        settings: Any = torch._functorch.config
+        counted = counters()
+        frames, before = counted["frames"]["total"], dict(counted["graph_break"])
+        settings = functorch_settings()
         around, settings.backward_pass_autocast = settings.backward_pass_autocast, "off"  # note [compiled backward]
         try:
             returned = self._run(model, *batch, **named)
         finally:
             settings.backward_pass_autocast = around
-        if counters["frames"]["total"] != frames:  # something was compiled
-            self._note([reason for reason, n in counters["graph_break"].items() if n > before.get(reason, 0)])
+        if counted["frames"]["total"] != frames:  # something was compiled
+            self._note([reason for reason, n in counted["graph_break"].items() if n > before.get(reason, 0)])
         return map_tensors(returned, Tensor.clone) if self._overwritten else returned
 
     def _note(self, reasons: list[str]) -> None:

@@ -27,6 +27,7 @@ from halfstep.errors import StepError
 from halfstep.events import StepWatcher
 from halfstep.snapshot import Snapshot
 from halfstep.step.part import Part
+from halfstep.torch_private.autograd import set_grad_enabled
 from halfstep.update.updater import Deferral
 
 __all__ = ["Moments", "Phase", "Watchers", "one_thread"]
@@ -215,7 +216,7 @@ class Moments:
             error: what cut it off; None: not known.
         """
         if error is not None:
-            torch._C._set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
+            set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
         if self.phase is Phase.ADVANCE and self.scheduler is not None:
             self.scheduler.restore()
             self.phase = self.interrupted

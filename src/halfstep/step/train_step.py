@@ -46,6 +46,7 @@ from halfstep.step.settings import Given
 from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
 from halfstep.step.windows import Windows
+from halfstep.torch_private.compiler import keep_out
 from halfstep.update.phases import profiler_runs, show_phases
 from halfstep.update.updater import Culprits
 
@@ -332,5 +333,4 @@ class TrainStep(Windows, Stateful):
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
 run_eagerly(TrainStep.__call__)
-vars(TrainStep)["__call__"]._torchdynamo_disable = True
-vars(TrainStep)["__call__"]._torchdynamo_disable_msg = "a TrainStep compiles itself: hs.TrainStep(..., compile=True)"
+keep_out(vars(TrainStep)["__call__"], "a TrainStep compiles itself: hs.TrainStep(..., compile=True)")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.tasks.candidates import AMP, FP32, Candidate
@@ -21,6 +20,7 @@ from halfstep.tasks.loops import Loop, Training, make_loop
 from halfstep.tasks.measure import Difference, SavedForBackward, difference, finite_mean, state_bytes
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, paired_ratio, timed
+from halfstep.torch_private.trees import tree_leaves
 
 __all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "probed", "started", "thinned"]
 
@@ -237,7 +237,7 @@ class _Training(Training):
 
 
 def _samples(batch: tuple[Any, ...]) -> int:
-    first = next((leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     return 1 if first is None else first.shape[0]
 
 

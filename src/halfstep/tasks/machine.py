@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from halfstep.torch_private.devices import has_mkldnn
+
 __all__ = ["generators_kept", "machine", "threads_of_torch"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
@@ -30,7 +32,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "mkldnn": torch._C._has_mkldnn,
+        "mkldnn": has_mkldnn,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 
 from halfstep.arguments import COUNT, FLAG, NONE, POSITIVE, TEXT, Kind, check
 from halfstep.errors import HalfstepError
+from halfstep.torch_private.trees import tree_map
 
 __all__ = ["STEPS_OF_A_SEED", "Task", "TaskError"]
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -31,6 +30,8 @@ from halfstep.kernels.native.calls import Columns, Kernels, Packed
 from halfstep.kernels.optimizers import BY_TYPE
 from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
+from halfstep.torch_private.modes import len_torch_dispatch_stack
+from halfstep.torch_private.modules import STEPPED
 from halfstep.update.phases import profiler_runs
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
@@ -273,7 +274,7 @@ class FusedUpdate:
 
     def _direct(self) -> Kernels | None:
         """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
-        return None if _len_torch_dispatch_stack() or profiler_runs() else self._kernels
+        return None if len_torch_dispatch_stack() or profiler_runs() else self._kernels
 
     # ------------------------------------------------------------------ the two passes
 
@@ -315,7 +316,7 @@ class FusedUpdate:
             store.stepped(self._low)
         if self._unkept:
             UnkeptWeights.stepped(self._unkept)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers read it before they advance
+        setattr(optimizer, STEPPED, True)
         torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
 
 

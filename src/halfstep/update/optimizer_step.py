@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 from halfstep.kernels.sharded import local
 from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
+from halfstep.torch_private.fake import FakeTensor
+from halfstep.torch_private.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 __all__ = [
     "can_fuse",
@@ -45,9 +46,9 @@ def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: flo
     """Unscale `gradients` in place by `divisor` and clamp every element to [-limit, limit]."""
     dense = stored(gradients)
     if divisor is not None:
-        torch._foreach_mul_(dense, divisor.reciprocal())
-    torch._foreach_clamp_min_(dense, -limit)
-    torch._foreach_clamp_max_(dense, limit)
+        foreach_mul_(dense, divisor.reciprocal())
+    foreach_clamp_min_(dense, -limit)
+    foreach_clamp_max_(dense, limit)
 
 
 def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -144,7 +145,7 @@ def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], 
         return False
     if not bool(bad):
         if factor is not None:
-            torch._foreach_mul_(stored(gradients), factor)
+            foreach_mul_(stored(gradients), factor)
         optimizer.step()
     return True
 

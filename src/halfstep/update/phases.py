@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
+
+from halfstep.torch_private.autograd import profiler_enabled
 
 __all__ = ["PHASES", "profiler_runs", "show_phases"]
 
-profiler_runs: Callable[[], bool] = _profiler_enabled
+profiler_runs: Callable[[], bool] = profiler_enabled
 """Return whether a profiler of torch records; a function of C."""
 
 PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backward", "_update": "halfstep::tail"}

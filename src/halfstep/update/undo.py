@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.torch_private.modules import WRAPPED
 from halfstep.weights import WeightStore
 
 __all__ = ["Marks"]
@@ -47,7 +48,7 @@ class Marks:
         own = vars(optimizer)
         self._attributes = {name: own[name] for name in ATTRIBUTES if name in own}
         # the last of its hooks before the step; without hooks its code is entered at once
-        replaced = "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched")
+        replaced = "step" in own and not hasattr(own["step"], WRAPPED)
         self._entered = replaced or not getattr(type(optimizer).step, "hooked", False)
         self._handle = None if self._entered else optimizer.register_step_pre_hook(self._enter)
 
@@ -101,7 +102,7 @@ def _counts_writes(optimizer: Optimizer) -> bool:
     Writes through ``.data``, those of torch's fused forms (2.13) and of kernels that are no torch operators are not.
     """
     own = vars(optimizer)
-    if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
+    if "step" in own and not hasattr(own["step"], WRAPPED):
         return False  # replaced by a function that may do anything
     if any(group.get("fused") for group in optimizer.param_groups):
         return False

@@ -21,13 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
+from halfstep.torch_private.modules import (
+    WRAPPED,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
+    step_post_hooks,
+    step_pre_hooks,
+)
 from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradients, same
 from halfstep.update.optimizer_step import clip_values_, step_unless
 from halfstep.update.rates import check_rates
@@ -384,7 +390,7 @@ def _unknown(optimizer: Optimizer) -> str:
 def _hooked(optimizer: Optimizer) -> str:
     """Return which other code depends on ``optimizer.step`` being called; "" for none."""
     step, scale, found, *hooks = _other_code(optimizer)
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if step is not None and not hasattr(step, WRAPPED):
         return "its step was replaced by another function"
     if scale is not None or found is not None:
         return "its grad_scale or found_inf was set by hand"
@@ -400,10 +406,10 @@ def _other_code(optimizer: Optimizer) -> list[Any]:
         own.get("step"),
         own.get("grad_scale"),
         own.get("found_inf"),
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *_global_optimizer_pre_hooks.values(),
-        *_global_optimizer_post_hooks.values(),
+        *step_pre_hooks(optimizer).values(),
+        *step_post_hooks(optimizer).values(),
+        *global_optimizer_pre_hooks.values(),
+        *global_optimizer_post_hooks.values(),
     ]
 
 

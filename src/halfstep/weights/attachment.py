@@ -28,6 +28,7 @@ from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.native.calls import peek
 from halfstep.kernels.sharded import local
+from halfstep.torch_private.foreach import foreach_copy_
 
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
@@ -158,7 +159,7 @@ class Attachment:
                     self.gradients[id(parameter)] = gradient
                 widened.append(gradient)
         if targets:
-            torch._foreach_copy_([local(t) for t in targets], [local(s) for s in sources])
+            foreach_copy_([local(t) for t in targets], [local(s) for s in sources])
         self.widened = widened
         return widened
 

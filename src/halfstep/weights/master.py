@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels.sharded import local, sharded_like
+from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.weights.ranks import replicated
 from halfstep.weights.store import WeightStore
 
@@ -66,7 +67,7 @@ class MasterWeights(WeightStore):
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         low = [local(self._parameters[k]) for k in keys]
-        torch._foreach_copy_(low, [local(self._masters[k]) for k in keys])
+        foreach_copy_(low, [local(self._masters[k]) for k in keys])
         return keys
 
     def _move(self, key: int, like: Tensor) -> None:

@@ -15,6 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import UnbuiltError
+from halfstep.torch_private.distributed import (
+    active_ddp,
+    backend_of,
+    broadcast_coalesced,
+    comm_hooks,
+    first_bucket_bytes,
+)
 
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
@@ -31,12 +38,12 @@ def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
     Raises:
         UnbuiltError: as `refuse_waiting_hook`.
     """
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = active_ddp()
     if wrapper is None or wrapper.module is not module:
         return None
     if not (wrapper.require_backward_grad_sync and torch.is_grad_enabled()):
         return None
-    if wrapper._comm_hooks:
+    if comm_hooks(wrapper):
         refuse_waiting_hook(wrapper)
     return wrapper
 
@@ -51,18 +58,17 @@ def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
     Raises:
         UnbuiltError: it is one of `WAITING`, the backend is gloo, and there may be two buckets; on all ranks alike.
     """
-    waiting = [hook for hook, _ in wrapper._comm_hooks if _waits(hook)]
+    waiting = [hook for hook, _ in comm_hooks(wrapper) if _waits(hook)]
     trained = [
         parameter
         for name, parameter in wrapper.module.named_parameters()
         if parameter.requires_grad and name not in wrapper.parameters_to_ignore
     ]
-    if not waiting or wrapper.process_group._get_backend(trained[0].device).name() != "gloo":
+    if not waiting or backend_of(wrapper.process_group, trained[0].device) != "gloo":
         return
     formats = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-    limit = min(first, wrapper.bucket_bytes_cap)
+    limit = min(first_bucket_bytes(), wrapper.bucket_bytes_cap)
     if len(formats) > 1 or (size > limit and len(trained) > 1):
         raise UnbuiltError(
             f"the communication hook {getattr(waiting[0], '__name__', waiting[0])!r} waits for a collective in the "
@@ -90,12 +96,10 @@ def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.P
     parts = [Tensor.detach(part) for p in whole for part in store._parts(id(p)) if part is not None]
     parts += [Tensor.detach(p) for p in parameters if store.is_frozen(p)]
     # backends of torch.distributed take no int16
-    from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # DistributedDataParallel's own
-
     sent = [part.view(torch.float16) if part.dtype is torch.int16 else part for part in parts]
     if sent:
         bucket = int(wrapper.broadcast_bucket_size)
-        _broadcast_coalesced(wrapper.process_group, sent, bucket, 0)
+        broadcast_coalesced(wrapper.process_group, sent, bucket, 0)
     return parameters
 
 

@@ -27,9 +27,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,6 +34,8 @@ from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local, put
 from halfstep.kernels.watched import low_written, unwatch, watch
+from halfstep.torch_private.autograd import current_graph_task_id, unsafe_preserve_version_counter
+from halfstep.torch_private.fake import is_fake
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step
@@ -360,7 +359,7 @@ class WeightStore(ABC):
 
     def computes(self) -> bool:
         """Return whether this thread is in a region or in a backward pass, where low weights are read as they are."""
-        return self.in_region() or _current_graph_task_id() != -1
+        return self.in_region() or current_graph_task_id() != -1
 
     @contextmanager
     def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
@@ -396,7 +395,7 @@ class WeightStore(ABC):
                 f"{self._kind} value: the change is rounded up or down by chance, right on average; a policy with "
                 "master='split' keeps it exactly",
             )
-        with nullcontext() if counted else _unsafe_preserve_version_counter(parameter):
+        with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             self._write_low([key], stepped=chance)
         self._versions[key] = parameter._version
 

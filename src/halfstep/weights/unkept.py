@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.watched import low_written, owner_of, unwatch, watch
+from halfstep.torch_private.autograd import current_graph_task_id, unsafe_preserve_version_counter
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import training_wrapper
 
@@ -59,7 +58,7 @@ class UnkeptWeights:
 
     def computes(self) -> bool:
         """Return whether operators run in formats of a policy: in a forward or backward pass."""
-        return self._in_region() or _current_graph_task_id() != -1
+        return self._in_region() or current_graph_task_id() != -1
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return the low values in fp32."""
@@ -76,7 +75,7 @@ class UnkeptWeights:
         wide, before = low.float(), low.float()
         self.check(parameter)
         yield wide
-        with nullcontext() if counted else _unsafe_preserve_version_counter(parameter):
+        with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             low.copy_(wide)
         self._versions[id(parameter)] = parameter._version
         if not (fills or self._loading or self._warned):

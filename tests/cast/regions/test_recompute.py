@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import halfstep as hs
 from halfstep.cast.regions import recompute
 from halfstep.cast.regions.stack import backward, recomputing
+from halfstep.cast.rules import dispatch
 from halfstep.cast.rules.dispatch import mode_here
 from halfstep.cast.rules.recipe import recipe_for
 from halfstep.cast.state import STATE
@@ -373,7 +374,7 @@ def test_the_engines_thread_finds_the_mode_on_the_stack_and_keeps_no_copies(monk
         _push_mode(recipe.mode)
         try:
             for task in (7, -1):  # inside a backward pass, outside
-                monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+                monkeypatch.setattr(dispatch, "current_graph_task_id", lambda task=task: task)
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     seen.append((mode_here() is recipe.mode, torch.softmax(weight @ weight, -1).dtype))
             seen.append((bool(STATE.casts), len(_get_current_function_mode_stack())))

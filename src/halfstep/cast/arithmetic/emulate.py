@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed, rounded
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.operators import attention_math
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["EMULATED", "RECURRENT", "WIDENED", "emulation_of", "widened"]
@@ -140,9 +141,7 @@ def _attention(
         mask = wide[3] if low_mask else attn_mask
         if mask is not None and not mask.is_floating_point():  # the math kernel takes additive masks only
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
-        return torch._scaled_dot_product_attention_math(
-            q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        return attention_math(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
     tensors = cast("tuple[Tensor, ...]", floats)
     if dropout_p > 0:

@@ -8,11 +8,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function
 
 from halfstep.cast.state import STATE
+from halfstep.torch_private.modes import (
+    are_functorch_transforms_active,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+    unwrap_dead_wrappers,
+)
 
 __all__ = ["apply", "rules_off"]
 
@@ -23,7 +28,7 @@ def apply(function: type[Function], *inputs: Any) -> Tensor:
     Outside of torch.func transforms this leaves out torch's search for defaults in the signature of `forward`, some
     40 us a call on a CPU; what is left is what torch does there itself.
     """
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         return cast(Tensor, function.apply(*inputs))
     bare: Any = super(Function, function)
     return cast(Tensor, bare.apply(*unwrap_dead_wrappers(inputs)))
@@ -42,16 +47,16 @@ def rules_off(device: str) -> Iterator[None]:
         yield
     finally:
         if mode is not None:
-            _push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
         torch.set_autocast_enabled(device, enabled)
 
 
 def _taken_off() -> Any:
     """Remove the region's mode from torch's stack, if it is there alone, and return it."""
-    if STATE.mode is None or STATE.above is not None or _len_torch_function_stack() != 1:
+    if STATE.mode is None or STATE.above is not None or len_torch_function_stack() != 1:
         return None
-    mode = _pop_torch_function_stack()
+    mode = pop_torch_function_stack()
     if mode is STATE.mode:
         return mode
-    _push_on_torch_function_stack(mode)  # another mode
+    push_on_torch_function_stack(mode)  # another mode
     return None

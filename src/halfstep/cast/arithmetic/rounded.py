@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.torch_private.autograd import forward_ad_level
 
 __all__ = ["add_product", "convolve", "linear", "product", "recomputed", "rounded"]
 
@@ -200,7 +201,7 @@ def _recorded(*inputs: Tensor) -> bool:
 
     Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
     """
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(t.is_nested for t in inputs)
+    return torch.compiler.is_compiling() or forward_ad_level() >= 0 or any(t.is_nested for t in inputs)
 
 
 def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:

@@ -31,6 +31,8 @@ from halfstep.kernels.reference.cross_entropy import (
     shares,
     spread,
 )
+from halfstep.torch_private.autograd import forward_ad_level
+from halfstep.torch_private.modes import are_functorch_transforms_active, is_legacy_batchedtensor
 
 __all__ = ["cross_entropy", "differentiated", "pays"]
 
@@ -76,7 +78,7 @@ def cross_entropy(
         and reduction in REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
         and not torch.compiler.is_compiling()  # a compiler fuses the widening into the loss by itself
-        and torch.autograd.forward_ad._current_level < 0
+        and forward_ad_level() < 0
         and not input.is_nested
     )
     if not lean:
@@ -102,7 +104,7 @@ def differentiated(grad: Tensor) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return are_functorch_transforms_active() or is_legacy_batchedtensor(grad)
 
 
 class _CrossEntropy(Function):

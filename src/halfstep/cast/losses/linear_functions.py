@@ -29,6 +29,7 @@ from halfstep.kernels.reference.cross_entropy import (
     spread,
     widened,
 )
+from halfstep.torch_private.modes import is_legacy_batchedtensor
 
 __all__ = ["GradientsAhead", "LinearCrossEntropy"]
 
@@ -86,7 +87,7 @@ class GradientsAhead(Function):
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Return ``gradient * factor``, rounded once; `factor` is 0-dim and wide."""
-    if gradient.device.type == "cpu" or torch._C._functorch.is_legacy_batchedtensor(factor):
+    if gradient.device.type == "cpu" or is_legacy_batchedtensor(factor):
         return gradient * factor
     return torch.mul(gradient, factor.view(1), out=torch.empty_like(gradient))  # a 0-dim factor is rounded first
 

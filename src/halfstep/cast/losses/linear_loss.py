@@ -43,6 +43,8 @@ from halfstep.kernels.reference.cross_entropy import (
     rows_at_a_time,
 )
 from halfstep.policy.resolve import units
+from halfstep.torch_private.autograd import forward_ad_level
+from halfstep.torch_private.modes import are_functorch_transforms_active
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 
@@ -193,7 +195,7 @@ def fused_loss(
         and not (settings.weight is not None and settings.weight.requires_grad)
         and input.numel() > 0
         and linear_weight.numel() > 0
-        and torch.autograd.forward_ad._current_level < 0
+        and forward_ad_level() < 0
     )
     if not lean:
         linear = EMULATED["linear"] if emulating else F.linear
@@ -319,7 +321,7 @@ def _takes_gradients_ahead(
         and settings.reduction != "none"
         and input.dtype is not torch.float16
         and all(t is None or type(t) in KERNEL_TYPES for t in product)
-        and not torch._C._are_functorch_transforms_active()
+        and not are_functorch_transforms_active()
     )
 
 

@@ -29,18 +29,18 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
 
 from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.regions.stack import push, remove
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, ours, warn
+from halfstep.torch_private.modes import (
+    get_function_stack_at,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
@@ -116,7 +116,7 @@ def open_recipe(recipe: Recipe, owner: object) -> _Frame:
         state["mode"] = mode
         if mode is not None:
             above = state["above"]
-            _push_on_torch_function_stack(mode) if above is None else push(mode, above)
+            push_on_torch_function_stack(mode) if above is None else push(mode, above)
         return frame
     except BaseException:
         abandon(frame)
@@ -162,9 +162,9 @@ def _restore(frame: _Frame) -> bool:
     pushed = frame.pushed
     if pushed is not None:
         others = 0 if len(frames) == 1 else sum(outer.pushed is pushed for outer in frames[:-1])
-        top = _len_torch_function_stack() - 1
-        if not others and top >= 0 and _get_function_stack_at(top) is pushed:
-            _pop_torch_function_stack()
+        top = len_torch_function_stack() - 1
+        if not others and top >= 0 and get_function_stack_at(top) is pushed:
+            pop_torch_function_stack()
         else:
             remove(pushed, others)
     state["mode"], state["bound"], state["statistics"] = frame.mode, frame.bound, frame.statistics

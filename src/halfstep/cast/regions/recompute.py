@@ -25,15 +25,21 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from torch._C import _autograd
 
 from halfstep.cast.regions.stack import rules_on
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
+from halfstep.torch_private.autograd import (
+    RECOMPUTATION_HOOK,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    set_grad_enabled,
+    top_saved_tensors_default_hooks,
+)
 
 __all__ = ["SET_GRAD_ENABLED", "again_in_region", "mark_checkpoints", "saved_tensor_hooks"]
 
-SET_GRAD_ENABLED: Callable[..., Any] = torch._C._set_grad_enabled
+SET_GRAD_ENABLED: Callable[..., Any] = set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
 
 CHECKPOINTS = "torch.utils.checkpoint"
@@ -41,7 +47,7 @@ NEAR = 16  # frames between that call and CheckpointFunction's: no_grad's two, a
 KEPT = ("device_type", "device_autocast_kwargs", "cpu_autocast_kwargs")  # variables of `recompute_fn`
 ONCE = ((),)
 
-saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+saved_tensor_hooks: Callable[[bool], Any] = top_saved_tensors_default_hooks
 """Return the topmost (pack, unpack) hooks for saved tensors, or None; its argument: whether also while tracing."""
 
 
@@ -126,17 +132,17 @@ def _packs() -> list[Callable[..., Any]]:
     try:
         while (hooks := saved_tensor_hooks(True)) is not None:
             found.append(hooks)
-            taken.extend(starmap(_autograd._pop_saved_tensors_default_hooks, ONCE))
+            taken.extend(starmap(pop_saved_tensors_default_hooks, ONCE))
     finally:
         while taken:
-            _autograd._push_saved_tensors_default_hooks(*found[len(taken) - 1])
+            push_saved_tensors_default_hooks(*found[len(taken) - 1])
             taken.pop()
     return [pack for pack, _ in found]
 
 
 def _mark_frame(pack: Callable[..., Any]) -> None:
     """Set the region of the checkpoint without re-entry whose hook is `pack`, if it has none."""
-    if getattr(pack, "__module__", "") != CHECKPOINTS or "_recomputation_hook" in getattr(pack, "__qualname__", ""):
+    if getattr(pack, "__module__", "") != CHECKPOINTS or RECOMPUTATION_HOOK in getattr(pack, "__qualname__", ""):
         return  # hooks of others, or of a recomputation
     for cell in getattr(pack, "__closure__", None) or ():
         frame = cell.cell_contents

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import _get_current_function_mode_stack
 
 from halfstep.cast.state import STATE
+from halfstep.torch_private.autograd import engine_run_backward
+from halfstep.torch_private.modes import (
+    current_function_mode_stack,
+    get_function_stack_at,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
@@ -41,11 +41,11 @@ __all__ = ["backward", "push", "recomputing", "remove", "restack", "rules_on"]
 
 def push(mode: RuleMode, above: Any) -> None:
     """Put `mode` on top of the stack, but under `above`."""
-    modes = [] if above is None else list(_get_current_function_mode_stack())
+    modes = [] if above is None else list(current_function_mode_stack())
     if modes and modes[-1] is above:
         restack([*modes[:-1], mode, above])
     else:
-        _push_on_torch_function_stack(mode)
+        push_on_torch_function_stack(mode)
 
 
 def remove(mode: RuleMode, others: int = 0) -> None:
@@ -55,13 +55,13 @@ def remove(mode: RuleMode, others: int = 0) -> None:
         mode: what to remove, once: the topmost.
         others: how many regions further out have put the same mode on the stack.
     """
-    top = _len_torch_function_stack() - 1
+    top = len_torch_function_stack() - 1
     if top < 0:
         return
-    if not others and _get_function_stack_at(top) is mode:
-        _pop_torch_function_stack()
+    if not others and get_function_stack_at(top) is mode:
+        pop_torch_function_stack()
         return
-    modes = list(_get_current_function_mode_stack())
+    modes = list(current_function_mode_stack())
     found = [i for i, other in enumerate(modes) if other is mode]
     if len(found) > others:
         restack([other for i, other in enumerate(modes) if i != found[-1]])
@@ -70,8 +70,8 @@ def remove(mode: RuleMode, others: int = 0) -> None:
 def restack(modes: list[Any]) -> None:
     """Make `modes` the stack, outermost first, in one call of C, which no signal divides."""
     changes = chain(
-        starmap(_pop_torch_function_stack, repeat((), _len_torch_function_stack())),
-        map(_push_on_torch_function_stack, modes),
+        starmap(pop_torch_function_stack, repeat((), len_torch_function_stack())),
+        map(push_on_torch_function_stack, modes),
     )
     deque(changes, maxlen=0)
 
@@ -88,7 +88,7 @@ def rules_on(mode: RuleMode | None, bound: Any) -> Iterator[None]:
         bound: what `STATE.bound` is meanwhile.
     """
     state = STATE
-    modes = list(_get_current_function_mode_stack()) if _len_torch_function_stack() else []
+    modes = list(current_function_mode_stack()) if len_torch_function_stack() else []
     outer, above = (state.mode, state.bound), state.above
     pushed = mode if state.mode is not mode or mode not in modes else None
     others = modes.count(mode)
@@ -115,7 +115,7 @@ def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any
 
 def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
     """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
-    if type(loss) is not Tensor or (_len_torch_function_stack() and not _needed(recipe)):
+    if type(loss) is not Tensor or (len_torch_function_stack() and not _needed(recipe)):
         loss.backward(gradient=seed)
     elif not _needed(recipe):
         _run(loss, seed)
@@ -126,7 +126,7 @@ def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
 
 def _run(loss: Tensor, seed: Tensor) -> None:
     """Do what Tensor.backward does, which would report itself to the mode and switch it off."""
-    _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from halfstep.policy.operators import CustomOperator, custom_rule, register
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import default_device_types
 from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, RULES
+from halfstep.torch_private.operators import OpOverload, OpOverloadPacket, overload_of, schema_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["operator"]
@@ -104,23 +105,23 @@ def _is_function_class(target: object) -> bool:
 
 def _overloads(target: Any) -> list[Any]:
     """Return the overloads of a torch.library operator, [] for anything else."""
-    target = getattr(target, "_opoverload", target)  # torch.library.custom_op keeps its overload there
-    if isinstance(target, torch._ops.OpOverload):
+    target = overload_of(target)
+    if isinstance(target, OpOverload):
         return [target]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return [getattr(target, overload) for overload in target.overloads()]
     return []
 
 
 def _name(target: Any, library: list[Any]) -> str:
     if library:
-        return str(library[0]._schema.name)
+        return str(schema_of(library[0]).name)
     return f"{target.__module__}::{target.__qualname__}"
 
 
 def _where(target: Any, library: list[Any]) -> str:
     if library:
-        return f"torch.ops:{library[0]._schema.name}"
+        return f"torch.ops:{schema_of(library[0]).name}"
     try:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (OSError, TypeError):  # made by exec, or built in
@@ -252,10 +253,10 @@ def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *
 
 def _govern(overload: Any, op: CustomOperator) -> None:
     """Register the rule of `op` as the autocast kernel of a torch.library operator, on every device type."""
-    namespace, _, local = overload._schema.name.partition("::")
+    namespace, _, local = schema_of(overload).name.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     overload._halfstep_library = library  # when a Library is freed, so is what it has registered
-    qualified = f"{local}.{overload._schema.overload_name}" if overload._schema.overload_name else local
+    qualified = f"{local}.{schema_of(overload).overload_name}" if schema_of(overload).overload_name else local
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _apply(op, overload, args, kwargs)

@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.regions.recompute import SET_GRAD_ENABLED, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
+from halfstep.torch_private.autograd import base_of, current_graph_task_id
+from halfstep.torch_private.fake import is_fake
+from halfstep.torch_private.modes import current_function_mode_stack, peek_interpreter_stack
 
 __all__ = [
     "Handler",
@@ -134,7 +135,7 @@ def _in_engine_thread() -> bool:
     """Return whether this is a backward pass in a thread of the engine, which has torch's modes but no open region."""
     if STATE.mode is not None or STATE.frames or torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ def mode_here() -> RuleMode | None:
         if not is_dynamo_compiling() and saved_tensor_hooks(True) is not None:
             mark_checkpoints()
         return STATE.mode
-    stack = torch.overrides._get_current_function_mode_stack()
+    stack = current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, RuleMode)), None)
 
 
@@ -212,8 +213,8 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
             if copies is not None and copies.dtype is dtype and (low := copies.of(tensor)) is not None:
                 return low
             return _cast_weight(tensor, tensor, dtype)
-    elif isinstance(tensor._base, nn.Parameter):
-        return _cast_weight(tensor, tensor._base, dtype)
+    elif isinstance(base_of(tensor), nn.Parameter):
+        return _cast_weight(tensor, base_of(tensor), dtype)
     return cast_activation(tensor, dtype)
 
 

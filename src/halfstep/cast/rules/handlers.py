@@ -12,9 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
@@ -28,6 +26,8 @@ from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
 from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, CastTo, RuleKind
+from halfstep.torch_private.modes import peek_interpreter_stack
+from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
 
 __all__ = [
@@ -97,7 +97,7 @@ _INPUTS: WeakKeyDictionary[Handler, CastTo] = WeakKeyDictionary()
 """Handler of a norm that casts its input alone where its parameters are fp32 -> the format which that gets."""
 
 _NORMS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    _BatchNorm.forward: F.batch_norm,
+    BatchNormBase.forward: F.batch_norm,
     nn.LayerNorm.forward: F.layer_norm,
     nn.GroupNorm.forward: F.group_norm,
 }

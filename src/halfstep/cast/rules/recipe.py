@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 
 from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
@@ -50,6 +48,9 @@ from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
 from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RuleKind
+from halfstep.torch_private.compiler import FrameAction, FrameExecStrategy, set_code_exec_strategy
+from halfstep.torch_private.modules import ConvBase
+from halfstep.torch_private.operators import nn_functions
 
 __all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
@@ -148,11 +149,9 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
     Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
     autocast's state would run once, at trace time, and never again.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch: `with` in a compiled function may misbehave
-        return
-    action = eval_frame._FrameAction
-    skip = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    if set_code_exec_strategy is not None:  # an older torch: `with` in a compiled function may misbehave
+        skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if below else FrameAction.DEFAULT)
+        set_code_exec_strategy(function.__code__, skip)
 
 
 # ------------------------------------------------------------------ the table callable -> handler
@@ -310,7 +309,7 @@ LAYERS = frozenset(
 )
 """Classes whose forward, and what it calls, does arithmetic on tensors by name only: no ``+`` hides in them."""
 
-SPACES = (F, torch, Tensor, torch._C._nn)
+SPACES = (F, torch, Tensor, nn_functions)
 
 
 def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Callable[..., Any], Any]) -> bool:
@@ -318,7 +317,7 @@ def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Call
     if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
         return False
     names = _names(original)  # type: ignore[arg-type]  # classes hash
-    if isinstance(module, _ConvNd) and module.padding_mode == "zeros":
+    if isinstance(module, ConvBase) and module.padding_mode == "zeros":
         names -= {"pad"}  # what the other modes call
     return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
 

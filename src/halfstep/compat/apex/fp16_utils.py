@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
 from halfstep.compat.shared import alias
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.torch_private.modules import BatchNormBase, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
     "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
@@ -25,7 +25,7 @@ __all__ = [
     "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
 ]  # fmt: skip
 
-BATCHNORM = nn.modules.batchnorm._BatchNorm
+BATCHNORM = BatchNormBase
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -116,7 +116,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"prep_param_lists(flat_master=True): the parameters are {' and '.join(kinds)}, and a flat master needs "
             "one format; use flat_master=False"
         )
-    master = nn.Parameter(_flatten_dense_tensors([p.detach() for p in parameters]).float())
+    master = nn.Parameter(flatten_dense_tensors([p.detach() for p in parameters]).float())
     master.grad = torch.zeros_like(master)
     return parameters, [master]
 
@@ -127,7 +127,7 @@ def model_grads_to_master_grads(
     """Copy the gradients of `model_params` to `master_params`, in fp32; where there is none, None (flat: 0)."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = _flatten_dense_tensors(grads).to(master_params[0].dtype)
+        master_params[0].grad = flatten_dense_tensors(grads).to(master_params[0].dtype)
         return
     for model, master in zip(model_params, master_params, strict=True):
         master.grad = None if model.grad is None else model.grad.detach().to(master.dtype, copy=True)
@@ -140,7 +140,7 @@ def master_params_to_model_params(
     """Round `master_params` into `model_params`, in place."""
     values: Iterable[Tensor] = master_params
     if flat_master:
-        values = _unflatten_dense_tensors(master_params[0].detach(), list(model_params))
+        values = unflatten_dense_tensors(master_params[0].detach(), list(model_params))
     for model, value in zip(model_params, values, strict=True):
         model.copy_(value)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from halfstep.compat.shared import alias
+from halfstep.torch_private.modules import BatchNormBase, check_input_dim, check_non_zero_input_channels
 
 __all__ = [
     "LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
@@ -165,9 +166,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if distributed and torch.distributed.get_world_size(self.process_group) > 1:
             normal = super().forward(input)
         else:  # torch's SyncBatchNorm refuses a CPU even then
-            self._check_input_dim(input)
-            self._check_non_zero_input_channels(input)
-            normal = nn.modules.batchnorm._BatchNorm.forward(self, input)
+            check_input_dim(self)(input)
+            check_non_zero_input_channels(self)(input)
+            normal = BatchNormBase.forward(self, input)
         if z is not None:
             normal = normal + z
         return F.relu(normal) if self.fuse_relu else normal

@@ -29,6 +29,7 @@ from halfstep.compat.mindspore.policies import (
     low_policy,
 )
 from halfstep.compat.shared import LOW_NAMES
+from halfstep.torch_private.modules import TorchLoss, forward_hooks
 
 __all__ = [
     "Mark", "add_flags", "add_flags_recursive", "bind", "bind_for_training", "flags_of", "low_format_in", "mark_level",
@@ -160,7 +161,7 @@ def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
     if low:
         same = level is not None and is_low_everywhere(level) and level.dtype == low
         return level if same else low_policy(low)
-    if isinstance(module, nn.modules.loss._Loss) and level is not None and level.dtype in LOW_NAMES.values():
+    if isinstance(module, TorchLoss) and level is not None and level.dtype in LOW_NAMES.values():
         return fp32_policy(level.dtype)
     return level
 
@@ -266,5 +267,5 @@ def _release(module: nn.Module) -> None:
     for part in module.modules():
         if hs.prepared_policy(part) is not None:
             hs.unprepare(part)
-        for key in [key for key, hook in part._forward_hooks.items() if hook is _lowered]:
-            del part._forward_hooks[key]
+        for key in [key for key, hook in forward_hooks(part).items() if hook is _lowered]:
+            del forward_hooks(part)[key]

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
-from torch.utils._pytree import tree_map
 
 import halfstep as hs
 from halfstep.errors import PolicyError
+from halfstep.torch_private.trees import tree_map
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.errors import FormatError
 from halfstep.formats import widest_dtype
 from halfstep.kernels.sharded import is_sharded, local
+from halfstep.torch_private.foreach import foreach_norm
 
 __all__ = ["norms", "sharded_norms"]
 
@@ -29,7 +30,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         (len(tensors),) fp32.
     """
-    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32))
+    return torch.stack(foreach_norm(list(tensors), 2.0, dtype=torch.float32))
 
 
 def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:

@@ -34,6 +34,7 @@ from halfstep.lens.monitor.symptoms import of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
 from halfstep.step.train_step import TrainStep
+from halfstep.torch_private.compiler import is_compiled, original_of
 
 __all__ = ["Monitor"]
 
@@ -332,6 +333,6 @@ def _low_format(model: nn.Module) -> Format:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    if unwrap(model) is not model and hasattr(model, "_orig_mod"):
+    if unwrap(model) is not model and original_of(model) is not None:
         return True
-    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    return any(is_compiled(m) or original_of(m) is not None for m in model.modules())

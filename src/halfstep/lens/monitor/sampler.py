@@ -20,6 +20,7 @@ from halfstep.cast.state import STATE
 from halfstep.formats import FORMATS, LOW_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
 from halfstep.lens.sketch import Sketches
+from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -122,7 +123,7 @@ class Sampler:
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.dtypes[number] = format_name(tensor.dtype)
-                    with torch._C.DisableTorchFunction(), torch.no_grad():  # without the region's rules
+                    with DisableTorchFunction(), torch.no_grad():  # without the region's rules
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
         return look

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
+
+from halfstep.torch_private.foreach import foreach_copy_
 
 __all__ = ["StaticTensors"]
 
@@ -46,4 +47,4 @@ class StaticTensors:
                 made.append(gradient)
                 parameter.grad = known
         if static:
-            torch._foreach_copy_(static, made)
+            foreach_copy_(static, made)

@@ -29,6 +29,7 @@ from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
 from halfstep.step.moments import Moments
 from halfstep.step.parts.record import Record
+from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.update.updater import Culprits, Updater, unsuited
 
 __all__ = ["InBackward", "in_backward"]
@@ -132,13 +133,13 @@ class InBackward:
         self._record.micro_batches = 1
 
     def _begin(self, gradient: Tensor) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_graph_task_id()
 
     def take(self, parameter: Any) -> None:
         """Take the gradient that `parameter` has just got."""
         if self._task < 0:
             return
-        if torch._C._current_graph_task_id() != self._task:
+        if current_graph_task_id() != self._task:
             raise StepError(REENTRANT)
         if parameter in self._aside:
             parameter.grad = self._aside.pop(parameter).add_(parameter.grad)

@@ -33,6 +33,14 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
 from halfstep.step.part import Part
 from halfstep.step.parts.record import Record
+from halfstep.torch_private.compiler import original_of
+from halfstep.torch_private.distributed import (
+    comm_hooks,
+    communicate_as_first_forward,
+    has_recorded_static_graph,
+    is_joining,
+    logging_data,
+)
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 
@@ -85,7 +93,7 @@ class Ranks(Part):
 
     def _refuse_rivals(self) -> None:
         """Refuse what DistributedDataParallel would do in the place of the step, or would never end."""
-        self._hooks = len(self.ddp._comm_hooks)
+        self._hooks = len(comm_hooks(self.ddp))
         refuse_waiting_hook(self.ddp)
         if self.ddp.mixed_precision is not None:
             raise StepError(
@@ -114,14 +122,14 @@ class Ranks(Part):
             UnbuiltError: such a hook may wait for good.
         """
         ddp = self.ddp
-        if len(ddp._comm_hooks) != self._hooks:
+        if len(comm_hooks(ddp)) != self._hooks:
             self._refuse_rivals()
-        if ddp._join_config.enable:
+        if is_joining(ddp):
             raise StepError(
                 "DistributedDataParallel.join() leaves the optimizer state, loss scale and fp32 weights of a rank that "
                 "has no batches left behind those of the others; use `with step.join():` in its place"
             )
-        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+        if ddp.static_graph and not has_recorded_static_graph(ddp):
             return False
         return self.own or self.joining or not last
 
@@ -174,10 +182,7 @@ class Ranks(Part):
 
         DDP rebuilds its buckets once, and sends buffers from one rank to the others.
         """
-        if self.ddp.reducer._rebuild_buckets():
-            self.ddp._has_rebuilt_buckets = True
-        if self.ddp._check_sync_bufs_pre_fwd():
-            self.ddp._sync_buffers()
+        communicate_as_first_forward(self.ddp)
         self.ddp.require_forward_param_sync = False
 
     def take_part(self, store: WeightStore | None, record: Record) -> None:
@@ -215,7 +220,7 @@ class Ranks(Part):
     @torch.no_grad()
     def average(self) -> bool:
         """Average all gradients over the ranks; collective. Return whether it waited for the device."""
-        if getattr(self.ddp, "_comm_hooks", ()):  # registered since
+        if comm_hooks(self.ddp):  # registered since
             self.refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
@@ -324,7 +329,7 @@ class Ranks(Part):
 
     def _hook(self) -> str:
         """Return the name of the communication hook, "" for none; DDP's log names those of C++ too."""
-        return "" if self.ddp.logger is None else str(self.ddp._get_ddp_logging_data().get("comm_hook", ""))
+        return "" if self.ddp.logger is None else str(logging_data(self.ddp).get("comm_hook", ""))
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -452,7 +457,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | OneRank:
     concrete = resolved(policy, device_types_of([model])[0])
     given = model
     while not isinstance(model, DistributedDataParallel):
-        inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, nn.DataParallel) else original_of(model)
         if not isinstance(inner, nn.Module):
             if reduces_itself(concrete):
                 refuse_other_average(model, concrete, asked(concrete))

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.accelerators import capturing, default_generators
 from halfstep.arguments import WHOLE, Kind, check
@@ -27,6 +26,7 @@ from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
 from halfstep.step.parts.landing import Landing
 from halfstep.step.parts.signals import Signals
+from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
 __all__ = [
@@ -452,7 +452,7 @@ class History:
                 key = (id(module), name)
                 if value is None or key in self._changing or value.is_inference():
                     continue
-                if name in STATISTICS and isinstance(module, _NormBase):
+                if name in STATISTICS and isinstance(module, NormBase):
                     continue
                 self._unchanged.append((module, name, value, value._version))
                 size = value.numel() * value.element_size()

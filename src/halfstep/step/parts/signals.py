@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
+from halfstep.torch_private.foreach import foreach_norm
+from halfstep.torch_private.modes import DisableTorchFunction
 
 __all__ = ["History", "Signals"]
 
@@ -85,7 +87,7 @@ class Weights:
     def of(cls, model: nn.Module) -> Weights:
         """Take the norms; waits for nothing."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad and not is_lazy(parameter):
                     part = local(Tensor.detach(parameter))
@@ -94,7 +96,7 @@ class Weights:
             norms = []
             for (_, dtype), parts in kinds.items():
                 wide = torch.promote_types(dtype, torch.float32)  # a norm of fp16 numbers may be beyond fp16
-                norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=wide))))
+                norms.append(torch.linalg.vector_norm(torch.stack(foreach_norm(parts, 2, dtype=wide))))
         return cls(tuple(norms), sum(part.numel() for parts in kinds.values() for part in parts))
 
     @property
@@ -143,7 +145,7 @@ class Signals:
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
         """Take the largest magnitudes of a batch, that of micro-batch `number`; waits for nothing."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
 
     def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.step.part import Part
+from halfstep.torch_private.foreach import foreach_copy_
+from halfstep.torch_private.modules import NormBase
 
 __all__ = ["Statistics"]
 
@@ -33,14 +34,14 @@ class _Kind:
         if self.kept[0].dim():
             torch.cat(self.buffers, out=self.memory)
         else:
-            torch._foreach_copy_(self.kept, self.buffers)
+            foreach_copy_(self.kept, self.buffers)
 
     def restore_where(self, bad: Tensor) -> None:
         values = torch.where(bad.to(self.memory.device), self.memory, _joined(self.buffers))
-        torch._foreach_copy_(self.buffers, _parted(values, self.buffers))
+        foreach_copy_(self.buffers, _parted(values, self.buffers))
 
     def restore(self) -> None:
-        torch._foreach_copy_(self.buffers, self.kept)
+        foreach_copy_(self.buffers, self.kept)
 
 
 class Statistics(Part):
@@ -63,7 +64,7 @@ class Statistics(Part):
 
     def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:
         self.models: dict[int, weakref.ref[nn.Module]] = {}  # by id, until it ends: no address comes twice
-        self._norms = weakref.WeakKeyDictionary[_NormBase, None]()
+        self._norms = weakref.WeakKeyDictionary[NormBase, None]()
         self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
         self._found: list[Tensor] = []  # their buffers
         self._join = join
@@ -75,7 +76,7 @@ class Statistics(Part):
         """Look after the statistics of `model` too: the loss function calls it."""
         if id(model) in self.models:
             return
-        found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
+        found = {m: None for m in model.modules() if isinstance(m, NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
         models, key = self.models, id(model)
         self.open = [*self.open, *map(_Kind, _by_kind(_buffers(new)))]
@@ -131,7 +132,7 @@ def _good_on_cpu(bad: Tensor) -> bool:
     return not ctypes.c_bool.from_address(bad.data_ptr()).value
 
 
-def _buffers(norms: Iterable[_NormBase]) -> list[Tensor]:
+def _buffers(norms: Iterable[NormBase]) -> list[Tensor]:
     """Return the buffers of the norms that are in training mode."""
     found = [norm._buffers.get(name) for norm in norms if norm.training for name in BUFFERS]
     return [buffer for buffer in found if buffer is not None]

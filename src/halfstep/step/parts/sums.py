@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfstep.events import hook_weakly
 from halfstep.kernels.eager.accumulate import add_low_
 from halfstep.step.part import Part, Run
+from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 
 __all__ = ["Sums"]
 
@@ -89,7 +90,7 @@ class Sums(Part):
         gradient = parameter.grad
         if not self._on or gradient is None or gradient.dtype is torch.float32 or gradient.layout is not torch.strided:
             return
-        if len(getattr(parameter, "_post_accumulate_grad_hooks", ())) > 1:  # another hook reads it
+        if len(post_accumulate_grad_hooks(parameter)) > 1:  # another hook reads it
             parameter.grad = gradient.float()
             return
         key = id(parameter)

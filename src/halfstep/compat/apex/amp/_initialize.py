@@ -29,12 +29,13 @@ from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
+from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-BATCHNORM = nn.modules.batchnorm._BatchNorm
+BATCHNORM = BatchNormBase
 
 
 def close_casts() -> None:
@@ -208,7 +209,7 @@ def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | 
 def _release(model: nn.Module) -> None:
     """Take off what an earlier `initialize` did to `model`: its weights are fp32 again, bit for bit."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
+        for hooks in (forward_pre_hooks(module), forward_hooks(module), state_dict_hooks(module)):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, (_CastInputs, _CastOutputs)) or hook is _state_in_fp32:
                     del hooks[key]

@@ -25,6 +25,8 @@ from halfstep.compat.apex.amp._amp_state import maybe_print
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.foreach import foreach_add_
+from halfstep.torch_private.modules import STEPPED, WRAPPED
 
 __all__ = ["AmpOptimizerState", "Session", "process_optimizer", "release_optimizer"]
 
@@ -235,7 +237,7 @@ class AmpOptimizerState:
             else:
                 parameter.grad = fresh + gradient.to(fresh.dtype)
         if old:
-            torch._foreach_add_(old, new)
+            foreach_add_(old, new)
         self._kept = []
         self.params_have_scaled_gradients = False
         self.scaled_with = None
@@ -276,7 +278,7 @@ class AmpOptimizerState:
                 f"{kind}.step() was called while gradients are still scaled: the last amp.scale_loss block had "
                 "delay_unscale=True. Use delay_unscale=False for the last backward pass before the step"
             )
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        setattr(optimizer, STEPPED, True)
         args, kwargs = self._with_closure(kind, args, kwargs)
         self.skipped = bool(self.overflow)
         if self.skipped:
@@ -331,7 +333,7 @@ class AmpOptimizerState:
 def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     """Give `optimizer` its stash, and a class whose steps are skipped after an overflow."""
     own = optimizer.__dict__.pop("step", None)
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if own is not None and not hasattr(own, WRAPPED):
         optimizer.__dict__[OWN_STEP] = own
     kind: Any = type(optimizer)  # mypy takes Optimizer for unhashable
     optimizer.__class__ = amp_class(kind)
@@ -368,7 +370,7 @@ def amp_class(original: Any) -> type[Optimizer]:
         return self._amp_stash.step(self, run, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # the original's step runs the hooks already
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it sets _opt_called itself
+    setattr(step, WRAPPED, True)  # it sets STEPPED itself
 
     @functools.wraps(original.zero_grad)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError
+from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
 __all__ = ["Casts", "o1_policy"]
 
@@ -115,7 +116,7 @@ class Casts:
         with _lifted():
             self._region.__enter__()
             for mode in self._modes:
-                _push_mode(mode)
+                push_mode(mode)
         self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
         for module, name, function in functions:
             setattr(module, name, function)
@@ -139,7 +140,7 @@ class Casts:
             setattr(module, name, original)
         with _lifted(below=len(self._modes) + 1):
             for _ in self._modes:
-                _pop_mode()
+                pop_mode()
             self._region.__exit__(None, None, None)
 
     @contextlib.contextmanager
@@ -171,11 +172,11 @@ def refuse_inside() -> None:
 @contextlib.contextmanager
 def _lifted(below: int = 0) -> Iterator[None]:
     """Take all function modes but the `below` lowest off their stack meanwhile."""
-    above = list(_get_current_function_mode_stack())[below:]
+    above = list(current_function_mode_stack())[below:]
     for _ in above:
-        _pop_mode()
+        pop_mode()
     try:
         yield
     finally:
         for mode in above:
-            _push_mode(mode)
+            push_mode(mode)

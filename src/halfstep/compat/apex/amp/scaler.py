@@ -15,6 +15,7 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.compat.shared import Gate
+from halfstep.torch_private.foreach import foreach_mul_
 
 __all__ = ["LossScaler"]
 
@@ -168,7 +169,7 @@ class LossScaler:
             carriers.append(carrier)
         if scale is not None and carriers:
             found = [carrier.grad for carrier in carriers if carrier.grad is not None]
-            torch._foreach_mul_(found, 1.0 / scale)
+            foreach_mul_(found, 1.0 / scale)
             self._has_overflow |= not all(bool(grad.isfinite().all()) for grad in found)
         elif carriers:
             self._scaler.scale_on(carriers[0].device)

@@ -22,6 +22,14 @@ from halfstep.compat.apex.optimizers.common import (
     materialised,
     refuse_amsgrad,
 )
+from halfstep.torch_private.foreach import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt,
+)
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
@@ -208,7 +216,7 @@ class FusedLAMB(FusedOptimizer):
         """Take the norm of all gradients."""
         grads = [p.grad.float() for group in self.param_groups for p in group["params"] if p.grad is not None]
         if grads:
-            norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads)]
+            norms = [norm.to(grads[0].device) for norm in foreach_norm(grads)]
             self._norm = torch.stack(norms).norm()
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -219,19 +227,19 @@ class FusedLAMB(FusedOptimizer):
         values = [p.float() for p in params]
         first, second = _moments(self.state, params)
         if not self.adam_w_mode and decay:
-            torch._foreach_add_(grads, values, alpha=decay)
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+            foreach_add_(grads, values, alpha=decay)
+        foreach_mul_(first, beta1)
+        foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, grads, grads, 1 - beta2)
         bias1, bias2 = count_step(group)
-        below = torch._foreach_sqrt(torch._foreach_div(second, bias2))
-        torch._foreach_add_(below, group["eps"])
-        updates = torch._foreach_div(torch._foreach_div(first, bias1), below)
+        below = foreach_sqrt(foreach_div(second, bias2))
+        foreach_add_(below, group["eps"])
+        updates = foreach_div(foreach_div(first, bias1), below)
         if self.adam_w_mode and decay:
-            torch._foreach_add_(updates, values, alpha=decay)
+            foreach_add_(updates, values, alpha=decay)
         rates: list[Tensor] = []
-        for size, change in zip(torch._foreach_norm(values), torch._foreach_norm(updates), strict=True):
+        for size, change in zip(foreach_norm(values), foreach_norm(updates), strict=True):
             ratio = torch.where((size != 0) & (change != 0), size / change, torch.ones_like(size))
             rates.append(lr * ratio if self.use_nvlamb or decay else lr * torch.ones_like(size))
         for parameter, value, update, rate in zip(params, values, updates, rates, strict=True):

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -28,6 +27,7 @@ import halfstep as hs
 from halfstep.compat.megengine.marks import SCALED, marked
 from halfstep.compat.shared import listed
 from halfstep.errors import StepError
+from halfstep.torch_private.modules import NormBase
 
 __all__ = ["GradManager", "GradManagerGroup"]
 
@@ -98,7 +98,7 @@ class NormBuffers:
         self._saved.clear()
 
     def _save(self, module: nn.Module, inputs: Any) -> None:
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        if isinstance(module, NormBase) and module.training and module.track_running_stats:
             if module not in self._saved and threading.get_ident() == self._thread:
                 self._saved[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.errors import UnbuiltError
+from halfstep.torch_private.modules import NormBase
 
 __all__ = ["Cell", "CellList", "SequentialCell"]
 
@@ -156,7 +156,7 @@ def _recomputing(cell: nn.Module) -> tuple[AbstractContextManager[None], Abstrac
 
 @contextmanager
 def _keep_statistics(cell: nn.Module) -> Iterator[None]:
-    norms = [module for module in cell.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in cell.modules() if isinstance(module, NormBase)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
         yield

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.modules import TorchLoss
 
 __all__ = [
     "BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits",
@@ -23,7 +24,7 @@ __all__ = [
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class LossBase(Cell, nn.modules.loss._Loss):
+class LossBase(Cell, TorchLoss):
     """Base of losses; ``get_loss(x)`` reduces by `reduction`.
 
     Args:

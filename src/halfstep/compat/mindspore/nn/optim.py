@@ -9,6 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_number
+from halfstep.torch_private.foreach import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt,
+)
 
 __all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
 
@@ -249,12 +257,12 @@ class AdamWeightDecay(Optimizer):
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         grads = [p.grad for p in params]
         first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        below = torch._foreach_sqrt(second)
-        torch._foreach_add_(below, group["eps"])
-        updates = torch._foreach_div(first, below)
+        foreach_lerp_(first, grads, 1 - beta1)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, grads, grads, 1 - beta2)
+        below = foreach_sqrt(second)
+        foreach_add_(below, group["eps"])
+        updates = foreach_div(first, below)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+            foreach_add_(updates, params, alpha=group["weight_decay"])
+        foreach_add_(params, updates, alpha=-group["lr"])

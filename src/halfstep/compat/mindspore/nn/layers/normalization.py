@@ -19,6 +19,7 @@ from halfstep.compat.mindspore.checks import (
 from halfstep.compat.mindspore.nn.layers.basic import Layer
 from halfstep.compat.mindspore.nn.optim import NOT_DECAYED
 from halfstep.compat.shared import alias
+from halfstep.torch_private.modules import check_input_dim
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm"]
 
@@ -85,7 +86,7 @@ class _BatchNorm(_Norm):
 
     def construct(self, x: Tensor) -> Tensor:
         """Return `x` normalised."""
-        self.kind._check_input_dim(self, x)
+        check_input_dim(self.kind)(self, x)
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         if batch:
             self.num_batches_tracked.add_(1)

@@ -1,0 +1,31 @@
+"""Devices and memory: the custom backend's name, a CPU's instruction sets, addresses of storages."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
+from torch._C import _has_mkldnn as has_mkldnn
+
+__all__ = ["cpu_instructions", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key"]
+
+storage_key = attrgetter("_cdata")
+"""The address of a storage's C object: equal for all views of one storage."""
+
+
+def mps_generator(module: Any) -> torch.Generator:
+    """Return the generator of Apple's GPUs, given their module `torch.mps`."""
+    found: torch.Generator = module._get_default_mps_generator()
+    return found
+
+
+def cpu_instructions() -> dict[str, bool]:
+    """Return which instruction sets for low formats this CPU has, for versions of torch without a public query."""
+    queries = {
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "amx_bf16": "_is_amx_tile_supported",
+        "amx_fp16": "_is_amx_fp16_supported",
+    }
+    return {name: bool(getattr(torch.cpu, query, bool)()) for name, query in queries.items()}

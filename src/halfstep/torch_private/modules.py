@@ -1,0 +1,55 @@
+"""Modules and optimizers: base classes without a public name, hooks, and what wrappers and state_dict leave in them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvBase
+from torch.nn.modules.loss import _Loss as TorchLoss
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+
+__all__ = [
+    "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
+    "TorchLoss", "check_input_dim", "check_non_zero_input_channels", "conv_forward", "flatten_dense_tensors",
+    "forward_hooks", "forward_pre_hooks", "get_name_of", "global_optimizer_post_hooks", "global_optimizer_pre_hooks",
+    "load_state_of", "replicate_of", "save_state_of", "state_dict_hooks",
+    "step_post_hooks", "step_pre_hooks", "unflatten_dense_tensors",
+]  # fmt: skip
+
+SAVE_STATE, LOAD_STATE = "_save_to_state_dict", "_load_from_state_dict"
+"""Methods of nn.Module, which a subclass may override: one module's share of `state_dict` and `load_state_dict`."""
+
+save_state_of: Any = attrgetter(SAVE_STATE)
+load_state_of: Any = attrgetter(LOAD_STATE)
+get_name_of: Any = attrgetter("_get_name")
+replicate_of: Any = attrgetter("_replicate_for_data_parallel")
+
+forward_hooks = attrgetter("_forward_hooks")
+forward_pre_hooks = attrgetter("_forward_pre_hooks")
+state_dict_hooks = attrgetter("_state_dict_hooks")
+check_input_dim: Any = attrgetter("_check_input_dim")
+check_non_zero_input_channels: Any = attrgetter("_check_non_zero_input_channels")
+
+SCHEDULERS = "_schedulers"
+"""The attribute of a learning-rate scheduler that is made of several."""
+
+WRAPPED = "_wrapped_by_lr_sched"
+"""The attribute of an optimizer's `step` that a learning-rate scheduler has put in its place."""
+
+STEPPED = "_opt_called"
+"""The attribute by which torch's schedulers know, before they advance, that an optimizer has made a step."""
+
+step_pre_hooks = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks = attrgetter("_optimizer_step_post_hooks")
+
+
+def conv_forward(kind: type[nn.Module]) -> Any:
+    """Return the method of a class of convolutions that takes input, weight and bias; None of other classes."""
+    return getattr(kind, "_conv_forward", None)
