@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "testing": (705, "counts casts, bytes"),
     "compat": (865, "names of apex ..."),
     "integrations": (1025, "Trainer, accelerate"),
-    "": (885, "import halfstep: the public names"),
+    "": (965, "import halfstep: the public names"),
     "report": (430, "pages in HTML"),
     "lens": (230, "black box, monitor, audit"),
     "checkpoints": (700, "save, load, preemption"),
@@ -51,6 +51,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "schema": (1190, "what files must hold"),
     "accelerators": (1030, "any device of torch"),
     "arguments": (1670, "kinds of values"),
+    "torch_private": (1830, "names of torch"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""
 
@@ -66,7 +67,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 1770, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 1930, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"

@@ -23,7 +23,6 @@ LINES_A_MINUTE = 45
 
 HOUR: Sequence[tuple[str, str]] = (
     ("policy/policy.py", "every field of a `Policy`, and how each is checked"),
-    ("policy/presets.py", "the presets: values of `Policy`"),
     ("cast/state.py", "what is stored for each thread: its regions, and the low copies in them"),
     ("cast/regions/opening.py", "how a region is entered and left"),
     ("cast/rules/dispatch.py", "how an operator finds its handler, and its arguments their format"),

@@ -128,6 +128,6 @@ def test_halfstep_imports_where_torch_lacks_names_of_later_versions() -> None:
     script = (
         "import torch\nfrom torch._C._dynamo import eval_frame\n"
         "del torch._grouped_mm, eval_frame.set_code_exec_strategy, eval_frame._FrameAction\n"
-        "import halfstep as hs\nwith hs.autocast('mixed', device_type='cpu'):\n    torch.ones(2, 2) @ torch.ones(2)\n"
+        "import halfstep as hs\nwith hs.autocast('cpu', policy='mixed'):\n    torch.ones(2, 2).softmax(1)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

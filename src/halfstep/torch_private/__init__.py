@@ -1,7 +1,7 @@
 """Every private name of torch that halfstep uses, once: private modules, names with an underscore, private attributes.
 
-Other files import them from here, under names without an underscore. All exist in torch 2.11 to 2.13 unless a comment
-beside one says otherwise; `tests/torch_private` resolves each on the installed torch and names those that are missing.
+Other files import them from here, under names without an underscore. Names that a
+supported version of torch may lack have a fallback; `tests/torch_private` resolves the others on the installed torch.
 A name is bound when its file is imported, so a call costs what torch's own name costs. Files are topics; `compiler`
 and `distributed` have functions for names whose import takes seconds or that some builds of torch lack.
 

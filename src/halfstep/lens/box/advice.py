@@ -23,12 +23,12 @@ from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
 from halfstep.lens.box.divergence import poisoned, runaway
-from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import Trials
-from halfstep.lens.rise import BAD
 from halfstep.lens.box.origins import CallRecord, upstream
+from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.trials import Trials
 from halfstep.lens.calls import Site, pointwise
+from halfstep.lens.rise import BAD
 from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["UNTRAINED", "Around", "advice", "lost_eps", "settle"]

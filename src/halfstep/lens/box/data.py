@@ -28,9 +28,8 @@ from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
-from halfstep.trees import inputs, place
 from halfstep.step.parts.record import MicroBatch
-from halfstep.trees import map_tensors, tensors
+from halfstep.trees import inputs, map_tensors, place, tensors
 
 __all__ = ["outlier", "suspects", "wrong_target"]
 

@@ -38,8 +38,7 @@ from halfstep.errors import StepError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.kernels.sharded import has_parts
-from halfstep.lens.box.advice import advice
-from halfstep.lens.box.advice import settle
+from halfstep.lens.box.advice import advice, settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
