@@ -32,7 +32,7 @@ LATE: Mapping[tuple[str, str], str] = {
     ("cli.shim.sitecustomize", "halfstep.cli"): "start: every Python of a process tree runs this file",
     ("integrations.timm", "timm"): "optional library: of adaptive clipping alone",
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",
-    ("lens.box.sharded", "torch"): FSDP,
+    ("binding.fsdp", "torch"): FSDP,
     ("lens.box.stepbox", "halfstep.lens"): STORES,
     ("lens.monitor.tensorboard", "torch"): "optional library: tensorboard",
     ("meeting", "torch"): STORES,

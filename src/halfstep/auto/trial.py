@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.accelerators import empty_cache
+from halfstep.binding.bind import binding_of
 from halfstep.binding.construct import bound
 from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
@@ -151,6 +152,9 @@ class TimedSteps:
             self.compiled = step._compiled
         else:
             step._compiled = self.compiled
+        if self.compiled is not None:
+            bindings = map(binding_of, step.model.modules())
+            self.compiled.guarded = [binding.methods for binding in bindings if binding is not None]
         batch, named = cloned(self._batch)
         if self._ground.unwatched:
             step._compiled = None  # guards of compiled code would notice the hook

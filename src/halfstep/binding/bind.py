@@ -152,7 +152,7 @@ class Binding:
             self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
             self.home |= {None} if alone else set()
         self.module_ref: Callable[[], nn.Module | None] = type(None)
-        self.methods: dict[str, Callable[..., Any]] = {}
+        self.methods = _Methods()
         self.unruled: bool | None = None
         self.idle = False
         self.averages = reduces_itself(self.policy)
@@ -439,15 +439,25 @@ def _enter_compiled(
 # ------------------------------------------------------------------ methods of bound modules
 
 
-@lru_cache(maxsize=256)  # Dynamo compiles a model again whose methods are other functions than before
-def _methods_of(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the methods that modules of a class get; the first argument of each is the `Binding`."""
-    methods = dict[str, Callable[..., Any]](COMMON)
-    methods.update({name: _bound_method(original, name) for name in _own_methods(original)})
-    if original.forward is not nn.Module.forward:
-        methods["forward"] = _bound_forward(original)
-    if callable(saver := getattr(original, "save_pretrained", None)):
-        methods["save_pretrained"] = saving(saver)
+class _Methods(dict[str, Callable[..., Any]]):
+    """The functions of the methods that modules of one class get when they are bound; a dict that can be referred to.
+
+    The first argument of each is the `Binding`. Dynamo compiles a model again whose methods are other functions.
+    """
+
+
+METHODS = WeakValueDictionary[type[nn.Module], _Methods]()  # those in use
+
+
+def _methods_of(original: type[nn.Module]) -> _Methods:
+    methods = METHODS.get(original)
+    if methods is None:
+        methods = METHODS[original] = _Methods(COMMON)
+        methods.update({name: _bound_method(original, name) for name in _own_methods(original)})
+        if original.forward is not nn.Module.forward:
+            methods["forward"] = _bound_forward(original)
+        if callable(saver := getattr(original, "save_pretrained", None)):
+            methods["save_pretrained"] = saving(saver)
     return methods
 
 

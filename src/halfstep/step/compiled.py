@@ -112,6 +112,7 @@ class CompiledLoss:
         StepError: torch.compile refuses them.
 
     Attributes:
+        guarded: what Dynamo's guards refer to, kept alive while the model is not prepared.
         breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
     """
 
@@ -125,6 +126,7 @@ class CompiledLoss:
             ) from error
         self._overwritten = uses_graphs(options)
         self.breaks: tuple[str, ...] = ()
+        self.guarded: list[Any] = []
 
     def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:
         """Return what the loss function returns."""
