@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from halfstep.step.settings import Settings
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["KEPT", "Stateful", "check_state", "copied", "load_step", "refuse_window", "save_step"]
+__all__ = ["KEPT", "Stateful", "check_state", "copied", "refuse_window"]
 
 WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied

@@ -13,7 +13,7 @@ from torch._C import _nn as nn_functions
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
-    "CONVERSION", "FUNCTIONAL_COLLECTIVES",
+    "CONVERSION",
     "OpOverload", "OpOverloadPacket", "attention_math", "dispatch_key_for_device", "grouped_mm",
     "has_kernel_for_dispatch_key", "jit_get_all_schemas", "nn_functions", "overload_of", "schema_of",
 ]  # fmt: skip
@@ -33,6 +33,3 @@ def overload_of(target: Any) -> Any:
 
 CONVERSION: Any = torch.ops.aten._to_copy.default
 """The operator that every conversion of a tensor ends in."""
-
-FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of the collectives that return new tensors."""

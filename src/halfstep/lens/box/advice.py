@@ -31,7 +31,7 @@ from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.rise import BAD
 from halfstep.lens.verdict import Cure, Verdict
 
-__all__ = ["UNTRAINED", "Around", "advice", "lost_eps", "settle"]
+__all__ = ["Around", "advice", "lost_eps", "settle"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
