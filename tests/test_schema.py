@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep.arguments import Kind
 from halfstep.errors import CheckpointError
-from halfstep.schema import Each, Kind, check, number, read_json, regular, text, whole
+from halfstep.schema import Each, check, number, read_json, regular, text, whole
 
 TABLE = {
     "step": whole(of="updates"),

@@ -85,15 +85,21 @@ def check(where: str, error: type[HalfstepError], /, **given: tuple[object, Kind
             raise error(f"{where}: {name} must be {kind.words} and is {shown(value)}{near}")
 
 
+LONGEST = 200  # characters of a value in a message
+
+
 def shown(value: object) -> str:
     """Return a value that may be large as an error shows it."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print the longest
+        return f"a number of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype)):
-        words = repr(value)
-        return words if len(words) <= 200 else f"{words[:200]}..."
-    if isinstance(value, (list, tuple)) and len(value) < 9 and all(type(one) in {str, int, float} for one in value):
-        return repr(value)
+        words = repr(value[:LONGEST] if isinstance(value, (str, bytes)) else value)
+        return words if len(words) <= LONGEST else f"{words[:LONGEST]}..."
+    if isinstance(value, (list, tuple)):
+        few = len(value) < 9 and all(type(one) in {str, int, float} for one in value)
+        return repr(value) if few and len(repr(value)) <= LONGEST else f"a {type(value).__name__} of {len(value)}"
     name = type(value).__name__
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 

@@ -26,22 +26,14 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from halfstep.arguments import Kind, shown
 from halfstep.errors import HalfstepError, did_you_mean
 
-__all__ = ["Each", "Kind", "check", "is_bounded", "number", "read_json", "regular", "shown", "text", "whole"]
+__all__ = ["Each", "check", "is_bounded", "number", "read_json", "regular", "text", "whole"]
 
 LARGEST = 2**63 - 1  # that a counter on a device can hold
 DEEPEST = 100  # levels of containers
-LONGEST = 60  # characters of a value in a message
 NOTHING = "nothing was loaded"
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A value without parts: what is expected, in words, and a test that is given any object."""
-
-    words: str
-    test: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +118,7 @@ def _problem(value: Any, schema: Any, path: str) -> str:
             kinds_of = schema if length is not None else repeat(schema[0])
             parts = ((item, kind, f"{path}[{i}]") for i, (item, kind) in enumerate(zip(value, kinds_of, strict=False)))
     elif isinstance(schema, Kind):
-        fits = schema.test(value)
+        fits = schema.has(value)
     elif schema is Any or schema is None:
         fits = schema is Any or value is None
     else:
@@ -193,18 +185,6 @@ def is_bounded(tree: object, most: int) -> bool:
             return True
         level, count = inner, count + len(inner)
     return False
-
-
-def shown(value: object) -> str:
-    """Return a value for a message: itself if it is short, else its kind."""
-    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print the longest
-        return f"a number of {value.bit_length()} bits"
-    if isinstance(value, (str, int, float, bytes, type(None))):
-        words = repr(value[:LONGEST] if isinstance(value, (str, bytes)) else value)
-        return words if len(words) < 2 * LONGEST else f"{words[:LONGEST]}..."
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 # ---------------------------------------------------------------------- files

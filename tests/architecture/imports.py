@@ -38,6 +38,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("meeting", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("schema", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("schema", "arguments"): "one kind of a value, and one way to show a value, for arguments and files",
     ("lens", "checkpoints"): "evidence is written as the files of a checkpoint are",
     ("lens", "report"): "an audit is written as a page",
     ("advise", "mistakes"): "the linter's rules on loops have the words of the catalogue",

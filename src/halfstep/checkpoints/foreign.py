@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.arguments import Kind
 from halfstep.binding.prepare import unwrap
 from halfstep.checkpoints.files import read_state
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
-from halfstep.schema import Each, Kind, check, regular, whole
+from halfstep.schema import Each, check, regular, whole
 from halfstep.step.saved import NUMBER, STATE
 
 if TYPE_CHECKING:

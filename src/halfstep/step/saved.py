@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.arguments import Kind, shown
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
 from halfstep.scale.state import OWN_COUNTERS
-from halfstep.schema import LARGEST, Each, Kind, check, number, shown, text, whole
+from halfstep.schema import LARGEST, Each, check, number, text, whole
 from halfstep.weights.draws import ROUNDING as DRAWN
 
 __all__ = ["NUMBER", "PLAIN", "SHARDED", "STATE", "check_model", "check_optimizer", "check_scheduler"]
@@ -43,9 +44,9 @@ def _numbers(value: Any) -> list[float]:
 
 
 NUMBER = Kind("a number", lambda value: len(_numbers(value)) == 1 and not isinstance(value, (list, tuple)))
-FINITE_NUMBER = Kind("a finite number", lambda value: NUMBER.test(value) and abs(_numbers(value)[0]) <= FP32)
-INDEX = Kind("a finite number from -1", lambda value: FINITE_NUMBER.test(value) and -1 <= _numbers(value)[0] <= LARGEST)
-COUNT = Kind("a finite number from 0", lambda value: FINITE_NUMBER.test(value) and 0 <= _numbers(value)[0] <= LARGEST)
+FINITE_NUMBER = Kind("a finite number", lambda value: NUMBER.has(value) and abs(_numbers(value)[0]) <= FP32)
+INDEX = Kind("a finite number from -1", lambda value: FINITE_NUMBER.has(value) and -1 <= _numbers(value)[0] <= LARGEST)
+COUNT = Kind("a finite number from 0", lambda value: FINITE_NUMBER.has(value) and 0 <= _numbers(value)[0] <= LARGEST)
 
 INT64 = whole(-LARGEST - 1)
 ROUNDING = {"seed": INT64, "counts": Each(text(r"[a-z]+(:\d{1,4})?", "a device"), [INT64, whole()])}
