@@ -150,7 +150,8 @@ def _name(key: Any) -> Any:
 
 
 def _wrong(value: Any, schema: Any, path: str) -> str:
-    return f"{path}: {shown(value)}, expected {_words(schema)}"
+    got = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else shown(value)
+    return f"{path}: {got}, expected {_words(schema)}"
 
 
 def _words(schema: Any) -> str:

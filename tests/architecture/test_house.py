@@ -59,5 +59,7 @@ def test_a_training_step_is_small() -> None:
 
 
 def test_the_counts_can_fail() -> None:
-    node = ast.parse("class A:\n    def f(self, x):\n        self.a = self.b = 1\n        return x is None or None == x")
+    node = ast.parse(
+        "class A:\n    def f(self, x):\n        self.a = self.b = 1\n        return x is None or None == x"
+    )
     assert attributes(node) == {"a", "b"} and nones(node) == 2

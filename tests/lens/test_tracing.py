@@ -146,5 +146,8 @@ def test_no_other_part_observes_with_a_mode_of_its_own() -> None:
 
 
 def test_one_file_reads_the_private_state_of_fsdp() -> None:
-    found = [path.name for path in SOURCE.rglob("*.py") if "_fsdp_param_group" in path.read_text(encoding="utf-8")]
-    assert found == ["fsdp.py"]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    assert [name for name, text in texts.items() if "_fsdp_param_group" in text] == [
+        "distributed.py"
+    ]  # torch_private's
+    assert {name for name, text in texts.items() if "fsdp_groups" in text} == {"distributed.py", "fsdp.py"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -23,6 +24,15 @@ READERS = {
     "halfstep.cli.optables": "'int8'",
 }
 """Module with answers of its own for each kind -> what it says of a kind that it does not know."""
+
+
+@pytest.fixture(autouse=True)
+def same_safe_globals() -> Iterator[None]:
+    """A second copy of `binding.bind` allows its own classes in files, in the place of the first one's."""
+    before = torch.serialization.get_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
 
 
 def imported_anew(name: str) -> ModuleType:
