@@ -57,7 +57,7 @@ def test_what_is_wrong_in_a_wheel_is_found(wheel: Path, tmp_path: Path) -> None:
     assert list(archives.in_wheel(wrong, ROOT, native=False)) == [
         f"METADATA has Version: 9{hs.__version__[1:]}, not {hs.__version__}",
         "METADATA has Project-URL: home, here",
-        "METADATA requires poor, tomli, torch, typer",
+        "METADATA requires jinja2, poor, tomli, torch, typer",
         f"{wheel.name} has 1 compiled libraries",
         f"{wheel.name} lacks halfstep/py.typed",
         f"{wheel.name} has halfstep/left_behind.py, which is not in the tree",

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.native import calls, compiler
 from halfstep.kernels.native.calls import number, peek
+from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import operators as reference
 from tests.kernels.cases import (
     BF16,
@@ -487,7 +489,7 @@ def test_a_shipped_library_has_the_bits_of_the_one_compiled_here(
             results = []
             for kernels in (here, other):
                 mine = given.to("cpu")
-                run(getattr(kernels, f"{options.method}_"), mine, options.numbers)
+                run(partial(kernels.update, BY_OPERATOR[f"{options.method}_"]), mine, options.numbers)
                 results.append(mine)
             assert_same(*results)
     tensors = [torch.randn(size).to(dtype) for size in (3, 4097, 70_000) for dtype in (FP32, BF16, FP16)]
