@@ -73,7 +73,7 @@ class Culprits:
 
 
 class Updater:
-    """Makes the updates of one training step; a participant of it.
+    """Makes the updates of one training step; a part of it.
 
     Args:
         optimizer: a torch optimizer.

@@ -90,7 +90,7 @@ class Graphs:
         device: of its model.
         run: runs one micro-batch of it eagerly.
         moments: its moments.
-        statistics: its participant for BatchNorm's statistics.
+        statistics: its part for BatchNorm's statistics.
         updater: its updater.
 
     Attributes:

@@ -44,7 +44,7 @@ ENOUGH = 16
 
 
 class Retry(Part):
-    """Decides which windows of one training step run again; a participant of it, after its scaler.
+    """Decides which windows of one training step run again; a part of it, after its scaler.
 
     Args:
         most: how often one window runs again.
