@@ -23,6 +23,7 @@ from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
 from halfstep.step import TrainStep
 from halfstep.tasks import Task
+from halfstep.trees import map_tensors as map_tensors
 
 if TYPE_CHECKING:
     from halfstep import integrations as integrations

@@ -36,7 +36,7 @@ ALLOWED: Mapping[str, str] = {
     "step/compiled.py": "torch.compile's CUDA graphs",
     "step/parts/landing.py": "fake CUDA tensors have no device to ask",
     "update/optimizer_step.py": "torch's fused optimizers were compared with the other forms on CPUs and CUDA",
-    "step/graph/recorder.py": "CUDA graphs",
+    "step/recorder.py": "CUDA graphs",
     "tasks/pitfalls.py": "settings of CUDA, cuDNN and NVIDIA's drivers",
     "tasks/speed.py": "tf32",
     "testing/count.py": "counts on the fake CUDA device",

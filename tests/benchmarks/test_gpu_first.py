@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_blocks, gpu_first
 from benchmarks.gpu_first import BLOCKS, MARK, Block, measure
-from halfstep.step.graph import recorder
+from halfstep.step import recorder
 from tests.step.tape import TapeRecorder
 
 

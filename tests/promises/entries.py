@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import BindError
-from halfstep.step.graph import capturable, recorder
+from halfstep.step import recorder
+from halfstep.step.graph import capturable
 from halfstep.step.graph.graphs import WARM_UPS
 from halfstep.weights import attachment, states
 from tests.promises.probe import Entry, Job, Trained, accumulated, one_rank

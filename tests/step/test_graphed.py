@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.graph import capturable, recorder
+from halfstep.step import recorder
+from halfstep.step.graph import capturable
 from halfstep.step.graph import graphs as graph_module
 from halfstep.step.graph.facts import Rates
 from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs

@@ -14,7 +14,7 @@ from halfstep.binding.prepare import unwrap
 from halfstep.errors import StepError
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
-from halfstep.step.graph.recorder import recorder_for
+from halfstep.step.recorder import recorder_for
 from halfstep.trees import opened
 from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
 from halfstep.update.updater import suits

@@ -38,10 +38,10 @@ from halfstep.events import StepResult
 from halfstep.snapshot import Snapshot, gradients, noted
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
-from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.statistics import Statistics
+from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Culprits, Updater
 from halfstep.weights import UnkeptWeights
