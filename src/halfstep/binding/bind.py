@@ -167,11 +167,7 @@ class Binding:
             ROOTS[id(module)] = module
 
     def here(self) -> nn.Module:
-        """Return the module.
-
-        Raises:
-            BindError: it is gone.
-        """
+        """Return the module."""
         module = self.module_ref()
         if module is None:
             raise BindError(
@@ -263,15 +259,7 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 def _casts(
     binding: Binding, args: Any, kwargs: Any, outer: Any, *, method: bool = False
 ) -> tuple[Any, Any, torch.dtype | None]:
-    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come).
-
-    Args:
-        binding: of the module that is called.
-        args: what it is called with.
-        kwargs: the same, by name.
-        outer: what `STATE.bound` is around the call.
-        method: whether a method other than forward is called; see note [methods].
-    """
+    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
     policy, outside = binding.policy, outer is None or outer is SUSPENDED or outer is CALLED
     if binding.rule == "fp32" and binding.entrance:
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
@@ -304,11 +292,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _check_shards(binding: Binding, module: nn.Module) -> None:
-    """Register for low states the parameters that fully_shard has put in place of the prepared ones.
-
-    Raises:
-        BindError: they took the place of low ones, and have no masters.
-    """
+    """Register for low states the parameters that fully_shard has put in place of the prepared ones."""
     policy = binding.policy
     if binding.sharded:
         return
@@ -604,16 +588,7 @@ def _presented_as(bound: Callable[..., Any], own: Any) -> Callable[..., Any]:
 
 
 def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
-    """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces.
-
-    Args:
-        recipe: what is about to be opened.
-        module: what is traced. `make_fx` takes parameters of torch's own class only.
-        tree: the inputs; `make_fx` traces with tensors, and sees the casts.
-
-    Raises:
-        BindError: the graph would lack the region.
-    """
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces."""
     if any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
         _refuse_region(recipe)
         return
@@ -623,11 +598,7 @@ def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
 
 
 def _refuse_region(recipe: Recipe) -> None:
-    """Refuse to be traced by torch.fx in the region of `recipe`, unless that is off.
-
-    Raises:
-        BindError: the graph would lack the region.
-    """
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless that is off."""
     if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(
             f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
@@ -637,11 +608,7 @@ def _refuse_region(recipe: Recipe) -> None:
 
 
 def _refuse_script(binding: Binding) -> nn.Module:
-    """Refuse `torch.jit.script`, which calls this.
-
-    Raises:
-        BindError: the compiled source of forward would lack the region.
-    """
+    """Refuse `torch.jit.script`, which calls this."""
     raise BindError(
         f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
         "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "

@@ -178,16 +178,7 @@ def fused_loss(
     *,
     emulating: bool = False,
 ) -> Tensor:
-    """Compute `linear_cross_entropy` of tensors that are in their formats already, with autocast off.
-
-    Args:
-        input: as there, and so are the other tensors.
-        linear_weight: in the format of `input`, and so is `linear_bias`.
-        linear_bias: or None.
-        target: class indices or probabilities.
-        settings: the rest.
-        emulating: products are computed in fp32 and rounded once: the device lacks units for the low format.
-    """
+    """Compute `linear_cross_entropy` of tensors that are in their formats already, with autocast off."""
     _check(input, linear_weight, linear_bias, target, settings)
     lean = (
         target.dtype is torch.long

@@ -22,14 +22,7 @@ __all__ = ["norms", "sharded_norms"]
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, accumulated in fp32: `reference.norms` for dense real tensors of one device.
-
-    Args:
-        tensors: dense, floating, all on one device; at least one.
-
-    Returns:
-        (len(tensors),) fp32.
-    """
+    """Return the 2-norm of every tensor in fp32: `reference.norms` for dense real tensors of one device."""
     return torch.stack(foreach_norm(list(tensors), 2.0, dtype=torch.float32))
 
 
@@ -78,11 +71,7 @@ def _share(widest: Any, mesh: Any, placements: tuple[Any, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def _widest(meshes: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Return the mesh whose ranks include those of all `meshes`, and the process groups over which to reduce on it.
-
-    Raises:
-        FormatError: there is no such mesh.
-    """
+    """Return the mesh whose ranks include those of all `meshes`, and the process groups over which to reduce on it."""
     ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
     widest, mesh = max(zip(ranks, meshes, strict=True), key=lambda pair: len(pair[0]))
     if not all(some <= widest for some in ranks):
