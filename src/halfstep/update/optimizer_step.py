@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_here, fused_works
 from halfstep.kernels.sharded import local
 from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
 from halfstep.torch_private.fake import FakeTensor
@@ -76,7 +76,7 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
     device = parameter.device.type
-    if device not in {"cpu", "cuda"} or not _is_whole(parameter):
+    if not _is_whole(parameter) or not fused_here(type(optimizer), device):
         return False
     if not fused_works(type(optimizer), parameter):
         return False
