@@ -122,6 +122,11 @@ def test_modules_made_inside_reach_the_device_in_every_way_and_stay_the_same_obj
 
 
 @device
+def test_a_model_moved_after_its_step_was_made_computes_low_there(found: dict[str, Any]) -> None:
+    assert found["moved after"] and set(found["moved after"]) == {"torch.bfloat16"}
+
+
+@device
 def test_a_device_without_float64_is_asked_for_none(found: dict[str, Any]) -> None:
     assert found["float64"] == {"widens": "TypeError: aten._to_copy.default made float64"}
 
