@@ -1,7 +1,6 @@
 """A rule of the linter and what it finds: plain values, from which text, JSON, SARIF, ``--explain`` and docs are made.
 
-Static rules read a script's syntax tree (`static/`); traced rules look at one traced step of a task (`traced.py`).
-Both are `Rule` values; `registry.py` lists them all.
+Static rules read a script's syntax tree (`static`), traced rules one traced step of a task (`tracing`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.mistakes import MISTAKES
-
-__all__ = ["SEVERITIES", "Hit", "LintFinding", "Rule"]
+__all__ = ["SEVERITIES", "Check", "Hit", "LintFinding", "Rule"]
 
 SEVERITIES = ("error", "warning", "note")
 """From the worst: raises or trains wrongly; loses precision or time, or fails for some data; worth knowing."""
@@ -68,6 +65,9 @@ class Hit:
     fix: str = ""
 
 
+Check = Callable[[Any], Iterable[Hit]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One kind of mistake.
@@ -81,8 +81,8 @@ class Rule:
         bad: a script in which the rule finds something; of a traced rule, a file whose function `task` returns the
             hs.Task.
         good: the same script without the mistake.
+        check: yields the hits in a `static.script.Script`; of a traced rule, in a `tracing.trace.Trace`.
         under: of a traced rule, the policy under which `bad` has the mistake.
-        check: yields the hits in a `static.script.Script`; of a traced rule, in what `traced.py` gives it.
     """
 
     code: str
@@ -92,16 +92,8 @@ class Rule:
     fix: str
     bad: str
     good: str
-    check: Callable[[Any], Iterable[Hit]]
+    check: Check
     under: str = "mixed"
-
-    @classmethod
-    def of(cls, code: str, *, bad: str, good: str, check: Callable[[Any], Iterable[Hit]]) -> Rule:
-        """Return the rule that finds a mistake of the catalogue in source."""
-        m = MISTAKES[code]
-        return cls(
-            code=code, severity=m.severity, title=m.title, why=m.why, fix=m.fix, bad=bad, good=good, check=check
-        )  # fmt: skip
 
     @property
     def traced(self) -> bool:

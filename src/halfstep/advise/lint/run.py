@@ -10,13 +10,13 @@ from pathlib import Path
 from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
 from halfstep.advise.lint.static.script import Script
-from halfstep.advise.lint.traced import check_task
+from halfstep.advise.lint.tracing.trace import trace_step
 from halfstep.arguments import PATH, TEXT, a, check, listed
 from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-__all__ = ["lint"]
+__all__ = ["check_task", "lint"]
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
@@ -71,12 +71,14 @@ def lint(
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
-def _python_files(path: Path) -> list[Path]:
-    """Return the Python files that `path` is or holds.
+def check_task(task: Task, policy: Policy) -> list[LintFinding]:
+    """Return what the traced rules find in one step of `task` under `policy`; an error of the task is a finding."""
+    trace = trace_step(task, policy)
+    return [rule.finding(hit) for rule in RULES.values() if rule.traced for hit in rule.check(trace)]
 
-    Raises:
-        LintError: there are none.
-    """
+
+def _python_files(path: Path) -> list[Path]:
+    """Return the Python files that `path` is or holds."""
     if path.is_dir():
         files = sorted(p for p in path.rglob("*.py") if not _left_out(p.relative_to(path).parts[:-1]))
         if not files:

@@ -17,7 +17,7 @@ from halfstep.advise.lint.tracing.numbers import shown
 from halfstep.lens import OperatorCall, OperatorSink, user_frame
 from halfstep.trees import tensors
 
-__all__ = ["HostRead", "StepSink", "TracedCall"]
+__all__ = ["StepSink", "TracedCall"]
 
 READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal"}
@@ -36,42 +36,19 @@ MAKES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
-    """One call of an operator.
-
-    Attributes:
-        op: public short name.
-        module: dotted name of the innermost module that runs.
-        file: path of the innermost file that is neither torch's nor halfstep's; "" if there is none.
-        line: its line; 0 if there is none.
-        in_place: whether it writes into its first argument.
-        inputs: floating tensors among its arguments, as the user's code gives them.
-        outputs: floating tensors that it returns.
-        numbers: floats among its arguments.
-        function: name of the torch.autograd.Function whose forward calls it; "" outside.
-        gradients: whether autograd records.
-        shows: what the values show, see `numbers`.
-    """
+    """One call of an operator, with its floating tensors as the user's code gives them."""
 
     op: str
     module: str
-    file: str
+    file: str  # of the innermost frame that is neither torch's nor halfstep's, "" and line 0 if there is none
     line: int
     in_place: bool
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     numbers: tuple[float, ...]
-    function: str
-    gradients: bool
-    shows: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """A place where the host waits for a value of a tensor."""
-
-    function: str
-    file: str
-    line: int
+    function: str  # the torch.autograd.Function whose forward calls it
+    gradients: bool  # autograd records
+    shows: frozenset[str]  # see `numbers`
 
 
 class StepSink(OperatorSink):
@@ -80,7 +57,7 @@ class StepSink(OperatorSink):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[TracedCall] = []
-        self.reads: list[HostRead] = []
+        self.reads: list[tuple[str, str, int]] = []  # where the host waits for a value: function, file, line
         self._origins: dict[int, int] = {}
         self._kept: list[Any] = []
 
@@ -97,9 +74,8 @@ class StepSink(OperatorSink):
         self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operator and record it."""
-        inputs = _floating((args, kwargs))
+        inputs, function = _floating((args, kwargs)), self._function()
         before = shown(call.op, args, kwargs)
-        function = self._function()
         result = func(*args, **kwargs)
         outputs = _floating(result)
         file, _, line = call.line.rpartition(":")
@@ -131,7 +107,7 @@ class StepSink(OperatorSink):
         name = getattr(func, "__name__", "")
         if name in READS or op in READS or (name == "__getitem__" and _by_mask(args)):
             file, _, line = self.line().rpartition(":")
-            self.reads.append(HostRead("x[mask]" if name == "__getitem__" else name or op, file, int(line)))
+            self.reads.append(("x[mask]" if name == "__getitem__" else name or op, file, int(line)))
         if not isinstance(result, Tensor):
             return
         self._kept.append(result)

@@ -17,19 +17,12 @@ __all__ = ["GraphFunction", "functions_of", "place_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFunction:
-    """A torch.autograd.Function of the user in the graph of the loss.
-
-    Attributes:
-        name: its class.
-        place: where it is defined.
-        ruled: whether its forward has a rule for formats: custom_fwd of torch.amp, or hs.operator.
-        low: whether one of its outputs is low.
-    """
+    """A torch.autograd.Function of the user in the graph of the loss."""
 
     name: str
     place: Hit
-    ruled: bool
-    low: bool
+    ruled: bool  # custom_fwd of torch.amp, or hs.operator, gives its forward a rule for formats
+    low: bool  # one of its outputs is
 
 
 def place_of(target: Any, what: str) -> Hit:
@@ -55,11 +48,9 @@ def functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
         made = getattr(node, "_forward_cls", None)
         if made is None or made.__module__.startswith(("torch.", "halfstep.")):
             continue
+        name = made.__name__
         low = any(meta.dtype in LOW_DTYPES for meta in getattr(node, "_input_metadata", ()))
+        low = low or (name in found and found[name].low)
         ruled = hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")
-        earlier = found.get(made.__name__)
-        low = low or (earlier is not None and earlier.low)
-        found[made.__name__] = GraphFunction(
-            name=made.__name__, place=place_of(made, made.__name__), ruled=ruled, low=low
-        )
+        found[name] = GraphFunction(name=name, place=place_of(made, name), ruled=ruled, low=low)
     return tuple(found.values())
