@@ -28,6 +28,7 @@ import torch
 from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.optable import data
 from halfstep.torch_private.operators import grouped_mm, jit_get_all_schemas, nn_functions
 
 __all__ = [
@@ -49,66 +50,7 @@ __all__ = [
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
 
-SYNONYMS: Mapping[str, str] = {
-    "absolute": "abs",
-    "affine_grid_generator": "affine_grid",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "clamp_max": "clamp",
-    "clamp_min": "clamp",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "constant_pad_nd": "pad",
-    "cross_entropy_loss": "cross_entropy",
-    "det": "linalg.det",
-    "divide": "div",
-    "fix": "trunc",
-    "ger": "outer",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "grid_sampler": "grid_sample",
-    "grid_sampler_2d": "grid_sample",
-    "grid_sampler_3d": "grid_sample",
-    "inverse": "linalg.inv",
-    "less": "lt",
-    "less_equal": "le",
-    "linalg.matmul": "matmul",
-    "log_sigmoid": "logsigmoid",
-    "matrix_exp": "linalg.matrix_exp",
-    "matrix_power": "linalg.matrix_power",
-    "multiply": "mul",
-    "native_batch_norm": "batch_norm",
-    "native_dropout": "dropout",
-    "native_group_norm": "group_norm",
-    "native_layer_norm": "layer_norm",
-    "negative": "neg",
-    "nll_loss2d": "nll_loss",
-    "nll_loss_nd": "nll_loss",
-    "not_equal": "ne",
-    "orgqr": "linalg.householder_product",
-    "pinverse": "linalg.pinv",
-    "row_stack": "vstack",
-    "rsub": "sub",
-    "slogdet": "linalg.slogdet",
-    "special.expit": "sigmoid",
-    "special.gammainc": "igamma",
-    "special.gammaincc": "igammac",
-    "special.gammaln": "lgamma",
-    "special.multigammaln": "mvlgamma",
-    "special.psi": "digamma",
-    "subtract": "sub",
-    "trapz": "trapezoid",
-    "true_divide": "div",
-    "upsample": "interpolate",
-    "upsample_bilinear": "interpolate",
-    "upsample_nearest": "interpolate",
-}
+SYNONYMS: Mapping[str, str] = data("tables/synonyms.toml")
 """Other name -> the name. Only synonyms, and private halves of a public operator: one rule must fit both."""
 
 PRIVATE_HALVES = (
@@ -238,11 +180,7 @@ def known() -> frozenset[str]:
 
 
 def callables(name: str) -> tuple[Function, ...]:
-    """Return every function object that a TorchFunctionMode may receive for the operator `name`.
-
-    Raises:
-        PolicyError: no such operator; the message names the nearest.
-    """
+    """Return every function object that a TorchFunctionMode may receive for the operator `name`."""
     return _index()[0][canonical(name)]
 
 
@@ -261,11 +199,7 @@ def operator_name(function: Function) -> str | None:
 
 @cache
 def canonical(name: str) -> str:
-    """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax".
-
-    Raises:
-        PolicyError: no such operator; the message names the nearest.
-    """
+    """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax"."""
     short = _shorten(name)
     if short not in known() and short.startswith("special."):
         short = short.removeprefix("special.")
@@ -311,19 +245,12 @@ MARK = "::"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomOperator:
-    """A registered operator.
+    """A registered operator."""
 
-    Attributes:
-        name: "namespace::name".
-        rule: its rule where the policy has none for it.
-        backward: the rule of what its backward pass calls, "" for the formats they come in.
-        where: the file and line, or the library, it comes from.
-    """
-
-    name: str
-    rule: str
-    backward: str
-    where: str
+    name: str  # "namespace::name"
+    rule: str  # where the policy has none for it
+    backward: str  # the rule of what its backward pass calls, "" for the formats they come in
+    where: str  # the file and line, or the library, it comes from
 
 
 _registered: dict[str, CustomOperator] = {}
@@ -341,11 +268,7 @@ def check_custom_pattern(pattern: str) -> None:
 
 
 def register(operator: CustomOperator) -> None:
-    """Register `operator`; the same one may be registered again, as when its module is reloaded.
-
-    Raises:
-        PolicyError: the name belongs to an operator from elsewhere.
-    """
+    """Register `operator`; the same one may be registered again, as when its module is reloaded."""
     earlier = _registered.get(operator.name)
     if earlier is not None and earlier.where.rpartition(":")[0] != operator.where.rpartition(":")[0]:
         raise PolicyError(

@@ -1,9 +1,7 @@
 """Resolve: what a policy means on a device (`resolved`), and for operators (`operator_rules`), with reasons.
 
 These functions alone decide which low format a device takes, whether fp16 is emulated, which scale rule applies, which
-fp32 values are behind low parameters, and whether halfstep can carry the policy out. Other modules read the result.
-
-Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order.
+fp32 values are behind low parameters, and whether halfstep can carry the policy out.
 """
 
 from __future__ import annotations
@@ -105,7 +103,8 @@ def units(device_type: str) -> Units:
     """
     check_device_type(device_type)
     if device_type == "cpu":
-        return cpu_units(_cpu_capabilities(), platform.machine())
+        ask = getattr(torch.cpu, "get_capabilities", cpu_instructions)  # private queries where it is not there
+        return cpu_units(ask(), platform.machine())
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return Units("cuda", bf16=False, fp16=True, reason="no CUDA device here; fp16 units assumed")
@@ -152,15 +151,6 @@ def default_device_types() -> tuple[str, ...]:
     return (accelerator.type, "cpu")
 
 
-def _cpu_capabilities() -> Mapping[str, Any]:
-    """Return torch's description of this CPU's instruction sets, by private queries where there is no public one."""
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    if ask is not None:
-        found: Mapping[str, Any] = ask()
-        return found
-    return cpu_instructions()
-
-
 def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
     """Return the units of a CPU whose instruction sets are `capabilities` (name -> present) on a `machine` type."""
     present = {name for name, there in capabilities.items() if there is True}
@@ -179,10 +169,9 @@ def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
 def cuda_units(capabilities: list[tuple[int, int]]) -> Units:
     """Return the units that all of some GPUs have, given their compute capabilities (major, minor)."""
     oldest = min(capabilities)
-    words = f"compute capability {oldest[0]}.{oldest[1]}"
-    if oldest >= BF16_FROM:
-        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
-    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16 (they need 8.0)")
+    there = "bf16 and fp16 units" if oldest >= BF16_FROM else "fp16 units and none for bf16 (they need 8.0)"
+    words = f"compute capability {oldest[0]}.{oldest[1]} has {there}"
+    return Units("cuda", bf16=oldest >= BF16_FROM, fp16=True, reason=words)
 
 
 def hip_units(architectures: list[str]) -> Units:
@@ -193,10 +182,8 @@ def hip_units(architectures: list[str]) -> Units:
     """
     names = sorted({name.partition(":")[0] for name in architectures})
     lacking = [name for name in names if not name.startswith(HIP_BF16)]
-    words = " and ".join(lacking or names)
-    if not lacking:
-        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
-    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16")
+    there = "fp16 units and none for bf16" if lacking else "bf16 and fp16 units"
+    return Units("cuda", bf16=not lacking, fp16=True, reason=f"{' and '.join(lacking or names)} has {there}")
 
 
 # ------------------------------------------------------------------ a policy on a device
@@ -205,12 +192,7 @@ def hip_units(architectures: list[str]) -> Units:
 def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
     """Return the low format of `policy` on a device, and a note: why, or what happens instead of missing units.
 
-    Returns:
-        ("bf16" | "fp16" | "fp32" | a simulated format, note); "fp32" means nothing is lowered. The note is "" if there
-        is nothing to say.
-
-    Raises:
-        PolicyError: torch.autocast does not exist for this device type.
+    The format "fp32" means that nothing is lowered; the note is "" if there is nothing to say.
     """
     there = units(device_type)
     if policy.dtype != "auto" and policy.dtype not in DTYPES:
@@ -248,15 +230,8 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
 
     Where the low format is fp32 nothing is lowered: parameters, residual stream and inputs become fp32 too.
 
-    Args:
-        policy: what is wanted.
-        device_type: "cpu", "cuda", ...
-        one_pass: whether the optimizer is stepped by halfstep's own operators. They read and write both halves of split
-            weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
-
-    Raises:
-        UnbuiltError: halfstep cannot carry it out; the message names what comes nearest.
-        PolicyError: a field rules out another one, or torch.autocast does not exist for this device type.
+    With `one_pass` the optimizer is stepped by halfstep's own operators. They read and write both halves of split
+    weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
     """
     dtype, _ = resolve_dtype(policy, device_type)
     _refuse_contradictions(policy, dtype)
@@ -336,16 +311,10 @@ def reduces_itself(concrete: Policy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The rule of one operator.
+    """The rule of one operator."""
 
-    Attributes:
-        rule: "low", "fp32", "keep", "widest" or "banned".
-        origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
-        reason: why, in words.
-    """
-
-    rule: str
-    origin: str
+    rule: str  # one of `RULES`
+    origin: str  # what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator
     reason: str
 
 

@@ -119,11 +119,7 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in _rules
 
 
 def rule_of(code: str) -> Rule:
-    """Return the rule called `code`.
-
-    Raises:
-        LintError: there is none.
-    """
+    """Return the rule called `code`, in letters of any case."""
     if code.upper() not in RULES:
         first, *_, last = RULES
         raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {first} to {last}")
@@ -131,11 +127,7 @@ def rule_of(code: str) -> Rule:
 
 
 def explained(code: str) -> str:
-    """Return the rule `code` in full; of a mistake that only a run shows, what the catalogue has of it.
-
-    Raises:
-        LintError: there is none.
-    """
+    """Return the rule `code` in full; of a mistake that only a run shows, what the catalogue has of it."""
     mistake = MISTAKES.get(code.upper())
     if mistake is None or mistake.code in RULES:
         return rule_of(code).text()
