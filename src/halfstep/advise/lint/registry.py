@@ -41,33 +41,6 @@ CHECKS: Mapping[str, Check] = {
 
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 
-TASK = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-import halfstep as hs
-{before}
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-{init}
-
-    def forward(self, x):
-{forward}
-
-
-def task():
-    return hs.Task(
-        name="example",
-        model={model},
-        batches=lambda seed, step: (torch.linspace(-1, 1, 128).reshape(8, 16),),
-        loss_fn={loss},
-        optimizer=lambda model: {optimizer},
-    )
-"""
-
 DATA: Mapping[str, Any] = tomllib.loads(files("halfstep.advise.lint").joinpath("rules.toml").read_text("utf-8"))
 
 
@@ -91,7 +64,7 @@ def task(
 
     `init` and `before` are more lines of the model's ``__init__``, and lines before its class.
     """
-    made = TASK.format(
+    made = DATA["task"].format(
         before=f"\n{before.strip()}\n" if before else "",
         init=textwrap.indent(f"self.body = nn.Linear(16, 16)\n{init}".strip(), " " * 8),
         forward=textwrap.indent(forward.strip(), " " * 8),

@@ -38,9 +38,6 @@ LOSSES = re.compile(
 BY_INDEX = re.compile(r"torch\.nn\.(functional\.)?(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)")
 """Losses whose target is an index: they have the format of their first operand. Others promote it to the target's."""
 
-FILLS = {"masked_fill": 1, "masked_fill_": 1, "fill_": 0}
-"""Method that fills in a number -> the place of that argument."""
-
 LARGEST_FP16 = 65504.0
 ROUNDS_TO_ZERO = 2.0**-25
 """The largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24."""
@@ -98,15 +95,15 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def _number(script: Script, node: ast.expr | None) -> float | None:
-    found = script.constant(node)
-    if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.USub):
-        value = _number(script, found.operand)
-        return None if value is None else -value
-    if isinstance(found, ast.BinOp) and isinstance(found.op, ast.Sub):
-        left, right = _number(script, found.left), _number(script, found.right)
-        return None if left is None or right is None else left - right
-    if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) and not isinstance(found.value, bool):
-        return float(found.value)
+    match script.constant(node):
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _number(script, operand)
+            return None if value is None else -value
+        case ast.BinOp(op=ast.Sub(), left=left, right=right):
+            one, other = _number(script, left), _number(script, right)
+            return None if one is None or other is None else one - other
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return float(value)
     return None
 
 
@@ -121,26 +118,24 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
 
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in FILLS:
-            continue
-        value = _number(script, argument(node, FILLS[node.func.attr], "value"))
-        large = value is not None and LARGEST_FP16 < abs(value) < float("inf")
-        if large and formats.of(node.func.value, where) == "fp16":
-            yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
+        match node:
+            case ast.Call(func=ast.Attribute(attr=("masked_fill" | "masked_fill_" | "fill_") as name, value=filled)):
+                value = _number(script, argument(node, 0 if name == "fill_" else 1, "value"))
+                large = value is not None and LARGEST_FP16 < abs(value) < float("inf")
+                if large and formats.of(filled, where) == "fp16":
+                    yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
 
 
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        small: ast.expr | None
-        large: ast.expr | None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            value, small, large = node.left, node.right, None
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
-            value, small, large = node.func.value, argument(node, 0, "min"), argument(node, 1, "max")
-        else:
-            continue
+        match node:
+            case ast.BinOp(op=ast.Add(), left=value, right=right):
+                low, high = _number(script, right), None
+            case ast.Call(func=ast.Attribute(attr="clamp", value=value)):
+                low, high = _number(script, argument(node, 0, "min")), _number(script, argument(node, 1, "max"))
+            case _:
+                continue
         form = formats.of(value, where)
-        low, high = (None if each is None else _number(script, each) for each in (small, large))
         if form == "fp16" and low is not None and 0 < low <= ROUNDS_TO_ZERO:
             yield Hit(node.lineno, f"{low:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
         if form and high is not None and ROUNDS_TO_ONE[form] <= high < 1:

@@ -16,8 +16,6 @@ SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
 FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
 """Names of values that have no gradient."""
 
-SUMS = frozenset({"sum", "mean"})
-
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
     """Yield the expressions that can have gradients."""
@@ -71,11 +69,11 @@ def _mask_times_inf(script: Script) -> Iterator[Hit]:
 
 
 def _is_infinite(script: Script, node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _is_infinite(script, node.operand)
-    if script.called(node) == "float" and isinstance(node, ast.Call) and node.args:
-        value = node.args[0]
-        return isinstance(value, ast.Constant) and str(value.value).strip("+-").lower() in ("inf", "infinity")
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=negated):
+            return _is_infinite(script, negated)
+        case ast.Call(args=[ast.Constant(value=value), *_]) if script.called(node) == "float":
+            return str(value).strip("+-").lower() in ("inf", "infinity")
     return script.name(node) in ("math.inf", "numpy.inf", "torch.inf")
 
 
@@ -133,8 +131,8 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
             return True
         for node in walked(each.node):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
-                if names & _differentiable(node.func.value):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="backward", value=loss)) if names & _differentiable(loss):
                     return True
         if isinstance(each.node, (ast.Assign, ast.AugAssign)) and names & _differentiable(each.node.value):
             targets = each.node.targets if isinstance(each.node, ast.Assign) else [each.node.target]
@@ -155,7 +153,7 @@ def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bo
     node = script.local(function, node)
     if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
-    for name in SUMS:
+    for name in ("sum", "mean"):
         if (inner := operand(script, node, name)) is not None:
             return _is_square(script, function, inner)
     return False
@@ -163,16 +161,14 @@ def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bo
 
 def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
     node = script.local(function, node)
-    if operand(script, node, "square") is not None:
-        return True
-    if operand(script, node, "pow") is not None and isinstance(node, ast.Call):
-        return bool(node.args) and ast.unparse(node.args[-1]) in ("2", "2.0")
-    if isinstance(node, ast.BinOp):
-        text = ast.unparse(node.right)
-        return (isinstance(node.op, ast.Pow) and text in ("2", "2.0")) or (
-            isinstance(node.op, ast.Mult) and text == ast.unparse(node.left)
-        )
-    return False
+    match node:
+        case ast.Call(args=[*_, exponent]) if operand(script, node, "pow") is not None:
+            return ast.unparse(exponent) in ("2", "2.0")
+        case ast.BinOp(op=ast.Pow(), right=exponent):
+            return ast.unparse(exponent) in ("2", "2.0")
+        case ast.BinOp(op=ast.Mult(), left=left, right=right):
+            return ast.unparse(left) == ast.unparse(right)
+    return operand(script, node, "square") is not None
 
 
 NUMERIC_CHECKS: Mapping[str, Check] = {

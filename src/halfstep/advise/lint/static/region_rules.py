@@ -24,12 +24,6 @@ DEPRECATED = re.compile(
 )
 
 
-def _is_backward(call: ast.Call, script: Script) -> bool:
-    if method(call) == "backward" and not call.args:
-        return not MANAGERS.search(script.owner(call))
-    return script.called(call) == "torch.autograd.backward"
-
-
 def _around_loop(site: Site, script: Script) -> bool:
     """Return whether a step of an optimizer is in a loop in a region of torch, which keeps low copies of weights."""
     region = site.place.torch_region
@@ -50,9 +44,10 @@ def _stale(script: Script) -> Iterator[Hit]:
 def _backward(script: Script) -> Iterator[Hit]:
     stale = {site.place.regions[-1] for site in all_sites(script) if _around_loop(site, script)}
     for site in all_sites(script):
-        region = site.place.torch_region
-        if region is not None and region not in stale and _is_backward(site.call, script):
-            yield Hit(site.call.lineno, f"the backward pass is in the region of line {region.node.lineno}")
+        region, call = site.place.torch_region, site.call
+        own = method(call) == "backward" and not call.args and not MANAGERS.search(script.owner(call))
+        if region is not None and region not in stale and (own or script.called(call) == "torch.autograd.backward"):
+            yield Hit(call.lineno, f"the backward pass is in the region of line {region.node.lineno}")
 
 
 def _no_grad(script: Script) -> Iterator[Hit]:
@@ -102,15 +97,10 @@ def _function(script: Script) -> Iterator[Hit]:
         if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
             methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
             decorators = [*node.decorator_list, *(d for method in methods.values() for d in method.decorator_list)]
-            cast = any(_casts(script, decorator) for decorator in decorators)
+            names = [script.called(decorator) or script.name(decorator) for decorator in decorators]
+            cast = any(name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator")) for name in names)
             if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
                 yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
-
-
-def _casts(script: Script, decorator: ast.expr) -> bool:
-    """Return whether a decorator gives a Function its formats."""
-    name = script.called(decorator) or script.name(decorator)
-    return name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator"))
 
 
 def _multiplies(script: Script, backward: ast.FunctionDef) -> bool:
@@ -147,10 +137,10 @@ def _device(script: Script) -> Iterator[Hit]:
 
 def _on_cuda(script: Script, name: str) -> bool:
     """Return whether the file moves a model to CUDA and nowhere else."""
-    moves = [call for call in script.methods_of(name) if method(call) in ("cuda", "to", "cpu")]
     places = [
         "cuda" if method(call) == "cuda" else ast.unparse(call.args[0]).strip("'\"") if call.args else ""
-        for call in (moves if name in script.models else ())
+        for call in (script.methods_of(name) if name in script.models else ())
+        if method(call) in ("cuda", "to", "cpu")
     ]
     return bool(places) and all(re.fullmatch(r"cuda(:\d+)?", place) for place in places)
 

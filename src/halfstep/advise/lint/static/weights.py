@@ -21,8 +21,6 @@ PRECISE_BEHIND = re.compile(
 )
 """Words in a file in which something may keep precise values behind low weights, or train others than those."""
 
-LOW = ("fp16", "bf16")
-
 WITH_EPS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "FusedAdam"})
 """Classes of optimizers that divide by a root plus eps, 1e-8 unless it is given."""
 
@@ -60,7 +58,12 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
             if not model or not isinstance(made.statement, ast.Assign) or made.place.branches:
                 continue
             optimizer = script.key(made.statement.targets[0])
-            used = [site.call.lineno for site in calls if _uses(script, site, made, {model, optimizer})]
+            used = [  # calls that train: behind the optimizer, in a loop or with the model as an argument
+                site.call.lineno
+                for site in calls
+                if site.call.lineno > made.call.lineno
+                and (site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args))
+            ]
             if any(method(call) == "float" for call in script.methods_of(model)):
                 continue  # made fp32 again in some place
             for site in calls:
@@ -68,13 +71,6 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
                 before = site.call.lineno < min(used, default=math.inf) and not site.place.branches
                 if form and before and _made_low(script, site) == model:
                     yield _LowModel(model, site.call, form, optimizer, made.call)
-
-
-def _uses(script: Script, site: Site, made: Site, keys: set[str]) -> bool:
-    """Return whether a call trains: it stands behind the optimizer, in a loop or with the model as an argument."""
-    if site.call.lineno <= made.call.lineno:
-        return False
-    return bool(site.place.loops) or any(script.name(a) in keys for a in site.call.args)
 
 
 def _made_low(script: Script, site: Site) -> str:
@@ -93,7 +89,7 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
     if not script.called(call).endswith("from_pretrained"):
         return ""
     forms = [script.format_of(keyword.value) for keyword in call.keywords if keyword.arg in ("torch_dtype", "dtype")]
-    return forms[0] if forms and forms[0] in LOW else ""
+    return forms[0] if forms and forms[0] in ("fp16", "bf16") else ""
 
 
 def _half(script: Script) -> Iterator[Hit]:
@@ -114,10 +110,10 @@ def _eps(script: Script) -> Iterator[Hit]:
 def _unscaled_fp16(script: Script) -> Iterator[Hit]:
     low = {each.optimizer: each.model for each in _low_models(script) if each.form == "fp16"}
     for site in all_sites(script):
-        owner, _, method = script.called(site.call).rpartition(".")
-        if script.scalers.get(owner) == "torch" and method in ("step", "unscale_") and site.call.args:
-            if model := low.pop(script.key(site.call.args[0]), ""):
-                yield Hit(site.call.lineno, f"`{script.key(site.call.args[0])}` has the fp16 gradients of `{model}`")
+        if method(site.call) in ("step", "unscale_") and script.scalers.get(script.owner(site.call)) == "torch":
+            key = script.key(site.call.args[0]) if site.call.args else ""
+            if model := low.pop(key, ""):
+                yield Hit(site.call.lineno, f"`{key}` has the fp16 gradients of `{model}`")
 
 
 def _made_early(script: Script) -> Iterator[Hit]:
@@ -143,8 +139,7 @@ def _made_early(script: Script) -> Iterator[Hit]:
 def _parameters_of(script: Script, call: ast.Call) -> str:
     """Return the model that an optimizer is made for with ``Class(model.parameters(), ...)``; "" for other calls."""
     first = argument(call, 0, "params") if OPTIMIZERS.fullmatch(script.called(call)) else None
-    owner, _, method = script.called(first).rpartition(".") if first is not None else ("", "", "")
-    return owner if method == "parameters" else ""
+    return script.owner(first) if first is not None and method(first) == "parameters" else ""
 
 
 def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[str]) -> tuple[str, str] | None:
@@ -197,7 +192,7 @@ def _low_average(script: Script) -> Iterator[Hit]:
             if isinstance(statement, ast.Assign) and statement.value is call:
                 name = script.key(statement.targets[0])
             elif isinstance(statement, ast.Expr) and statement.value is call:
-                name = script.called(call).rpartition(".")[0]
+                name = script.owner(call)
             else:
                 continue
             if AVERAGE_NAME.search(name) and _is_updated(script, name):
