@@ -1,17 +1,14 @@
 """Operators: one name for all the ways PyTorch spells an operator.
 
 ``softmax`` means F.softmax, torch.softmax, torch.special.softmax and Tensor.softmax alike; ``matmul`` also ``@``. Names
-are the short public ones: that of torch.nn.functional, torch or torch.Tensor without a prefix, and ``linalg.x``,
-``fft.x``, ``special.x`` for the three subpackages. Synonyms (``arccos``, ``concat``, ``special.expit``) fold into one.
-
+are the short public ones, with ``linalg.``, ``fft.`` and ``special.`` for three subpackages; synonyms fold into one.
 An operator here computes new tensors from tensors: views, factories, conversions, in-place forms and queries are not
 operators, so that a pattern such as ``*`` is safe in a policy. Which functions of torch and Tensor compute is read from
 the operator schemas of the running torch; of torch.nn.functional all are.
 
-Custom operators (`hs.operator`) are named "namespace::name", as torch.library does, so none can be mistaken for an
-operator of torch. Their registry is one for the process. A policy may name one that is not registered yet: policies are
-read before code is imported. In ``Policy.ops`` a pattern for them is a name, the beginning of a name with ``*`` behind
-it ("mylib::*"), or ``*`` for every operator.
+Custom operators (`hs.operator`) are named "namespace::name", as in torch.library. A policy may name an operator that is
+not registered yet: policies are read before code is imported. In ``Policy.ops`` a pattern for them is a name, the
+beginning of a name with ``*`` behind it ("mylib::*"), or ``*`` for every operator.
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ __all__ = [
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
 
-SYNONYMS: Mapping[str, str] = data("tables/synonyms.toml")
-"""Other name -> the name. Only synonyms, and private halves of a public operator: one rule must fit both."""
+SYNONYMS: Mapping[str, str] = data("tables/synonyms.toml")["synonyms"]
+"""Other name -> the name."""
 
 PRIVATE_HALVES = (
     (re.compile(r"_?upsample_\w+"), "interpolate"),
@@ -60,20 +57,7 @@ PRIVATE_HALVES = (
 )
 """What functions of torch.nn.functional call underneath, in torch._C._nn: the same operator seen from inside."""
 
-DUNDERS: Mapping[str, str] = {
-    **{f"__{kind}{name}__": name for name in ("add", "sub", "mul", "matmul", "pow") for kind in ("", "r")},
-    "__abs__": "abs",
-    "__div__": "div",
-    "__truediv__": "div",
-    "__rdiv__": "reciprocal",  # number / tensor is tensor.reciprocal() * number
-    "__rtruediv__": "reciprocal",
-    "__floordiv__": "floor_divide",
-    "__rfloordiv__": "floor_divide",
-    "__mod__": "remainder",
-    "__rmod__": "remainder",
-    "__neg__": "neg",
-    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-}
+DUNDERS: Mapping[str, str] = data("tables/synonyms.toml")["dunders"]
 """Methods behind Python's operators -> the operator."""
 
 NOT_OPERATORS = re.compile(

@@ -6,6 +6,7 @@ fp32 values are behind low parameters, and whether halfstep can carry the policy
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from halfstep.policy.operators import (
     is_custom,
     operator_names,
 )
-from halfstep.policy.optable import losses, table
+from halfstep.policy.optable import data, holds, losses, table
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.torch_private.devices import cpu_instructions
@@ -47,13 +48,6 @@ __all__ = [
     "surprise",
     "units",
 ]
-
-RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
-    "embedding": ("low", "residual='low': the stream starts low; rows are gathered, then cast"),
-    "embedding_bag": ("low", "residual='low': the stream starts low; rows are gathered and summed, then cast"),
-    "add": ("keep", "residual='low': adding to the stream keeps the stream's format"),
-}
-"""What ``residual="low"`` means for operators."""
 
 # ------------------------------------------------------------------ devices
 
@@ -257,47 +251,16 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
 
 def _refuse_contradictions(policy: Policy, dtype: str) -> None:
     """Refuse a policy that cannot be carried out with `dtype` as its low format."""
-    name, low = f"policy {policy.name!r}", policy.params == "low"
-    if not low and policy.norms == "low":
-        raise PolicyError(
-            f"{name}: norms='low' is the format of norms beside low parameters, and params='fp32'; set params='low', "
-            "or leave norms out"
-        )
-    if not low and policy.master not in {"auto", "none"}:
-        raise PolicyError(
-            f"{name}: master={policy.master!r} is what stands behind low parameters, and params='fp32'; set "
-            "params='low', or leave master out"
-        )
-    if low and policy.master == "none" and policy.grads == "fp32":
-        raise PolicyError(
-            f"{name}: grads='fp32' under master='none', where optimizers step low weights by gradients of their "
-            "format; use master='stochastic', which keeps nothing either, or leave grads out"
-        )
-    if low and policy.master == "none" and policy.state == "low":
-        raise PolicyError(
-            f"{name}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and under "
-            "master='none' it steps low weights, whose states are low already; choose another master, or leave state "
-            "out"
-        )
-    if low and policy.master == "split" and dtype == "fp16":
-        raise PolicyError(
-            f"{name}: master='split' keeps the lower halves of fp32 numbers whose upper halves are bf16, and "
-            "dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
-        )
-    if low and dtype not in DTYPES:
-        raise UnbuiltError(
-            f"{name}: parameters cannot be held in {dtype!r}, which no dtype stores; use params='fp32': operators see "
-            "them rounded to it"
-        )
-    if policy.reduce == "low" and dtype not in DTYPES:
-        raise UnbuiltError(f"{name}: reduce='low' would send {dtype!r}, which no dtype stores; use reduce='grad'")
+    known = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+    known |= {"dtype": dtype, "simulated": dtype not in DTYPES}
+    for row in data("tables/fields.toml")["refused"]:
+        if holds(row["when"], known):
+            error = UnbuiltError if row.get("unbuilt") else PolicyError
+            raise error(f"policy {policy.name!r}: {row['words'].format(**known)}")
 
 
 def reduces_itself(concrete: Policy) -> bool:
-    """Return whether a resolved policy needs averages over processes that DistributedDataParallel does not make.
-
-    It averages each gradient in the format of its parameter.
-    """
+    """Return whether a resolved policy needs other averages over processes than in the format of each parameter."""
     low = concrete.params == "low"
     if concrete.reduce == "low":
         return concrete.dtype != "fp32"
@@ -333,7 +296,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
         for op, row in table(policy.table, device_type).items()
     }
     if policy.residual == "low":
-        for op, (rule, reason) in RESIDUAL_RULES.items():
+        for op, (rule, reason) in data("tables/fields.toml")["residual"].items():
             rules[op] = Decision(rule, "residual", reason)
     if policy.loss == "fp32":
         for op in losses():

@@ -51,27 +51,13 @@ def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:
     return "\n".join(["import torch", "", *before.strip().splitlines(), head, body])
 
 
-def task(
-    forward: str = "return self.body(x)",
-    *,
-    init: str = "",
-    before: str = "",
-    model: str = "Model",
-    loss: str = "lambda model, x: model(x).float().square().mean()",
-    optimizer: str = "torch.optim.AdamW(model.parameters(), lr=1e-3)",
-) -> str:
-    """Return a file whose function `task` returns a task on a model with a layer ``body`` of 16 inputs and outputs.
-
-    `init` and `before` are more lines of the model's ``__init__``, and lines before its class.
-    """
-    made = DATA["task"].format(
-        before=f"\n{before.strip()}\n" if before else "",
-        init=textwrap.indent(f"self.body = nn.Linear(16, 16)\n{init}".strip(), " " * 8),
-        forward=textwrap.indent(forward.strip(), " " * 8),
-        model=model,
-        loss=loss,
-        optimizer=optimizer,
-    )
+def task(**changed: str) -> str:
+    """Return a file whose function `task` returns a task, with changed parts of ``[task]`` in ``rules.toml``."""
+    parts = DATA["task"] | changed
+    parts["init"] = textwrap.indent(f"self.body = nn.Linear(16, 16)\n{parts['init']}".strip(), " " * 8)
+    parts["forward"] = textwrap.indent(parts["forward"].strip(), " " * 8)
+    parts["before"] = f"\n{parts['before'].strip()}\n" if parts["before"] else ""
+    made: str = parts["file"].format(**parts)
     return made if "F." in made else made.replace("import torch.nn.functional as F\n", "")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPES
-from halfstep.policy.optable import NO_LOW_KERNEL, data, losses, table
+from halfstep.policy.optable import NO_LOW_KERNEL, data, holds, losses, table
 from halfstep.policy.resolve import operator_rules, resolved
 
 if TYPE_CHECKING:
@@ -39,21 +39,19 @@ class Expressed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """An engine that policies are written for.
+    """An engine that policies are written for: ``KEY.toml`` says what becomes of each field.
 
     Attributes:
+        key: its name on the command line and in the method of `Policy` that writes its configuration.
         name: what it is called.
-        method: the method of `Policy` that writes its configuration.
-        table: the file that says what becomes of each field.
         scale: resolved policy -> what becomes of its loss scale, None where the table says it; ``scale="auto"`` is
             left in the policy, and means the engine's rule.
         arguments: (key, value) -> its words on the engine's command line; none where only a file is read.
         text: (configuration, arguments) -> the text of the engine's file or command line.
     """
 
+    key: str
     name: str
-    method: str
-    table: str
     scale: Callable[[Policy], Expressed | None]
     arguments: Callable[[str, Any], tuple[str, ...]]
     text: Callable[[dict[str, Any], tuple[str, ...]], str]
@@ -83,11 +81,7 @@ class EngineConfig:
 
 
 def expressed(engine: Engine, policy: Policy) -> tuple[Expressed, ...]:
-    """Return what becomes of every field of `policy` in `engine`, in the fields' order.
-
-    Raises:
-        PolicyError: the low format is "auto", simulated, or none of the engine's; or a field rules out another one.
-    """
+    """Return what becomes of every field of `policy` in `engine`, in the fields' order."""
     label = f"policy {policy.name!r}: dtype={policy.dtype!r}"
     if policy.dtype == "auto":
         raise PolicyError(
@@ -98,7 +92,7 @@ def expressed(engine: Engine, policy: Policy) -> tuple[Expressed, ...]:
         raise PolicyError(
             f"{label} is simulated by halfstep's regions, which {engine.name} does not run; use dtype='bf16' or 'fp16'"
         )
-    concrete, rows = resolved(policy, DEVICE), data(f"engines/{engine.table}")
+    concrete, rows = resolved(policy, DEVICE), data(f"engines/{engine.key}.toml")
     if policy.dtype in rows.get("refused", ()):
         raise PolicyError(f"{label}, and {rows['refused'][policy.dtype]}")
     if policy.scale == "auto":
@@ -106,7 +100,7 @@ def expressed(engine: Engine, policy: Policy) -> tuple[Expressed, ...]:
     found = {name: Expressed(field=name) for name in rows["fields"]}
     known = _facts(concrete)
     for row in rows["row"]:
-        if all(_holds(known[name], wanted) for name, wanted in row["when"].items()):
+        if holds(row["when"], known):
             found[row["field"]] = _joined(found[row["field"]], row, known)
     if (scale := engine.scale(concrete)) is not None:
         found["scale"] = scale
@@ -137,12 +131,6 @@ def _in_words(operators: Sequence[str]) -> str:
     return f"{len(operators)} operators ({', '.join(operators[:3])}{more})" if operators else ""
 
 
-def _holds(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, bool):
-        return bool(value) is wanted
-    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
-
-
 def _joined(made: Expressed, row: Mapping[str, Any], known: Mapping[str, Any]) -> Expressed:
     settings = {
         key.format(**known): value.format(**known) if isinstance(value, str) else value
@@ -153,25 +141,20 @@ def _joined(made: Expressed, row: Mapping[str, Any], known: Mapping[str, Any]) -
 
 
 def configured(engine: Engine, policy: Policy, accept: Iterable[str] = ()) -> EngineConfig:
-    """Return the configuration of `engine` that carries `policy` out, `accept` being fields whose loss is accepted.
-
-    Raises:
-        PolicyError: see `expressed`; the engine cannot carry out a field that is not in `accept` (the message has a
-            line with the remedy for each); `accept` names no field.
-    """
+    """Return the configuration of `engine` that carries `policy` out, `accept` being fields whose loss is accepted."""
     accepted = (accept,) if isinstance(accept, str) else tuple(accept)
     fields = [f.name for f in dataclasses.fields(policy)]
     for name in accepted:
         if name not in fields:
             hint = did_you_mean(name, fields)
-            raise PolicyError(f"{engine.method}(accept={list(accepted)!r}): a policy has no field {name!r}{hint}")
+            raise PolicyError(f"to_{engine.key}(accept={list(accepted)!r}): a policy has no field {name!r}{hint}")
     made = expressed(engine, policy)
     lost = [e for e in made if e.lost and e.field not in accepted]
     if lost:
         lines = "\n".join(f"  {_value(policy, e.field)}: {e.lost}" for e in lost)
         raise PolicyError(
             f"policy {policy.name!r}: {engine.name} does not carry out {len(lost)} of its fields:\n{lines}\n"
-            f"change them, or accept the loss: {engine.method}(accept={[*accepted, *(e.field for e in lost)]!r})"
+            f"change them, or accept the loss: to_{engine.key}(accept={[*accepted, *(e.field for e in lost)]!r})"
         )
     settings = {key: value for e in made for key, value in e.settings.items()}
     config = _nested(settings)

@@ -115,32 +115,29 @@ def _toml(config: dict[str, Any], args: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
-    {
-        "deepspeed": Engine(
-            name="DeepSpeed",
-            method="to_deepspeed",
-            table="deepspeed.toml",
-            scale=_deepspeed_scale,
-            arguments=lambda key, value: (),
-            text=lambda config, args: json.dumps(config, indent=2),
-        ),
-        "megatron": Engine(
-            name="Megatron-LM",
-            method="to_megatron",
-            table="megatron.toml",
-            scale=_megatron_scale,
-            arguments=_megatron_option,
-            text=lambda config, args: shlex.join(args),
-        ),
-        "torchtitan": Engine(
-            name="torchtitan",
-            method="to_torchtitan",
-            table="torchtitan.toml",
-            scale=lambda policy: None,
-            arguments=lambda key, value: (f"--{key}={value}",),
-            text=_toml,
-        ),
-    }
+_ENGINES = (
+    Engine(
+        key="deepspeed",
+        name="DeepSpeed",
+        scale=_deepspeed_scale,
+        arguments=lambda key, value: (),
+        text=lambda config, args: json.dumps(config, indent=2),
+    ),
+    Engine(
+        key="megatron",
+        name="Megatron-LM",
+        scale=_megatron_scale,
+        arguments=_megatron_option,
+        text=lambda config, args: shlex.join(args),
+    ),
+    Engine(
+        key="torchtitan",
+        name="torchtitan",
+        scale=lambda policy: None,
+        arguments=lambda key, value: (f"--{key}={value}",),
+        text=_toml,
+    ),
 )
+
+ENGINES: Mapping[str, Engine] = MappingProxyType({engine.key: engine for engine in _ENGINES})
 """Engines by the name of their command line."""

@@ -24,22 +24,17 @@ HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasa
 class Op:
     """One call that matters to a training step.
 
-    Attributes:
-        kind: "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update" or
-            "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads":
-            gradients changed by hand; "read": a scaled loss's value on the host; "escape": another function may do
-            anything with `scaler` or `target`; "iteration": a loop begins anew.
-        call: where it is.
-        place: what is around it.
-        scaler: the scaler; "" if none takes part.
-        target: the optimizer, scheduler or loss; of "clip" the source of what is clipped.
+    Its kind is "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update"
+    or "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients
+    changed by hand; "read": a scaled loss's value on the host; "escape": another function may do anything with `scaler`
+    or `target`; "iteration": a loop begins anew.
     """
 
     kind: str
     call: ast.AST
     place: Place
-    scaler: str = ""
-    target: str = ""
+    scaler: str = ""  # "" if none takes part
+    target: str = ""  # the optimizer, scheduler or loss; of "clip" the source of what is clipped
 
 
 def words(text: str) -> set[str]:
@@ -190,15 +185,16 @@ class Operations:
 
     def assign(self, node: ast.stmt, state: State) -> None:
         """Note what a statement assigns."""
-        if isinstance(node, ast.AugAssign):
-            self.forget({self.script.key(node.target)}, state)
-            return
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
-        else:
-            return
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pass
+            case ast.AnnAssign(target=name, value=ast.expr() as value):
+                targets = [name]
+            case ast.AugAssign(target=name):
+                self.forget({self.script.key(name)}, state)
+                return
+            case _:
+                return
         scaler = self._scaled_by(value, state) if _is_arithmetic(value) else ""
         new = isinstance(value, ast.Call) and SCALERS.fullmatch(self.script.called(value))
         for target in targets:
@@ -231,20 +227,19 @@ def _has_grad(node: ast.AST) -> bool:
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:
     """Yield an argument, or the elements of one that is a list or a dict."""
-    if isinstance(node, (ast.List, ast.Tuple)):
-        yield from node.elts
-    elif isinstance(node, ast.Dict):
-        yield from node.values
-    elif isinstance(node, ast.Starred):
-        yield node.value
-    else:
-        yield node
+    match node:
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(values=parts):
+            yield from parts
+        case ast.Starred(value=part):
+            yield part
+        case _:
+            yield node
 
 
 def _is_arithmetic(node: ast.expr) -> bool:
     """Return whether a value is a loss if its parts are: a sum, a quotient or a scaled loss."""
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr in ("scale", "mean", "sum")
+        return method(node) in ("scale", "mean", "sum")
     if isinstance(node, ast.BinOp):
         return _is_arithmetic(node.left) or _is_arithmetic(node.right)
     return isinstance(node, (ast.Name, ast.Attribute))

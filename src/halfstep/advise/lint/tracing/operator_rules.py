@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from halfstep.advise.lint.rule import Check, Hit
-from halfstep.advise.lint.tracing import numbers
+from halfstep.advise.lint.tracing import calls
 from halfstep.advise.lint.tracing.calls import TracedCall
 from halfstep.advise.lint.tracing.trace import Trace
 from halfstep.advise.lint.tracing.weight_rules import listed
@@ -178,7 +178,7 @@ def _shows(word: str, text: str) -> Callable[[Trace], Found]:
 @by_line
 def _not_finite(trace: Trace) -> Found:
     text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
-    return _shows(numbers.NOT_FINITE, text)(trace) if trace.loss_finite else iter(())
+    return _shows(calls.NOT_FINITE, text)(trace) if trace.loss_finite else iter(())
 
 
 @by_line
@@ -201,12 +201,12 @@ OPERATOR_CHECKS: Mapping[str, Check] = {
     "HS117": _softmax_by_hand,
     "HS118": _norm_by_hand,
     "HS119": _first_without_gradients,
-    "HS121": by_line(_shows(numbers.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf")),
+    "HS121": by_line(_shows(calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf")),
     "HS122": by_line(
-        _shows(numbers.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments")
+        _shows(calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments")
     ),
     "HS123": _not_finite,
-    "HS124": by_line(_shows(numbers.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers")),
-    "HS125": by_line(_shows(numbers.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}")),
+    "HS124": by_line(_shows(calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers")),
+    "HS125": by_line(_shows(calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}")),
     "HS126": _lost_guards,
 }

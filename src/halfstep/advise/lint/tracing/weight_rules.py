@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfstep.advise.lint.rule import Check, Hit
-from halfstep.advise.lint.tracing.functions import place_of
-from halfstep.advise.lint.tracing.trace import Trace, Weight
+from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of
 from halfstep.errors import BindError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
