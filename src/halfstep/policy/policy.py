@@ -23,7 +23,7 @@ from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, 
 from halfstep.formats import DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.engines import ENGINES, EngineConfig, configured
 from halfstep.policy.explain import diff, explain
-from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
+from halfstep.policy.operators import check_custom_pattern, is_custom, operator_names
 from halfstep.policy.optable import data
 from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
@@ -364,7 +364,7 @@ def _operator(pattern: str) -> str:
         check_custom_pattern(pattern)
         return pattern
     matched = operator_names(pattern)
-    return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
+    return pattern if any(c in pattern for c in "*?[") else matched[0]
 
 
 def _scale(value: object) -> str | float | ScaleRule:

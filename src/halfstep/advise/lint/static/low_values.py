@@ -144,10 +144,8 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        inner = operand(script, node, "mean")
-        if inner is None:
-            inner = operand(script, node, "sum")
-        base = operand(script, inner, "square") if inner is not None else None
+        inner = operand(script, node, "mean", "sum")
+        base = operand(script, inner, "square")
         if base is None and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult):
             base = inner.left if ast.unparse(inner.left) == ast.unparse(inner.right) else None
         if base is not None and formats.of(base, where) == "fp16":

@@ -22,13 +22,13 @@ def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr
     return (found for found in expressions(script) if not found[1].place.no_grad)
 
 
-def operand(script: Script, node: ast.AST, name: str) -> ast.expr | None:
-    """Return x of ``torch.name(x)`` or ``x.name()``; None for other expressions."""
+def operand(script: Script, node: ast.AST | None, *names: str) -> ast.expr | None:
+    """Return x of ``torch.name(x)`` or ``x.name()``, for one of these names; None for other expressions."""
     if isinstance(node, ast.Call):
         called = script.called(node)
-        if called in (f"torch.{name}", f"torch.nn.functional.{name}") and node.args:
-            return node.args[0]
-        if isinstance(node.func, ast.Attribute) and node.func.attr == name:
+        if called.removeprefix("torch.nn.functional.").removeprefix("torch.") in names and called.startswith("torch."):
+            return node.args[0] if node.args else None
+        if isinstance(node.func, ast.Attribute) and node.func.attr in names:
             return None if called.startswith(("torch.", "numpy.", "math.")) else node.func.value
     return None
 
@@ -84,7 +84,7 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Sub) and ast.unparse(node.left) in ("1", "1.0")
     if isinstance(node, ast.Call):
-        if operand(script, node, "triu") is not None or operand(script, node, "tril") is not None:
+        if operand(script, node, "triu", "tril") is not None:
             return not any(_is_infinite(script, n) for n in walked(node) if isinstance(n, ast.expr))
         cast = method(node) in ("float", "to", "type_as", "int", "bool", "half")
         return cast and isinstance(node.func, ast.Attribute) and _has_zeros(script, node.func.value)
@@ -100,12 +100,11 @@ def _hidden(script: Script) -> Iterator[Hit]:
         test, *branches = node.args
         tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
         for inner in [n for branch in branches for n in walked(branch)]:
-            for name in ("log", "sqrt", "rsqrt"):
-                value = operand(script, inner, name)
-                text = ast.unparse(value) if value is not None else ""
-                if text in tested and not FIXED.search(text):
-                    what = f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
-                    yield Hit(node.lineno, what)
+            value = operand(script, inner, "log", "sqrt", "rsqrt")
+            text = ast.unparse(value) if value is not None else ""
+            if text in tested and not FIXED.search(text):
+                what = f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
+                yield Hit(node.lineno, what)
 
 
 def _root_at_zero(script: Script) -> Iterator[Hit]:
@@ -153,10 +152,8 @@ def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bo
     node = script.local(function, node)
     if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
-    for name in ("sum", "mean"):
-        if (inner := operand(script, node, name)) is not None:
-            return _is_square(script, function, inner)
-    return False
+    inner = operand(script, node, "sum", "mean")
+    return inner is not None and _is_square(script, function, inner)
 
 
 def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
