@@ -26,20 +26,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "TABLES", "data", "holds", "losses", "table"]
+__all__ = ["NO_LOW_KERNEL", "TABLES", "data", "losses", "table"]
 
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
 NO_LOW_KERNEL = "no low kernel"
 """In the kind of rows that are fp32 because torch has no kernel for low formats on some device."""
-
-
-def holds(when: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
-    """Return whether what is known of a policy is as a row asks: a value, one of a list, or not empty for true."""
-    for name, wanted in when.items():
-        value = bool(known[name]) if isinstance(wanted, bool) else known[name]
-        if value not in wanted if isinstance(wanted, list) else value != wanted:
-            return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from halfstep.policy.operators import (
     is_custom,
     operator_names,
 )
-from halfstep.policy.optable import data, holds, losses, table
+from halfstep.policy.optable import data, losses, table
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.torch_private.devices import cpu_instructions
@@ -41,6 +41,7 @@ __all__ = [
     "custom_decisions",
     "default_device_types",
     "device_types_of",
+    "holds",
     "operator_rules",
     "reduces_itself",
     "resolve_dtype",
@@ -48,6 +49,9 @@ __all__ = [
     "surprise",
     "units",
 ]
+
+FIELDS = data("tables/fields.toml")
+"""What fields mean for operators, and which of them rule each other out."""
 
 # ------------------------------------------------------------------ devices
 
@@ -249,11 +253,20 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
     return policy.replace(dtype=dtype, master=master, scale=scale, emulate=emulate)
 
 
+def holds(when: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Return whether what is known of a policy is as a row asks: a value, one of a list, or not empty for true."""
+    for name, wanted in when.items():
+        value = bool(known[name]) if isinstance(wanted, bool) else known[name]
+        if value not in wanted if isinstance(wanted, list) else value != wanted:
+            return False
+    return True
+
+
 def _refuse_contradictions(policy: Policy, dtype: str) -> None:
     """Refuse a policy that cannot be carried out with `dtype` as its low format."""
     known = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     known |= {"dtype": dtype, "simulated": dtype not in DTYPES}
-    for row in data("tables/fields.toml")["refused"]:
+    for row in FIELDS["refused"]:
         if holds(row["when"], known):
             error = UnbuiltError if row.get("unbuilt") else PolicyError
             raise error(f"policy {policy.name!r}: {row['words'].format(**known)}")
@@ -296,7 +309,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
         for op, row in table(policy.table, device_type).items()
     }
     if policy.residual == "low":
-        for op, (rule, reason) in data("tables/fields.toml")["residual"].items():
+        for op, (rule, reason) in FIELDS["residual"].items():
             rules[op] = Decision(rule, "residual", reason)
     if policy.loss == "fp32":
         for op in losses():

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPES
-from halfstep.policy.optable import NO_LOW_KERNEL, data, holds, losses, table
-from halfstep.policy.resolve import operator_rules, resolved
+from halfstep.policy.optable import NO_LOW_KERNEL, data, losses, table
+from halfstep.policy.resolve import holds, operator_rules, resolved
 
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
