@@ -12,12 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.advise.lint.registry import RULES
+from halfstep.advise.lint.registry import task as example
 from halfstep.advise.lint.rule import LintFinding, Rule
-from halfstep.advise.lint.traced import TRACED_RULES, check_task
-from halfstep.advise.lint.tracing.examples import example
+from halfstep.advise.lint.run import check_task as run_checks
 from halfstep.tasks import load_task
 
 COUNT = itertools.count(1)
+MIXED = hs.Policy.of("mixed")
+TRACED_RULES = [rule for rule in RULES.values() if rule.traced]
+
+
+def check_task(task: hs.Task, policy: hs.Policy = MIXED) -> list[LintFinding]:
+    return run_checks(task, policy)
 
 
 def found(text: str, under: str, folder: Path) -> list[LintFinding]:
