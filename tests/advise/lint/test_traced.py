@@ -152,6 +152,18 @@ def test_sizes_for_fp8_are_multiples_of_16() -> None:
     assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="fp8_e4m3"))] == ["HS111"]
 
 
+def test_a_weight_of_one_output_has_no_sizes() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    assert [f.code for f in check_task(task_of(model=Head))] == []
+
+
 class Drawn(nn.Module):
     """A model with a weight that torch.manual_seed does not determine."""
 

@@ -60,6 +60,8 @@ def _sizes(trace: Trace) -> Iterator[Hit]:
         if call.op not in LAYERS or trace.rules.get(call.op) != "low" or not (_is_low(call) or narrow and call.outputs):
             continue
         for tensor in call.inputs[1:2]:
+            if tensor.dim() < 2:  # the weight of one output
+                continue
             out, into = tensor.shape[0], tensor.shape[1]
             if any(size >= SMALL and size % unit for size in (out, into)):
                 names = found.setdefault((call.file, call.line, (into, out)), [])
