@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import halfstep as hs
-from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.ledger import PlanError
 from halfstep.testing import FakeCudaError, run_python
 
 __all__ = ["elsewhere"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
-from halfstep.advise.plan.drawing import figure
-from halfstep.advise.plan.fit import TOLERANCE, gib, unit_of
-from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
+from halfstep.advise.plan import text
+from halfstep.advise.plan.fit import TOLERANCE
+from halfstep.advise.plan.text import gib, label, verdict
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan
@@ -37,7 +37,7 @@ def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
         f"The memory of a training step, planned without it: {plan.parameters:,} parameters{where}.",
         (
             _answer(plan),
-            doc.Section("Policies", (preset_table(plans),) if len(plans) > 1 else ()),
+            doc.Section("Policies", (text.preset_table(plans),) if len(plans) > 1 else ()),
             _pictures(plans),
             _tables(plan),
             _method(plan),
@@ -46,7 +46,7 @@ def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
 
 
 def _answer(plan: MemoryPlan) -> doc.Section:
-    more = () if plan.fit is not None else (f"{gpus_line(plan)}.",)
+    more = () if plan.fit is not None else (f"{text.gpus_line(plan)}.",)
     tone = "" if plan.fit is None else doc.TONES[plan.fit.verdict]
     notes = [doc.Bullets(plan.notes)] if plan.notes else []
     return doc.Section("Answer", (doc.Facts((doc.Fact(label(plan), doc.sentence(verdict(plan)), more, tone),)), *notes))
@@ -58,7 +58,7 @@ def _pictures(plans: Sequence[MemoryPlan]) -> doc.Section:
     limit = plan.fit.usable if plan.fit is not None else 0
     if limit >= 3 * max(one.peak_bytes for one in plans):  # a line far above would flatten the pictures
         limit = 0
-    made = figure(plan, limit, plan.fit.gpu if plan.fit is not None else "")
+    made = text.figure(plan, limit, plan.fit.gpu if plan.fit is not None else "")
     assert isinstance(made.chart, doc.AreaChart)
     legend = tuple((one.label, one.key) for one in made.chart.series)
     peaks = (_peaks(plans, limit),) if len(plans) > 1 else ()
@@ -66,7 +66,7 @@ def _pictures(plans: Sequence[MemoryPlan]) -> doc.Section:
 
 
 def _peaks(plans: Sequence[MemoryPlan], limit: int) -> doc.Figure:
-    unit, one = unit_of(max(plan.peak_bytes for plan in plans))
+    unit, one = text.unit_of(max(plan.peak_bytes for plan in plans))
     bars = tuple(
         doc.Bar(label(plan), gib(plan.peak_bytes), plan.peak_bytes / one, key=doc.Key(colour=1)) for plan in plans
     )
@@ -81,11 +81,11 @@ def _peaks(plans: Sequence[MemoryPlan], limit: int) -> doc.Figure:
 def _tables(plan: MemoryPlan) -> doc.Section:
     formats = ((name, gib(size)) for name, size in plan.by_format().items())
     tables = [
-        part_table(plan),
-        module_table(plan, MODULES),
+        text.part_table(plan),
+        text.module_table(plan, MODULES),
         doc.table("By format, at the peak", ("format", "bytes"), formats),
     ]
-    return doc.Section("What it is made of", [*tables, *([sent_table(plan.sent)] if plan.sent else [])])
+    return doc.Section("What it is made of", [*tables, *([text.sent_table(plan.sent)] if plan.sent else [])])
 
 
 def _method(plan: MemoryPlan) -> doc.Section:

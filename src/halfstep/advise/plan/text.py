@@ -1,24 +1,46 @@
-"""Text: a plan as a sentence and as tables. In: plans. Out: what terminal, page and `print` show."""
+"""Text: a plan as a sentence, as tables, and its step drawn as text and as a chart."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from halfstep.advise.plan.drawing import drawing
-from halfstep.advise.plan.fit import TOLERANCE, Largest, fit_of, gib
-from halfstep.advise.plan.gpus import gpu_names
-from halfstep.advise.plan.parts import PARTS
-from halfstep.advise.plan.traffic import Sent
-from halfstep.report import Cell, Table, judged, table
+from halfstep.advise.plan.fit import GIB, TOLERANCE, Largest, fit_of, gpu_names
+from halfstep.advise.plan.ledger import PARTS, PHASES
+from halfstep.advise.plan.ranks import Sent
+from halfstep.report import AreaChart, Cell, Figure, Key, Series, Table, judged, table
 
 if TYPE_CHECKING:
-    from halfstep.advise.plan.memory import MemoryPlan
+    from halfstep.advise.plan.memory import MemoryPlan, Moment
 
 __all__ = [
-    "gpus_line", "label", "module_table", "part_table", "plan_text", "preset_table", "sent_table", "verdict",
+    "drawing", "figure", "gib", "gpus_line", "label", "module_table", "part_table", "plan_text", "preset_table",
+    "sent_table", "unit_of", "verdict",
 ]  # fmt: skip
+
+UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
+
+LETTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "parameters": "P",
+        "precise values": "V",
+        "buffers": "B",
+        "optimizer state": "O",
+        "low copies": "C",
+        "gathered parameters": "A",
+        "gradients": "G",
+        "saved for backward": "S",
+        "communication": "N",
+        "batch": "I",
+        "temporaries": "T",
+    }
+)
+"""Part -> its letter in the drawing."""
+
+WIDTH, HEIGHT = 72, 14
+"""Columns and lines of a drawing."""
 
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -35,7 +57,7 @@ def verdict(plan: MemoryPlan) -> str:
     each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
     if fit is None:
         return f"needs {gib(plan.peak_bytes)} at its peak and {gib(plan.persistent_bytes)} between steps{each}"
-    card = _with_article(fit.gpu)
+    card = f"{'an' if fit.gpu[0] in 'ahlm8' else 'a'} {fit.gpu}"
     at = "" if fit.when == "step" else f" in the {fit.when}" if fit.when == "first step" else " in preparation"
     if fit.verdict == "fits":
         text = f"fits {card} with {gib(fit.spare)} to spare{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}"
@@ -49,19 +71,10 @@ def verdict(plan: MemoryPlan) -> str:
     return f"{text}; {_largest_words(plan.largest)}" if plan.largest is not None else text
 
 
-def _with_article(gpu: str) -> str:
-    """Return "an h100" or "a t4"."""
-    return f"{'an' if gpu[0] in 'ahlm8' else 'a'} {gpu}"
-
-
 def _largest_words(largest: Largest) -> str:
-    """Return the largest batch in words."""
     if largest.batch is None:
         return "the peak does not grow with the batch"
-    if not largest.batch:
-        return "no batch fits"
-    more = "" if largest.proved else " or more"
-    return f"largest batch {largest.batch:,}{more}"
+    return f"largest batch {_batch(largest)}" if largest.batch else "no batch fits"
 
 
 def gpus_line(plan: MemoryPlan) -> str:
@@ -152,3 +165,107 @@ def _batch(largest: Largest) -> str:
 
 def _share(size: int, total: int) -> str:
     return f"{100 * size / total:.0f} %" if total else ""
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return name and bytes of the unit that suits `size`: GiB as torch prints a GPU's memory, or less."""
+    return next((unit for unit in UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
+def gib(size: float) -> str:
+    """Return bytes for readers, with three digits."""
+    unit, one = unit_of(size)
+    number = size / one
+    digits = 0 if one == 1 or abs(number) >= 100 else 2 if abs(number) < 10 else 1
+    return f"{number:,.{digits}f} {unit}"
+
+
+# ------------------------------------------------------------------ the drawing
+
+
+def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    """Return the step as lines of text: time to the right, bytes upwards, a letter for each part.
+
+    Each column is a stretch of the step at its highest point; a letter is a share of that height, by part.
+    """
+    columns = _columns(plan.timeline, width)
+    if not columns:
+        return []
+    top = max(moment.total for moment in columns)
+    peak = next(n for n, moment in enumerate(columns) if moment.total == top)
+    stacks = [_stack(moment, top, height) for moment in columns]
+    label = gib(top).rjust(10)
+    lines = [f"{label if line == height - 1 else ' ' * 10} |{''.join(s[line] for s in stacks).rstrip()}"
+             for line in reversed(range(height))]  # fmt: skip
+    lines.append(f"{'0'.rjust(10)} +{'-' * len(columns)}")
+    lines.append(f"{' ' * 12}{_axis(columns)}")
+    lines.append(f"{' ' * 12}{' ' * peak}^ peak: {_place(plan.peak_at)}")
+    used = [part for part in PARTS if any(moment.bytes[PARTS.index(part)] for moment in columns)]
+    lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in used)}")
+    return lines
+
+
+def _place(moment: Moment) -> str:
+    """Return where in a step a moment lies, in words."""
+    where = f"{moment.phase}, {moment.name.removeprefix('aten::')}" if moment.name else moment.phase
+    return f"{where} of {moment.module}" if moment.module else where
+
+
+def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
+    """Return the step as a picture: bytes of each part over the operators of a step.
+
+    `limit` is the bytes of the GPU called `label`, drawn as a line; 0 for none.
+    """
+    parts = [part for part in PARTS if any(m.bytes[PARTS.index(part)] for m in plan.timeline)]
+    at = tuple(float(moment.operator) for moment in plan.timeline)
+    unit, one = unit_of(plan.peak_at.total)
+    series = tuple(
+        Series(part, at, tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=Key(n % 6 + 1, n >= 6))
+        for n, part in enumerate(parts)  # six hues, then the same paler
+    )
+    line = f" The dashed line is what torch can allocate on {label}." if limit else ""
+    return Figure(
+        "Memory of a step",
+        "From left to right the operators of one step after the first: forward, backward, update; "
+        f"{unit} alive, by part. Its highest point, {gib(plan.peak_at.total)}, is in {_place(plan.peak_at)}.{line}",
+        f"Memory over a step; highest point {gib(plan.peak_at.total)} in {_place(plan.peak_at)}.",
+        AreaChart("operators run", series, limit / one if limit else None),
+    )
+
+
+def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
+    """Return the highest moment of each of `width` stretches, of every phase at least one."""
+    if len(timeline) <= width:
+        return list(timeline)
+    found: list[Moment] = []
+    for phase in PHASES:
+        those = [moment for moment in timeline if moment.phase == phase]
+        count = min(len(those), max(1, round(width * len(those) / len(timeline))))
+        for n in range(count):
+            stretch = those[n * len(those) // count : (n + 1) * len(those) // count]
+            found.append(max(stretch, key=lambda moment: moment.total))
+    return found
+
+
+def _stack(moment: Moment, top: int, height: int) -> str:
+    """Return a column from bottom to top; a line shows the part that is at its middle."""
+    letters = []
+    for line in range(height):
+        middle, below, letter = (line + 0.5) / height * top, 0, " "
+        for part, size in zip(PARTS, moment.bytes, strict=True):
+            below += size
+            if middle <= below:
+                letter = LETTERS[part]
+                break
+        letters.append(letter)
+    return "".join(letters)
+
+
+def _axis(columns: Sequence[Moment]) -> str:
+    """Return the names of the phases, each at the column where it begins; the last may be longer than its phase."""
+    line = ""
+    for phase in PHASES:
+        first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)
+        if first is not None:
+            line = f"{line[: max(first - 1, 0)]:<{first}}{phase}"
+    return line
