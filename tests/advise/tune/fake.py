@@ -10,13 +10,12 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import Lap, RaceResult
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Lap, RaceResult, Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 from tests.tasks.small import small_task
 
-REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True, milliseconds=10.0)
+REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True)
 
 
 def spot(op: str, module: str = "", **fields: Any) -> Spot:
@@ -113,6 +112,6 @@ class FakeLab:
         """Return the seconds of a step."""
         return 0.01
 
-    def say(self, note: str, phase: str = "") -> None:
+    def say(self, note: str = "", phase: str = "") -> None:
         """Note what would be shown."""
         self.said.append(note)

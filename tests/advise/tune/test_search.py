@@ -10,7 +10,7 @@ import pytest
 
 import halfstep as hs
 from halfstep.advise.tune.board import Board, Weights
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Tried
 from halfstep.advise.tune.search import Search
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot

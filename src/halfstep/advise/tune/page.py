@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
-from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
 
 if TYPE_CHECKING:
+    from halfstep.advise.tune.proof import Proof
     from halfstep.advise.tune.result import Tried, Tuning
 
 __all__ = ["tuning_page"]

@@ -13,12 +13,11 @@ from dataclasses import replace
 
 import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
-from halfstep.advise.tune.calibration import Remedy, applied
+from halfstep.advise.tune.calibration import applied, exceptions, savings
 from halfstep.advise.tune.lab import SEEDS
-from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
@@ -121,8 +120,8 @@ class Search:
             calibration = board.calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
             probed = [
-                replace(remedy, why=f"{calibration.facts(remedy.field, remedy.pattern)}{remedy.why}")
-                for remedy in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+                replace(change, why=f"{calibration.facts(change.field, change.pattern)}{change.why}")
+                for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
             found = probed or listed
             rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
@@ -130,17 +129,19 @@ class Search:
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
             few = found[: passed[0]] if passed else []
-            if len(few) > 1 and not self._excepted(tried, [[r for r in few if r is not left] for left in few]):
+            if len(few) > 1 and not self._excepted(
+                tried, [[change for change in few if change is not left] for left in few]
+            ):
                 return False
         return True
 
     def _probe(self, policy: hs.Policy) -> float:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
-    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Remedy]]) -> bool:
+    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
         """Race a preset with each of some lists of exceptions."""
         board = self.board
-        made = [board.changed(tried, remedies) for remedies in exceptions]
+        made = [board.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
         whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
                            phase=f"exceptions for {tried.label}")  # fmt: skip
@@ -285,25 +286,20 @@ class Search:
         for tried in singles:
             if tried.verdict == "unmeasured":
                 board.set(tried.label, verdict="saves" if tried in good else "slower")
-        chosen: list[Change] = []
-        prefixes: list[Tried] = []
-        predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
+        first: dict[tuple[str, str], Tried] = {}
         for tried in good:
-            change = tried.changes[-1]
-            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen):
-                continue
-            chosen.append(change)
+            first.setdefault((tried.changes[-1].field, tried.changes[-1].pattern), tried)
+        chosen: list[Change] = []
+        labels: list[str] = []
+        predicted, bytes_ = 1.0 if base.time is None else base.time.median, base.bytes
+        for count, tried in enumerate(first.values(), 1):
+            chosen.append(tried.changes[-1])
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
-            policy = applied(policy, [(change.field, change.pattern, change.value)])
-            prefixes.append(replace(base, policy=policy, changes=(*base.changes, *chosen), predicted=predicted,
-                                    predicted_bytes=bytes_))  # fmt: skip
-        labels = []
-        for made in (t for n, t in enumerate(prefixes, 1) if n in LADDER or n == len(prefixes)):
-            label = board.add(made.policy, made.preset, made.changes).label
-            labels.append(
-                board.set(label, predicted=made.predicted, predicted_bytes=made.predicted_bytes).label
-            )  # fmt: skip
+            if count in LADDER or count == len(first):
+                label = board.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
+                board.set(label, predicted=predicted, predicted_bytes=bytes_)
+                labels.append(label)
         return labels
 
     def _reserve(self) -> float:

@@ -53,13 +53,15 @@ def _head(tuning: Tuning) -> Iterator[str]:
     yield f"time: {_time(chosen, tuning.control)}"
     fp32 = tuning.fp32
     if chosen.bytes and fp32.bytes:
+        predicted = ""
+        if chosen.predicted_bytes:
+            predicted = f"; predicted {size(chosen.predicted_bytes)} together, counted {size(chosen.bytes)}"
         yield (
             f"memory: {size(chosen.state_bytes)} between steps (fp32 {size(fp32.state_bytes)}), "
-            f"{size(chosen.saved_bytes)} kept for the backward pass (fp32 {size(fp32.saved_bytes)})"
-            f"{_predicted_bytes(chosen)}"
+            f"{size(chosen.saved_bytes)} kept for the backward pass (fp32 {size(fp32.saved_bytes)}){predicted}"
         )
     if not math.isnan(chosen.error):
-        rise = _percent(chosen.loss_rise)
+        rise = "unknown" if math.isnan(chosen.loss_rise) else f"{100 * chosen.loss_rise:+.2f} %"
         yield f"error of the gradients: {chosen.error:.2g}; loss after {tuning.steps} steps {rise} beside fp32's"
     if tuning.compile:
         yield "compile: give it to hs.TrainStep(..., compile=True), as it was measured"
@@ -82,16 +84,6 @@ def _time(tried: Tried, control: Ratio | None) -> str:
 
 def _ratio(ratio: Ratio) -> str:
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-
-
-def _predicted_bytes(tried: Tried) -> str:
-    return f"; predicted {size(tried.predicted_bytes)} together, counted {size(tried.bytes)}" * bool(
-        tried.predicted_bytes
-    )
-
-
-def _percent(rise: float) -> str:
-    return "unknown" if math.isnan(rise) else f"{100 * rise:+.2f} %"
 
 
 def size(count: int) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import halfstep as hs
-from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
+from halfstep.advise.tune.text import size
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
+from halfstep.tasks.compare import started
 from halfstep.tasks.machine import generators_kept, machine
 from halfstep.tasks.task import Task, TaskError
 
@@ -27,6 +30,12 @@ FORMATS = ("bf16", "fp16")
 
 ALL = 70.0
 """Short trainings of a whole search, roughly."""
+
+LARGE = 0.15
+"""Share of the bytes kept for the backward pass that is worth a line of code."""
+
+OFTEN = 3
+"""Modules of one class beside one another that count as blocks."""
 
 
 def tune(
@@ -130,9 +139,46 @@ def _result(task: Task, search: Search, reference: Reference | None, device: str
     return Tuning(
         task=task.name, chosen=chosen, tried=board.measured(), target=target, bound=board.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
-        seed=lab.seed, device=device, machine=machine(), advice=tuple(advice(board, lab)), notes=tuple(search.notes),
+        seed=lab.seed, device=device, machine=machine(), advice=tuple(_advice(board, lab)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
     )  # fmt: skip
+
+
+def _advice(board: Board, lab: Lab) -> Iterator[str]:
+    """Yield what would save time or memory and no policy can hold: linear_cross_entropy, checkpointing."""
+    best = board[board.best]
+    if not best.saved_bytes:
+        return
+    kept = lab.known_calibration(board.candidate(board.best), board.steps)
+    spots = () if kept is None else kept.spots
+    if any(spot.op == "cross_entropy" for spot in spots):
+        last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
+        if last is not None and last.bytes > LARGE * best.saved_bytes:
+            yield (
+                f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
+                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
+                "the loss without it"
+            )
+    if best.saved_bytes > best.state_bytes:
+        found = _blocks(started(lab.task, lab.seed, "cpu"))
+        if found:
+            count, kind, path = found
+            yield (
+                f"{size(best.saved_bytes)} are kept for the backward pass and {size(best.state_bytes)} between steps: "
+                f"torch.utils.checkpoint around each of the {count} {kind} in {path} keeps their inputs only, "
+                "for about one more forward pass"
+            )
+
+
+def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
+    """Return (count, class, path) of the longest row of equal modules with submodules."""
+    best: tuple[int, str, str] | None = None
+    for path, module in model.named_modules():
+        kinds = Counter(type(child).__name__ for child in module.children() if any(child.children()))
+        for kind, count in kinds.items():
+            if count >= OFTEN and (best is None or count > best[0]):
+                best = count, kind, path or "the model"
+    return best
 
 
 def weights_of(target: str) -> Weights:
