@@ -76,11 +76,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU called `name` in any case ("h200", "A100-80"), or one with a size given as "96GiB".
-
-    Raises:
-        PlanError: there is none; the message names the nearest, and all.
-    """
+    """Return the GPU called `name` in any case ("h200", "A100-80"), or one with a size given as "96GiB"."""
     wanted = re.sub(r"^(nvidia|amd|geforce|rtx|tesla|instinct)[ -]*", "", name.strip().lower())
     wanted = re.sub(r"^(rtx)[ -]*", "", wanted).replace(" ", "-").removesuffix("gb")
     wanted = ALIASES.get(wanted, wanted)
@@ -123,11 +119,7 @@ class Largest:
 
 
 def fit_of(plan: MemoryPlan, gpu: Gpu | str) -> Fit:
-    """Return whether `plan` fits `gpu`.
-
-    Raises:
-        PlanError: unknown GPU.
-    """
+    """Return whether `plan` fits `gpu`."""
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     points = {"step": plan.peak_bytes, "first step": plan.first_peak, "preparation": plan.setup_peak}
     when, need = max(points.items(), key=lambda item: item[1])  # of equal ones the first
@@ -174,13 +166,8 @@ def _guess(need: dict[int, int], room: float, low: int, high: int) -> int:
     activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit.
     """
     fitting = sorted(size for size in need if size <= low)[-2:]
-    pairs = [(fitting[0], fitting[1])] if len(fitting) == 2 else []
     over = sorted(size for size in need if size >= high)[:2]
-    if low and over:
-        pairs.append((low, high))
-    elif len(over) == 2:
-        pairs.append((over[0], over[1]))
-    for small, large in pairs:
+    for small, large in (pair for pair in (fitting, [low, high] if low and over else over) if len(pair) == 2):
         slope = (need[large] - need[small]) / (large - small)
         guess = int(small + (room - need[small]) / slope) if slope > 0 else high
         if guess < high:

@@ -22,7 +22,7 @@ from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.plan.elsewhere import elsewhere
+from halfstep.advise.plan.elsewhere import attempt, elsewhere
 from halfstep.advise.plan.fit import Gpu, fit_of, gpu_named, largest_batch
 from halfstep.advise.plan.ledger import PlanError
 from halfstep.advise.plan.memory import MemoryPlan
@@ -117,26 +117,15 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
 
     Those for a GPU are made in one process, as its start takes seconds.
     """
+    checked = [attempt(_checked, request=request) for request in requests]
+    there = [one for one in checked if isinstance(one, dict) and one["device"] == "cuda"]
+    answers = iter(elsewhere(_planned, there) if there and not _has_fake_gpu() else ())
     found: list[MemoryPlan | Exception] = []
-    ready: list[Any] = []  # arguments, or an error
-    for request in requests:
-        try:
-            ready.append(_checked(request))
-        except hs.HalfstepError as error:
-            ready.append(error)
-    there = [one for one in ready if isinstance(one, dict) and one["device"] == "cuda"]
-    sent = bool(there) and not _has_fake_gpu()
-    answers = iter(elsewhere(_planned, there) if sent else ())
-    for one in ready:
-        if isinstance(one, Exception):
-            found.append(one)
-        elif sent and one["device"] == "cuda":
-            found.append(next(answers))
-        else:
-            try:
-                found.append(_planned(**one))
-            except hs.HalfstepError as error:
-                found.append(error)
+    for one in checked:
+        if isinstance(one, dict):
+            answer = next(answers, None) if one["device"] == "cuda" else None
+            one = attempt(_planned, **one) if answer is None else answer
+        found.append(one)
     return found
 
 
@@ -233,7 +222,6 @@ def _planned(
 
 
 def _size(batch: Any) -> int:
-    """Return the first dimension of the first tensor that has one; 0 without such a tensor."""
     return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), 0)
 
 
@@ -241,9 +229,6 @@ def _with_size(batch: Any, size: int) -> Any:
     """Return `batch` with `size` in the place of its size, in every tensor whose first dimension it is.
 
     Rows are repeated; a large tensor is on the meta device.
-
-    Raises:
-        PlanError: it has no size.
     """
     old = _size(batch)
     if not old:

@@ -53,11 +53,7 @@ DDP = "(DistributedDataParallel)"  # in the place of a module's name
 
 @contextmanager
 def fake_ranks(devices: int, device_type: str) -> Iterator[DeviceMesh]:
-    """Pass for rank 0 of `devices` in this process, and give the mesh of all; rank 0 has the largest parts.
-
-    Raises:
-        PlanError: a process group is there already, or this torch has no "fake" one.
-    """
+    """Pass for rank 0 of `devices` in this process, and give the mesh of all; rank 0 has the largest parts."""
     if not dist.is_available():
         raise PlanError("this torch was built without torch.distributed; plan for one device")
     if dist.is_initialized():
@@ -96,12 +92,7 @@ class Sent:
 
 
 def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
-    """Return the collectives of a step, summed by kind.
-
-    Args:
-        seen: (operator of torch.distributed or collective, bytes that a device puts in).
-        devices: how many take part.
-    """
+    """Return the collectives of a step by kind; `seen`: (operator or collective, bytes that a device puts in)."""
     kinds: dict[str, list[int]] = {}
     for operator, size in seen:
         kinds.setdefault(NAMES.get(operator, operator), []).append(size)
@@ -141,10 +132,6 @@ class Ddp:
     Under ``reduce="low"`` a bucket is sent as a low copy. What DDP does not average, ``reduce="fp32"`` and
     ``grads="fp32"`` of low parameters, `hs.TrainStep` averages after the backward pass: gradients in the format of the
     sum, their copy in one piece, and fp32 gradients in the place of low ones.
-
-    Args:
-        model: its parameters have the formats that they are stored in; on any device, also meta.
-        policy: resolved.
 
     Attributes:
         stored: format -> bytes of its buckets, which stay from the first step on: as many as the gradients have.

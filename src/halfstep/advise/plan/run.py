@@ -146,12 +146,7 @@ def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
     """Say of every block what it was for.
 
-    Args:
-        ledger: whose blocks.
-        model: prepared.
-        optimizer: of it.
-        originals: id of the block of a parameter before the model was prepared -> its module.
-        own: number of blocks that were there before the model was prepared.
+    Before `model` was prepared, there were `own` blocks; `originals`: id of such a block of a parameter -> its module.
     """
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
@@ -166,17 +161,13 @@ def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, original
             if (block := ledger.of(local(tensor))) is not None and block.part not in ("parameters", "buffers"):
                 block.part, block.module = "optimizer state", names.get(id(parameter), "")
     for number, block in enumerate(ledger.blocks):
-        if block.part == "saved for backward" and block.alive:
-            block.part = "temporaries"  # the loss, and what the model keeps
-        if block.part:
-            continue
-        kept = block.alive and block.phase == "setup"
+        kept = block.alive and block.phase == "setup" and not block.part
         if kept and id(block) in originals:  # the fp32 values, behind low ones in other memory
             block.part, block.module = "precise values", originals[id(block)]
         elif kept:
             block.part = "buffers" if number < own else "precise values"
-        else:
-            block.part = "temporaries"
+        elif not block.part or (block.part == "saved for backward" and block.alive):
+            block.part = "temporaries"  # also the loss, and what the model keeps
 
 
 def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:

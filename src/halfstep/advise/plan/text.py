@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -103,17 +104,16 @@ def module_table(plan: MemoryPlan, count: int) -> Table:
 
     Modules whose names differ in numbers alone are one row: ``blocks.*.mlp``.
     """
-    sums: dict[str, dict[str, int]] = {}
+    sums: dict[str, Counter[str]] = {}
     members: dict[str, set[str]] = {}
     for row in plan.peak:
         name = INDEX.sub("*", row.module) or "(model)"
-        parts = sums.setdefault(name, {})
-        parts[row.part] = parts.get(row.part, 0) + row.bytes
+        sums.setdefault(name, Counter())[row.part] += row.bytes
         members.setdefault(name, set()).add(row.module)
     rows = []
-    for name in sorted(sums, key=lambda name: -sum(sums[name].values()))[:count]:
-        part, size = max(sums[name].items(), key=lambda item: item[1])
-        total = sum(sums[name].values())
+    for name in sorted(sums, key=lambda name: -sums[name].total())[:count]:
+        ((part, size),) = sums[name].most_common(1)
+        total = sums[name].total()
         rows.append((name, str(len(members[name])), f"{part} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
     headers = ("modules", "number", "most of it", "at the peak", "share")
     return table("Modules that weigh most at the peak", headers, rows, words=(2,))

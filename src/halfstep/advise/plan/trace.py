@@ -51,23 +51,15 @@ RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
 
 
 class MemorySink(Sink):
-    """Follows memory while its tracer is open.
-
-    Attributes:
-        ledger: what it found.
-        values: of the tensors that have known ones.
-        phase: set by `begin`; "backward" is found by itself.
-        seen: step -> (operator, bytes that this rank puts in) of every collective.
-        after_backward: called between a backward pass and its update.
-    """
+    """Follows memory while its tracer is open."""
 
     def __init__(self, ledger: Ledger, device: str) -> None:
         self.ledger, self.device = ledger, device
         self.values = Values()
-        self.phase, self.step = "setup", -1
-        self.seen: dict[int, list[tuple[str, int]]] = {}
+        self.phase, self.step = "setup", -1  # `begin` sets the phase; "backward" is found without it
+        self.seen: dict[int, list[tuple[str, int]]] = {}  # step -> (operator, bytes put in) of every collective
+        self.after_backward: Callable[[], object] = lambda: None  # called between a backward pass and its update
         self._gathered: list[Tensor] = []  # full ones, see note [gathered]
-        self.after_backward: Callable[[], object] = lambda: None
         self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
         self._parameters: list[nn.Parameter] = []
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
@@ -104,8 +96,6 @@ class MemorySink(Sink):
         self.phase = phase
         self.ledger.mark(self.step, phase)
 
-    # ------------------------------------------------------------------ modules
-
     def entering(self, module: nn.Module) -> None:
         """Begin to note what the outermost module makes."""
         if not self.tracer.running:
@@ -116,8 +106,6 @@ class MemorySink(Sink):
         if not self.tracer.running and self._made:
             _saved(self._made)
             self._made = []
-
-    # ------------------------------------------------------------------ operators
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note the memory it leaves."""

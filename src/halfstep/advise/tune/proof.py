@@ -73,8 +73,9 @@ class Run:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Run:
         """Return the run that was written as JSON, in which null stands for nan."""
-        plain = {f.name: math.nan if values[f.name] is None else values[f.name] for f in fields(cls)}
-        return cls(**{**plain, "losses": tuple(math.nan if x is None else x for x in plain["losses"])})
+        plain: dict[str, Any] = {f.name: math.nan if values[f.name] is None else values[f.name] for f in fields(cls)}
+        plain["losses"] = tuple(math.nan if x is None else x for x in plain["losses"])
+        return cls(**plain)
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -41,7 +41,17 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """One candidate and what was measured of it."""
+    """One candidate and what was measured of it.
+
+    Attributes:
+        error: relative error of the gradients against fp32 on the same weights and batch, the mean over the parameters,
+            each at most 1; 0.0 for fp32, nan if not measured.
+        loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
+            fraction of fp32's; inf if it is not finite, nan if not measured.
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
+            cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
+            changes), "failed" (an error, no memory) or "unmeasured".
+    """
 
     label: str  # its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules"
     policy: hs.Policy  # what it trains under
@@ -52,15 +62,8 @@ class Tried:
     milliseconds: float = math.nan  # median time of a step; nan if it was not timed
     state_bytes: int = 0  # bytes between steps; 0 if not counted
     saved_bytes: int = 0  # bytes kept for the backward pass; 0 if not counted
-    # relative error of the gradients against fp32 on the same weights and batch, the mean over the parameters, each at
-    # most 1; 0.0 for fp32, nan if not measured
     error: float = math.nan
-    # how much higher the training loss ends than fp32's from the same start with the same batches, as a fraction of
-    # fp32's; inf if it is not finite, nan if not measured
     loss_rise: float = math.nan
-    # "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not cheaper for
-    # certain, so that its loss was not judged), "saves" (saves alone, and was judged with other changes), "failed" (an
-    # error, no memory) or "unmeasured"
     verdict: str = "unmeasured"
     reason: str = ""  # one sentence: why it was chosen or rejected
     predicted: float = math.nan  # step time over fp32's as its changes, each measured alone, made expect; nan without
