@@ -47,28 +47,17 @@ SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward".
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What policy="auto" has chosen.
+    """What policy="auto" has chosen; `ratios` and what follows are empty for a choice from a checkpoint."""
 
-    Attributes:
-        policy: as it could be given to TrainStep.
-        compiled: whether the step is compiled.
-        line: what was logged: the choice, and why.
-        ratios: candidate -> its time over that of fp32, or of the one chosen where fp32 did not run; () from a
-            checkpoint, as the following.
-        dropped: candidate -> why it could not be chosen.
-        rounds: of the measurement.
-        seconds: that it took.
-        calls: how often `loss_fn` was called in it.
-    """
-
-    policy: Policy
-    compiled: bool
-    line: str
+    policy: Policy  # as it could be given to TrainStep
+    compiled: bool  # whether the step is compiled
+    line: str  # what was logged: the choice, and why
+    # candidate -> its time over that of fp32, or of the one chosen where fp32 did not run
     ratios: tuple[tuple[str, Ratio], ...] = ()
-    dropped: tuple[tuple[str, str], ...] = ()
-    rounds: int = 0
-    seconds: float = 0.0
-    calls: int = 0
+    dropped: tuple[tuple[str, str], ...] = ()  # candidate -> why it could not be chosen
+    rounds: int = 0  # of the measurement
+    seconds: float = 0.0  # that it took
+    calls: int = 0  # how often `loss_fn` was called in it
 
 
 def choose(
@@ -78,14 +67,7 @@ def choose(
     named: dict[str, Any],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Choice, Any]:
-    """Measure the candidates of `step` on a batch, and change nothing.
-
-    Args:
-        step: a `TrainStep` that has not chosen.
-        make: `TrainStep`, which makes the candidates.
-        batch: positional arguments of `loss_fn` after the model.
-        named: its named arguments.
-        clock: returns seconds.
+    """Measure the candidates of `step`, which `make` makes, on a batch, and change nothing.
 
     Returns:
         What was chosen, and the compiled loss function if it is compiled.
@@ -167,10 +149,7 @@ def candidates(step: Any) -> list[str]:
 def pays(nodes: list[int], seconds: float, spent: float) -> bool:
     """Return whether to compile a candidate, see note [compilation].
 
-    Args:
-        nodes: number of autograd nodes of the loss; [] if it is not known.
-        seconds: of an eager step.
-        spent: seconds of compilation so far.
+    The loss has `nodes` autograd nodes ([]: unknown), an eager step takes `seconds`, and `spent` went to compilation.
     """
     predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
     return predicted <= min(BUDGET - spent, PAYBACK * seconds)
@@ -209,15 +188,7 @@ def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
 
 
 def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:
-    """Return the choice of candidate `best`, with the ratios behind it.
-
-    Args:
-        race: that is over.
-        best: the candidate chosen.
-        device: device type of the model.
-        seconds: that the measurement took.
-        calls: of `loss_fn`.
-    """
+    """Return the choice of candidate `best` in a race that is over, with the ratios behind it."""
     timed = [name for name in race.times if name not in race.dropped]
     base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
     ratios = {name: ratio for name in timed if (ratio := race.over(name, base)) is not None}

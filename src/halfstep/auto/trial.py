@@ -48,21 +48,13 @@ PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
 class Ground(Snapshot):
-    """Everything that training steps change of a model and its optimizer; see the note above.
-
-    Args:
-        model: not prepared.
-        optimizer: over its parameters.
-
-    Attributes:
-        others: modules besides the model's that `loss_fn` calls; they are found in the first step.
-    """
+    """Everything that training steps change of a model, not prepared, and its optimizer; see the note above."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         modules = list(model.modules())
-        self.others = Modules(known=modules, gradients=True)
+        self.others = Modules(known=modules, gradients=True)  # that `loss_fn` calls besides; found in the first step
         self._loan = Loan(model, optimizer)
         super().__init__(
             noted(generators_of(modules)),
@@ -99,18 +91,8 @@ def _out_of_memory(error: BaseException) -> bool:
 class TimedSteps:
     """One candidate: complete training steps under a policy.
 
-    Args:
-        ground: what is trained.
-        build: makes the training step, with a loss scaler of before, or None for its own.
-        batch: positional and named arguments of a micro-batch.
-        owner: as long as it lives, malloc keeps the memory of steps.
-        clock: returns seconds.
-
-    Attributes:
-        compiled: the compiled loss function, if the step has one; it stays from visit to visit.
-        first: seconds of the first step of all, in which what compiles compiles.
-        seconds: the last time that was measured.
-        calls: how often `loss_fn` was called.
+    `build` makes the training step, with a loss scaler of before, or None for its own; `batch` is the positional and
+    named arguments of a micro-batch; as long as `owner` lives, malloc keeps the memory of steps.
     """
 
     def __init__(
@@ -123,9 +105,9 @@ class TimedSteps:
     ) -> None:
         self._ground, self._build, self._batch, self._owner, self._clock = ground, build, batch, owner, clock
         self._scaler: Any = None
-        self.compiled: Any = None
-        self.first: float | None = None
-        self.seconds, self.calls = math.nan, 0
+        self.compiled: Any = None  # the compiled loss function, if the step has one; it stays from visit to visit
+        self.first: float | None = None  # seconds of the first step of all, in which what compiles compiles
+        self.seconds, self.calls = math.nan, 0  # the last time that was measured; calls of `loss_fn`
 
     def visit(self) -> float:
         """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards.
@@ -179,11 +161,7 @@ class TimedSteps:
         return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 
     def _step(self, step: Any, batch: Any, named: Any, *, check: bool = False) -> float:
-        """Return the seconds of one training step, all micro-batches of it.
-
-        Raises:
-            Unfit: it is not finite, with `check`, also after the loss scale has come down.
-        """
+        """Return the seconds of all micro-batches of a step; `check` that it is finite, at a lower loss scale if need be."""
         for _ in range(PATIENCE if check else 1):
             results: list[StepResult] = []
 

@@ -10,13 +10,13 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import (
+from halfstep.advise.plan.page import (
     drawing,
     gpus_line,
     label,
     module_table,
     part_table,
+    plan_page,
     preset_table,
     sent_table,
     verdict,

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from halfstep.advise.plan import PARTS, Largest, MemoryPlan, Moment, Row, fit_of
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import (
+from halfstep.advise.plan.page import (
     LETTERS,
     drawing,
     figure,
     gpus_line,
     module_table,
     part_table,
+    plan_page,
     preset_table,
     sent_table,
     verdict,

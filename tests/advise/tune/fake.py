@@ -21,7 +21,7 @@ REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=T
 def spot(op: str, module: str = "", **fields: Any) -> Spot:
     """Return a spot of a low product that loses little, with some fields replaced."""
     plain: dict[str, Any] = {
-        "kind": "Linear", "rule": "low", "format": "bf16", "error": 2e-3, "headroom": 120.0, "overflows": False,
+        "kind": "Linear", "format": "bf16", "error": 2e-3, "headroom": 120.0, "overflows": False,
         "time": 0.1, "cast_bytes": 0, "bytes": 1000,
     }  # fmt: skip
     return Spot(module=module, op=op, **{**plain, **fields})
@@ -98,7 +98,7 @@ class FakeLab:
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Return the audit with the given spots."""
-        return Calibration(spots=tuple(self.spots), steps=2)
+        return Calibration(spots=tuple(self.spots))
 
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients as decreed."""

@@ -63,23 +63,14 @@ class Mark:
 
 
 class Ledger:
-    """Blocks and events.
-
-    Attributes:
-        blocks: in the order of their allocation.
-        events: n: block n was allocated; ~n: it was freed.
-        times: number of operators run before each event.
-        marks: where phases begin.
-        operators: number of operators run so far.
-        granule: bytes to whose multiples the allocator rounds.
-    """
+    """Blocks and events; `granule` is the bytes to whose multiples the allocator rounds."""
 
     def __init__(self, granule: int = 1) -> None:
-        self.blocks: list[Block] = []
-        self.events: list[int] = []
-        self.times: list[int] = []
-        self.marks: list[Mark] = []
-        self.operators = 0
+        self.blocks: list[Block] = []  # in the order of their allocation
+        self.events: list[int] = []  # n: block n was allocated; ~n: it was freed
+        self.times: list[int] = []  # number of operators run before each event
+        self.marks: list[Mark] = []  # where phases begin
+        self.operators = 0  # number of operators run so far
         self.granule = granule
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a storage -> its block, its end
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
 from halfstep.advise.plan.ledger import PARTS, PHASES
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import part_table, plan_text
+from halfstep.advise.plan.page import part_table, plan_page, plan_text
 from halfstep.report import write_page
 
 if TYPE_CHECKING:

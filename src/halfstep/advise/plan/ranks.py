@@ -127,17 +127,11 @@ def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
 
 
 class Ddp:
-    """What DDP with torch's defaults keeps and sends for a prepared model.
+    """What DDP with torch's defaults keeps and sends for a prepared model under a resolved policy.
 
     Under ``reduce="low"`` a bucket is sent as a low copy. What DDP does not average, ``reduce="fp32"`` and
     ``grads="fp32"`` of low parameters, `hs.TrainStep` averages after the backward pass: gradients in the format of the
     sum, their copy in one piece, and fp32 gradients in the place of low ones.
-
-    Attributes:
-        stored: format -> bytes of its buckets, which stay from the first step on: as many as the gradients have.
-        sending: bytes of what is made to send gradients in another format, when the last bucket is sent.
-        format: of that.
-        seen: (collective, bytes that a device puts in), in order.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -148,7 +142,8 @@ class Ddp:
         stored: dict[torch.dtype, int] = {}
         for parameter in trained:
             stored[parameter.dtype] = stored.get(parameter.dtype, 0) + _bytes(parameter, parameter.dtype)
-        self.stored, self.seen = stored, list[tuple[str, int]]()
+        self.stored = stored  # format -> bytes of its buckets, which stay: as many as the gradients have
+        self.seen: list[tuple[str, int]] = []  # (collective, bytes that a device puts in), in order
         if own:
             wide = low if policy.reduce == "low" else torch.float32
             buckets = _buckets([_bytes(p, wide) for p in trained], CAP)
@@ -164,7 +159,7 @@ class Ddp:
                 for size in _buckets([_bytes(p, kind) for p in backwards if p.dtype is kind], FIRST, CAP)
             ]
             self.sending = max(buckets, default=0) if hooked and any(p.dtype is not low for p in trained) else 0
-        self.format = wide
+        self.format = wide  # of the `sending` bytes made to send gradients when the last bucket is sent
         self.seen += [("all-reduce", size) for size in buckets]
         if buffers := sum(_bytes(b, b.dtype) for b in model.buffers()):
             self.seen.append(("broadcast", buffers))

@@ -50,21 +50,14 @@ class Weights:
 
 
 class Board:
-    """What is known of every candidate.
-
-    Attributes:
-        bound: largest loss rise, a fraction of fp32's loss.
-        tried: label -> candidate, fp32 first.
-        best: label of the best candidate within the bound.
-        control: fp32 over fp32, of the last race.
-    """
+    """What is known of every candidate."""
 
     def __init__(self, lab: Lab, weights: Weights, steps: int) -> None:
         self.lab, self.weights, self.steps = lab, weights, steps
-        self.bound = math.nan
+        self.bound = math.nan  # largest loss rise, a fraction of fp32's loss
         self.tried: dict[str, Tried] = {FP32: Tried(label=FP32, policy=hs.Policy.of(SAFE), preset=SAFE)}
         self.best = self.add(hs.Policy.of(SAFE), SAFE).label
-        self.control: Ratio | None = None
+        self.control: Ratio | None = None  # fp32 over fp32, of the last race
         self.resolution = 0.0
         self._laps: dict[str, Lap] = {}
 
@@ -110,20 +103,16 @@ class Board:
     # ------------------------------------------------------------------ measuring
 
     def race(
-        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, limit: float = math.inf,
-        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, **options: Any
     ) -> bool:  # fmt: skip
-        """Race candidates, unless `reserve` seconds would not be left; return whether the race came to its end.
+        """Race candidates, and return whether the race came to its end; `options` are those of `Lab.race`.
 
-        With `judged` it is long enough to judge the loss by. The other arguments are those of `Lab.race`.
+        With `judged` it is long enough to judge the loss by.
         """
         others = [label for label in dict.fromkeys(labels) if label != base]
         for start in range(0, len(others), GROUP):
             group = [*([] if base == FP32 else [base]), *others[start : start + GROUP]]
-            found = self.lab.race(
-                [self.candidate(x) for x in group], steps, base=base, limit=limit, seed=seed, reserve=reserve,
-                phase=phase,
-            )  # fmt: skip
+            found = self.lab.race([self.candidate(x) for x in group], steps, base=base, **options)
             if found is not None:
                 self._take(found, group, base, judged=judged)
             if found is None or not found.finished:

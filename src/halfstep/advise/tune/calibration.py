@@ -63,7 +63,6 @@ class Spot:
     module: str  # dotted name, "" for the root
     kind: str  # name of the module's class
     op: str
-    rule: str  # the policy's rule for it, "" for none
     format: str  # of its result
     error: float  # its largest local error, forward or backward: what this operator alone loses; 0.0 if nothing
     headroom: float  # bits below the largest number of the format; inf if unknown
@@ -87,7 +86,6 @@ class Calibration:
 
     spots: tuple[Spot, ...] = ()  # operators in the order in which they ran first
     remedies: tuple[Change, ...] = ()  # what the findings ask for, the gravest first
-    steps: int = 0  # that were audited
     failed: str = ""  # the error that ended the audit, "" for none
 
     @classmethod
@@ -130,13 +128,13 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
             facts = next((s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause)
             for change in differences(audit.policy, finding.policy, f"{finding.kind} in {finding.place}: {facts}"):
                 remedies.setdefault((change.field, change.pattern), change)
-    return Calibration(spots=spots, remedies=tuple(remedies.values()), steps=audit.steps)
+    return Calibration(spots=spots, remedies=tuple(remedies.values()))
 
 
 def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
     forward = next((row for row in rows if row.role == "activation"), rows[0])
     return Spot(
-        module=module, kind=kind, op=op, rule=forward.rule, format=forward.format,
+        module=module, kind=kind, op=op, format=forward.format,
         error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
         headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
         overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),

@@ -65,20 +65,11 @@ class Progress:
 
 
 class Lab:
-    """Measures candidates of one task.
-
-    Args:
-        task: what is trained.
-        device: device type.
-        seed: of all trainings.
-        seconds: the time there is for new measurements.
-        path: file of the journal; None: no file.
-        clock: seconds; the budget and all timings read it.
-        on_progress: called after each round and with each result.
+    """Measures candidates of one task: within `seconds`, all with one seed, timed by `clock`.
 
     Raises:
         TaskError: batches that are not the same when asked for again.
-        TuneError: a journal that cannot be read, or is of another search.
+        TuneError: the journal at `path` cannot be read, or is of another search.
     """
 
     def __init__(
@@ -298,11 +289,7 @@ def _digest(value: object) -> str:
 
 
 def _about(task: Task, device: str, seed: int) -> dict[str, Any]:
-    """Return what measurements belong to; the sums tell other weights and other data apart.
-
-    Raises:
-        TaskError: batches that are not the same when asked for again.
-    """
+    """Return what measurements belong to; the sums tell other weights and other data apart."""
     model = started(task, seed, "cpu")
     first, again = (_sum(task.batches(seed, 0)) for _ in range(2))
     if first != again:

@@ -134,12 +134,7 @@ def chain(
     """Return changes of `policy`, each the one that brings `error` down most, as long as it falls by a quarter.
 
     Where no single change does, pairs with a change of a field are tried: a digit that the inputs have lost is not
-    brought back behind them, and one that an operator loses is not kept by its inputs.
-
-    Args:
-        error: of a policy; nan if it cannot be measured.
-        policy: to start from.
-        found: (cost, change) to choose from.
+    brought back behind them, and one that an operator loses is not kept by its inputs. `found`: (cost, change).
     """
     made: list[Change] = []
     least = error(policy)

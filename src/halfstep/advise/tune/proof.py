@@ -90,39 +90,24 @@ class Proof:
     Attributes:
         verdict: "equivalent" (the interval of the difference lies inside the margin), "better" or "worse" (outside it),
             "diverged" (not finite, or an error) or "undecided".
-        reason: the verdict in one sentence, with its numbers; of an undecided one what is missing.
-        measure: what is compared, with its unit.
-        higher_is_better: whether a larger value is a better one.
-        margin: largest difference that counts as none, in the unit of `measure`; nan before it was fixed.
-        margin_from: where it is from, in words.
-        difference: of the candidate from fp32, paired by seed; None without a pair.
-        fp32: fp32's values, one a seed.
-        values: the candidate's, with the same seeds in the same order; fewer if time was short.
-        seeds_more: how many more seeds a verdict needs; 0 if there is one, -1 if more seeds cannot give one.
-        seconds_more: about how long these would take; nan if unknown.
-        steps: of a training.
-        loss_steps: where the points of the curves lie.
-        fp32_losses: training loss of fp32, the mean over the seeds that the candidate has, or over all without one.
-        losses: that of the candidate; () without a run.
-        skipped: steps of the candidate that were not applied, one number a seed.
     """
 
     verdict: str
-    reason: str
-    measure: str
-    higher_is_better: bool
-    margin: float
-    margin_from: str
-    difference: Difference | None
-    fp32: tuple[float, ...]
-    values: tuple[float, ...]
-    seeds_more: int
-    seconds_more: float
-    steps: int
-    loss_steps: tuple[float, ...]
-    fp32_losses: tuple[float, ...]
-    losses: tuple[float, ...]
-    skipped: tuple[int, ...]
+    reason: str  # the verdict in one sentence, with its numbers; of an undecided one what is missing
+    measure: str  # what is compared, with its unit
+    higher_is_better: bool  # whether a larger value is a better one
+    margin: float  # largest difference that counts as none, in the unit of `measure`; nan before it was fixed
+    margin_from: str  # where it is from, in words
+    difference: Difference | None  # of the candidate from fp32, paired by seed; None without a pair
+    fp32: tuple[float, ...]  # fp32's values, one a seed
+    values: tuple[float, ...]  # the candidate's, with the same seeds in the same order; fewer if time was short
+    seeds_more: int  # how many more seeds a verdict needs; 0 if there is one, -1 if more seeds cannot give one
+    seconds_more: float  # about how long these would take; nan if unknown
+    steps: int  # of a training
+    loss_steps: tuple[float, ...]  # where the points of the curves lie
+    fp32_losses: tuple[float, ...]  # training loss, the mean over the seeds that the candidate has, or over all
+    losses: tuple[float, ...]  # that of the candidate; () without a run
+    skipped: tuple[int, ...]  # steps of the candidate that were not applied, one number a seed
 
     @property
     def holds(self) -> bool:
@@ -133,10 +118,8 @@ class Proof:
 def seeds_needed(spread: float, margin: float, mean: float = 0.0) -> int:
     """Return how many pairs of runs decide with a chance of `POWER`, from `ENOUGH_SEEDS` to `MOST_SEEDS`.
 
-    Args:
-        spread: standard deviation of the difference of a pair.
-        margin: largest difference that counts as none.
-        mean: the true difference; what has to be shown is on which side of the margin it lies.
+    `spread` is the standard deviation of the difference of a pair, and `mean` the true difference: what has to be shown
+    is on which side of the margin it lies.
     """
     room = abs(margin - abs(mean))
     if not room > 0.0:
@@ -161,22 +144,9 @@ def prove(
     standard deviation that fp32's own has from seed to seed.
 
     Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
-    suffices.
-
-    Args:
-        task: what to train.
-        candidate: the policy, with or without compile.
-        device: device type.
-        steps: of each training; 0: those of the task's excerpt.
-        max_loss_rise: margin as a fraction of fp32's training loss.
-        seed: the first seed; the others follow.
-        seeds: train at least so many pairs; 0: as many as the spread of the pairs asks for. More seeds after an
-            undecided result are a second test: the two together pass a policy at the margin with up to 10 % instead
-            of 5 %.
-        seconds: time for new trainings; one that would not end in time is not begun.
-        runs: what earlier calls handed to `on_run`; those that fit are not run again.
-        on_run: called after each new training.
-        clock: seconds, for the budget.
+    suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
+    At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
+    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %.
 
     Raises:
         HalfstepError, RuntimeError: fp32 cannot train this task.
@@ -234,13 +204,7 @@ def _flaw(pairs: _Pairs) -> str:
 
 
 class _Pairs:
-    """The trainings of a proof so far, pairs with the same seed; what was trained before is taken as it was.
-
-    Attributes:
-        reference: runs of fp32, seed by seed.
-        own: runs of the candidate.
-        measure: what is compared, with its unit.
-    """
+    """The trainings of a proof so far, pairs with the same seed; what was trained before is taken as it was."""
 
     def __init__(
         self, task: Task, candidate: Candidate, *, device: str, steps: int, seed: int, by_metric: bool,
@@ -250,12 +214,13 @@ class _Pairs:
         self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
         self.by_metric, self.higher = by_metric, by_metric and task.higher_is_better
         self.measure = task.metric_name if by_metric else "training loss"
+        self.kind = "metric" if by_metric else "loss"
         self.reference: list[Run] = []
         self.own: list[Run] = []
         self.margin, self.margin_from = math.nan, ""
         self.planned = ENOUGH_SEEDS
         self._known = {run.key: run for run in runs}
-        self._text = "" if candidate.policy is None else candidate.policy.to_toml()
+        self._policies = {FP32: "", candidate.label: "" if candidate.policy is None else candidate.policy.to_toml()}
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -283,8 +248,7 @@ class _Pairs:
         return True
 
     def _key(self, candidate: Candidate, seed: int) -> tuple[object, ...]:
-        text = self._text if candidate is self.candidate else ""
-        return text, candidate.compile, "metric" if self.by_metric else "loss", self.steps, seed
+        return self._policies[candidate.label], candidate.compile, self.kind, self.steps, seed
 
     def _train(self, candidate: Candidate, seed: int) -> Run:
         begun, window = self.clock(), max(1, self.steps // LAST)
@@ -310,9 +274,8 @@ class _Pairs:
             stopped = error_line(error)
         missing = [math.nan] * (self.steps - len(losses))  # every curve has the same points
         return Run(
-            policy=self._text if candidate is self.candidate else "", compile=candidate.compile,
-            measure="metric" if self.by_metric else "loss", steps=self.steps, seed=seed,
-            start=start if self.by_metric else finite_mean(losses[:window]), value=value,
+            policy=self._policies[candidate.label], compile=candidate.compile, measure=self.kind, steps=self.steps,
+            seed=seed, start=start if self.by_metric else finite_mean(losses[:window]), value=value,
             losses=thinned([*losses, *missing]), skipped=skipped, seconds=self.clock() - begun, stopped=stopped,
         )  # fmt: skip
 

@@ -168,19 +168,10 @@ def race(
     limit: float = math.inf, deadline: float = math.inf, clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> RaceResult:  # fmt: skip
-    """Race `candidates` over `steps` steps.
+    """Race `candidates` over `steps` steps, beside fp32, which always runs.
 
-    Args:
-        task: what to train.
-        candidates: without fp32, which always runs.
-        device: device type.
-        seed: of weights, batches and random numbers.
-        steps: of each training.
-        base: label of the candidate that `Lap.beside` and `limit` refer to.
-        limit: a candidate leaves when its step time is, for certain, more than this many times that of `base`.
-        deadline: value of `clock` after which no round begins.
-        clock: seconds.
-        on_round: called after each round.
+    A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
+    no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
 
     Raises:
         TuneError: fp32 raised, or ran out of memory.

@@ -1,4 +1,4 @@
-"""Result: what a search for a policy has found, as plain data. `search` makes it, `text` and `page` write it."""
+"""Result: what a search for a policy has found, as plain data. `search` makes it, `page` writes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
-from halfstep.advise.tune.page import tuning_page
-from halfstep.advise.tune.text import commented, summary
+from halfstep.advise.tune.page import commented, summary, tuning_page
 from halfstep.report import write_page
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio

@@ -15,11 +15,11 @@ import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
 from halfstep.advise.tune.calibration import applied, exceptions, savings
 from halfstep.advise.tune.lab import SEEDS
+from halfstep.advise.tune.page import size
 from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Change, Tried
-from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import WARM_UP
 
@@ -53,18 +53,8 @@ COMPILING = 60.0
 class Search:
     """One search while it runs.
 
-    Args:
-        board: the candidates, with the lab that measures them.
-        bound: largest loss rise, a fraction; None: fp32's own spread from seed to seed.
-        dtypes: low formats to try.
-        seeds: of a proof at least; 0: as many as it takes.
-        compile: whether compiled steps are tried.
-
-    Attributes:
-        notes: what was left out and what is missing.
-        proofs: (label, Proof), in order.
-        finished: whether it came to its end.
-        interrupted: whether Ctrl-C ended it.
+    `bound` is the largest loss rise, a fraction (None: fp32's own spread from seed to seed), `dtypes` are the low
+    formats to try, and `seeds` those of a proof at least (0: as many as it takes).
     """
 
     def __init__(
@@ -72,8 +62,8 @@ class Search:
     ) -> None:  # fmt: skip
         self.board, self.lab, self.steps = board, board.lab, board.steps
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
-        self.notes: list[str] = []
-        self.proofs: list[tuple[str, Proof]] = []
+        self.notes: list[str] = []  # what was left out and what is missing
+        self.proofs: list[tuple[str, Proof]] = []  # of a label, in order
         self.finished = self.interrupted = False
 
     def run(self, reference: Reference) -> None:

@@ -14,10 +14,10 @@ from torch import nn
 import halfstep as hs
 from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
+from halfstep.advise.tune.page import size
 from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
-from halfstep.advise.tune.text import size
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
 from halfstep.tasks.compare import started
@@ -182,11 +182,7 @@ def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
 
 
 def weights_of(target: str) -> Weights:
-    """Return what "time", "memory" or "0.7:0.3" means.
-
-    Raises:
-        TuneError: anything else.
-    """
+    """Return what "time", "memory" or "0.7:0.3" means."""
     words = {"time": (1.0, 0.0), "memory": (0.0, 1.0)}
     if isinstance(target, str) and target in words:
         return Weights(time=words[target][0], memory=words[target][1])
