@@ -65,7 +65,6 @@ def choose(
     make: Callable[..., Any],
     batch: tuple[Any, ...],
     named: dict[str, Any],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Choice, Any]:
     """Measure the candidates of `step`, which `make` makes, on a batch, and change nothing.
 
@@ -78,7 +77,7 @@ def choose(
     """
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
-    begun, nodes = clock(), list[int]()
+    begun, nodes = time.perf_counter(), list[int]()
     ground = Ground(step.model, step.optimizer)
     settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
     visits: dict[str, TimedSteps] = {}
@@ -90,7 +89,7 @@ def choose(
             policy = POLICIES[name.removesuffix(COMPILED)]
             return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
-        visits[name] = TimedSteps(ground, build, (batch, named), step, clock)
+        visits[name] = TimedSteps(ground, build, (batch, named), step)
         return name
 
     def measure(name: str, number: int) -> float:
@@ -103,7 +102,7 @@ def choose(
                 raise  # loss_fn's own
             raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
 
-    race = Elimination(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
+    race = Elimination(measure, most=ROUNDS, seconds=SECONDS)
     wish = step.compile
     every = False if wish is None else wish
     mark = COMPILED if every is not False else ""
@@ -130,8 +129,8 @@ def choose(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
     calls = sum(timed.calls for timed in visits.values())
-    choice = concluded(race, best, device_types_of([step.model])[0], clock() - begun, calls)
-    return choice, visits[best].compiled
+    seconds = time.perf_counter() - begun
+    return concluded(race, best, device_types_of([step.model])[0], seconds, calls), visits[best].compiled
 
 
 def candidates(step: Any) -> list[str]:

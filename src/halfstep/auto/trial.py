@@ -10,7 +10,6 @@ not known here.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +43,7 @@ WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimize
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
 TIMED = 0.05  # seconds of timed steps at each visit
 MOST = 40  # of them
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeError that torch raises on a CPU
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
@@ -82,12 +82,6 @@ class Ground(Snapshot):
             yield
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is a lack of memory; torch raises a plain RuntimeError on a CPU."""
-    words = "out of memory", "can't allocate memory"
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
-
-
 class TimedSteps:
     """One candidate: complete training steps under a policy.
 
@@ -101,9 +95,8 @@ class TimedSteps:
         build: Callable[[Any], Any],
         batch: tuple[tuple[Any, ...], Mapping[str, Any]],
         owner: object,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ground, self._build, self._batch, self._owner, self._clock = ground, build, batch, owner, clock
+        self._ground, self._build, self._batch, self._owner = ground, build, batch, owner
         self._scaler: Any = None
         self.compiled: Any = None  # the compiled loss function, if the step has one; it stays from visit to visit
         self.first: float | None = None  # seconds of the first step of all, in which what compiles compiles
@@ -119,7 +112,8 @@ class TimedSteps:
             with self._ground.lent():
                 self.seconds = self._timed()
         except Exception as error:
-            if not _out_of_memory(error):
+            lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
@@ -130,10 +124,7 @@ class TimedSteps:
 
     def _timed(self) -> float:
         step = self._build(self._scaler)
-        if self.compiled is None:
-            self.compiled = step._compiled
-        else:
-            step._compiled = self.compiled
+        self.compiled = step._compiled = step._compiled if self.compiled is None else self.compiled
         if self.compiled is not None:
             bindings = map(binding_of, step.model.modules())
             self.compiled.guarded = [binding.methods for binding in bindings if binding is not None]
@@ -161,14 +152,14 @@ class TimedSteps:
         return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 
     def _step(self, step: Any, batch: Any, named: Any, *, check: bool = False) -> float:
-        """Return the seconds of all micro-batches of a step; `check` that it is finite, at a lower loss scale if need be."""
+        """Return the seconds of a step, all micro-batches; `check`: it is finite, if need be at a lower scale."""
         for _ in range(PATIENCE if check else 1):
             results: list[StepResult] = []
 
             def window(results: list[StepResult] = results) -> None:
                 results += [step(*batch, **named) for _ in range(step.accumulate)]
 
-            taken = timed(window, self._ground.device, self._clock)
+            taken = timed(window, self._ground.device)
             self.calls += step.accumulate
             if not check:
                 return taken

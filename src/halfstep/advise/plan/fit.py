@@ -25,14 +25,12 @@ __all__ = ["GIB", "TOLERANCE", "Fit", "Gpu", "Largest", "fit_of", "gpu_named", "
 
 GIB = 2**30
 
-TOLERANCE = 0.1
-"""Share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it."""
+TOLERANCE = 0.1  # share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it
 
 MOST_PLANS = 12
 """Plans made in the search for the largest batch; four are enough where bytes are affine in the batch."""
 
-MOST = 1 << 20
-"""The largest batch that is tried."""
+MOST = 1 << 20  # the largest batch that is tried
 
 CONTEXT = 0.6
 """GiB that a process takes besides what torch allocates: the driver's context and loaded kernels.

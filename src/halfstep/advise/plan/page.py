@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
@@ -23,25 +24,8 @@ __all__ = [
 
 UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
-LETTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "parameters": "P",
-        "precise values": "V",
-        "buffers": "B",
-        "optimizer state": "O",
-        "low copies": "C",
-        "gathered parameters": "A",
-        "gradients": "G",
-        "saved for backward": "S",
-        "communication": "N",
-        "batch": "I",
-        "temporaries": "T",
-    }
-)
-"""Part -> its letter in the drawing."""
-
-WIDTH, HEIGHT = 72, 14
-"""Columns and lines of a drawing."""
+LETTERS = dict(zip(PARTS, "PVBOCAGSNIT", strict=True))  # of each part in the drawing
+WIDTH, HEIGHT = 72, 14  # columns and lines of a drawing
 
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -83,8 +67,7 @@ def gpus_line(plan: MemoryPlan) -> str:
     found: dict[str, list[str]] = {"fits": [], "undecided": []}
     for name in gpu_names():
         found.setdefault(fit_of(plan, name).verdict, []).append(name)
-    parts = [f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if names]
-    return "; ".join(parts)
+    return "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if names)
 
 
 def part_table(plan: MemoryPlan) -> doc.Table:
@@ -200,9 +183,12 @@ def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[
     lines.append(f"{'0'.rjust(10)} +{'-' * len(columns)}")
     lines.append(f"{' ' * 12}{_axis(columns)}")
     lines.append(f"{' ' * 12}{' ' * peak}^ peak: {_place(plan.peak_at)}")
-    used = [part for part in PARTS if any(moment.bytes[PARTS.index(part)] for moment in columns)]
-    lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in used)}")
+    lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in _used(columns))}")
     return lines
+
+
+def _used(moments: Sequence[Moment]) -> list[str]:
+    return [part for n, part in enumerate(PARTS) if any(moment.bytes[n] for moment in moments)]
 
 
 def _place(moment: Moment) -> str:
@@ -216,14 +202,13 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> doc.Figure:
 
     `limit` is the bytes of the GPU called `label`, drawn as a line; 0 for none.
     """
-    parts = [part for part in PARTS if any(m.bytes[PARTS.index(part)] for m in plan.timeline)]
     at = tuple(float(moment.operator) for moment in plan.timeline)
     unit, one = unit_of(plan.peak_at.total)
     series = tuple(
         doc.Series(
             part, at, tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=doc.Key(n % 6 + 1, n >= 6)
         )
-        for n, part in enumerate(parts)  # six hues, then the same paler
+        for n, part in enumerate(_used(plan.timeline))  # six hues, then the same paler
     )
     line = f" The dashed line is what torch can allocate on {label}." if limit else ""
     return doc.Figure(
@@ -251,16 +236,9 @@ def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
 
 def _stack(moment: Moment, top: int, height: int) -> str:
     """Return a column from bottom to top; a line shows the part that is at its middle."""
-    letters = []
-    for line in range(height):
-        middle, below, letter = (line + 0.5) / height * top, 0, " "
-        for part, size in zip(PARTS, moment.bytes, strict=True):
-            below += size
-            if middle <= below:
-                letter = LETTERS[part]
-                break
-        letters.append(letter)
-    return "".join(letters)
+    ends = list(accumulate(moment.bytes))
+    places = (bisect_left(ends, (line + 0.5) / height * top) for line in range(height))
+    return "".join(LETTERS[PARTS[place]] if place < len(PARTS) else " " for place in places)
 
 
 def _axis(columns: Sequence[Moment]) -> str:
@@ -275,8 +253,7 @@ def _axis(columns: Sequence[Moment]) -> str:
 
 # ------------------------------------------------------------------ the page
 
-MODULES = 20
-"""Rows of the table of modules: a screen."""
+MODULES = 20  # rows of the table of modules: a screen
 
 METHOD = (
     "The step ran on tensors without memory: every operator of forward and backward pass and update, under the policy, "

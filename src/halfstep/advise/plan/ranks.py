@@ -120,7 +120,7 @@ def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
         return None
     names = [argument.name for argument in schema_of(func).arguments]
     place = next((n for n, argument in enumerate(names[: len(args)]) if argument.startswith("input")), 0)
-    return name, sum(t.numel() * t.element_size() for t in tensors(args[place]))
+    return name, sum(tensor.nbytes for tensor in tensors(args[place]))
 
 
 # ------------------------------------------------------------------ DistributedDataParallel

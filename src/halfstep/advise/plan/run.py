@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_step"]
 
-GRANULE = {"cpu": 1, "cuda": 512}
-"""Bytes to whose multiples the device's allocator rounds."""
-
+GRANULE = {"cpu": 1, "cuda": 512}  # bytes to whose multiples the device's allocator rounds
 STRETCHES = 400  # of a timeline, at most
 
 

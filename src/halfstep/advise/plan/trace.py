@@ -46,8 +46,7 @@ READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
 CAST = "aten::_to_copy"
 COPIES = frozenset({"aten::clone", CAST})
-RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
-"""Namespaces of operators that only sharded models run."""
+RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})  # namespaces of operators that only sharded models run
 
 
 class MemorySink(Sink):
@@ -60,7 +59,7 @@ class MemorySink(Sink):
         self.seen: dict[int, list[tuple[str, int]]] = {}  # step -> (operator, bytes put in) of every collective
         self.after_backward: Callable[[], object] = lambda: None  # called between a backward pass and its update
         self._gathered: list[Tensor] = []  # full ones, see note [gathered]
-        self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
+        self._copies: dict[int, str] = {}  # id of a block of the model -> the part that a copy of it is of
         self._parameters: list[nn.Parameter] = []
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
         self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
@@ -75,12 +74,10 @@ class MemorySink(Sink):
     def watch(self, model: nn.Module) -> None:
         """Take the names, parameters and buffers of `model`; again after any have been replaced."""
         self.tracer.follow(model)
-        self._kinds = {}
         self._parameters = list(model.parameters())
-        for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
-            for tensor in map(local, tensors):
-                if (block := self.ledger.of(tensor)) is not None:
-                    self._kinds.setdefault(id(block), kind)
+        copies = {id(self.ledger.of(local(buffer))): "buffers" for buffer in model.buffers()}
+        self._copies = copies | {id(self.ledger.of(local(p))): "low copies" for p in self._parameters}
+        self._copies.pop(id(None), None)  # of what is in memory that was not noted
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -194,13 +191,8 @@ class MemorySink(Sink):
             self._made.append(block)
         elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
             self._cast_from[id(block)] = source
-        if name in COPIES and isinstance(args[0], Tensor):
-            source = ledger.of(args[0])
-            kind = self._kinds.get(id(source))
-            if kind == "parameters" and self.step >= 0:
-                block.part = "low copies"
-            elif kind == "buffers" and self.step >= 0:
-                block.part = "buffers"
+        if name in COPIES and isinstance(args[0], Tensor) and self.step >= 0:
+            block.part = self._copies.get(id(ledger.of(args[0])), "")
 
     def _shared(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Name the blocks of an operator of a sharded model, see note [gathered]."""
@@ -281,10 +273,6 @@ def _blocked(tensor: Tensor) -> int:
     return tensor.numel() // max(1, tensor.shape[1]) * channels * tensor.element_size()
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _reads(tensor: Tensor) -> int:
     """Return the bytes of an input's copy; one of few channels is read where it is."""
     return _blocked(tensor) if tensor.shape[1] >= BLOCK else 0
@@ -294,15 +282,15 @@ def _convolution(args: tuple[Any, ...], result: Any) -> int:
     input, weight = args[:2]
     if input.dim() < 3:
         return 0
-    copied = _bytes(weight) if input.shape[1] >= BLOCK else 0
-    return copied + max(_reads(input), _blocked(result)) + _bytes(result)
+    copied = weight.nbytes if input.shape[1] >= BLOCK else 0
+    return copied + max(_reads(input), _blocked(result)) + result.nbytes
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     gradient, input, weight, mask = args[0], args[1], args[2], args[-1]
     if input.dim() < 3:
         return 0
-    made, kernel = _bytes(input) if mask[0] else 0, _bytes(weight)
+    made, kernel = input.nbytes if mask[0] else 0, weight.nbytes
     by_input = by_weight = 0
     if mask[0]:
         by_input = _blocked(input) + _blocked(gradient) + kernel
@@ -317,7 +305,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
-    return 2 * _bytes(args[1])
+    return 2 * args[1].nbytes
 
 
 KERNELS: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {

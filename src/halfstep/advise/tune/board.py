@@ -21,8 +21,7 @@ from halfstep.timing import Ratio
 
 __all__ = ["PRESETS", "SAFE", "WRONG", "Board", "Weights"]
 
-SAFE = "O0"
-"""The preset that computes in fp32: the choice when nothing else is shown to be good."""
+SAFE = "O0"  # the preset that computes in fp32: the choice when nothing else is shown to be good
 
 PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 """The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
@@ -30,11 +29,8 @@ PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 WRONG = 0.1
 """Error of the gradients above which a candidate has to be looked at: healthy bf16 models stay below a twentieth."""
 
-GROUP = 8
-"""Candidates of one race at most, its base not counted: all of them are in memory at once."""
-
-COMPILED = " compiled"
-"""Behind the label of a candidate with ``compile=True``."""
+GROUP = 8  # candidates of one race at most, its base not counted: all of them are in memory at once
+COMPILED = " compiled"  # behind the label of a candidate with ``compile=True``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +59,6 @@ class Board:
 
     def __getitem__(self, label: str) -> Tried:
         return self.tried[label]
-
-    # ------------------------------------------------------------------ candidates
 
     def add(
         self, policy: hs.Policy, preset: str, changes: tuple[Change, ...] = (), *, compile: bool = False
@@ -99,8 +93,6 @@ class Board:
         """Return a candidate as tasks have it."""
         tried = self.tried[label]
         return Candidate(label=label, dtype=tried.policy.dtype, policy=tried.policy, compile=tried.compile)
-
-    # ------------------------------------------------------------------ measuring
 
     def race(
         self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, **options: Any
@@ -165,8 +157,6 @@ class Board:
     def calibration(self, label: str) -> Calibration:
         """Return the audit of a candidate."""
         return self.lab.calibration(self.candidate(label), self.steps)
-
-    # ------------------------------------------------------------------ deciding
 
     def cost(self, tried: Tried) -> float:
         """Return the logarithm of its cost over fp32's; inf if it is not known."""

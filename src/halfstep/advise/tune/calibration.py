@@ -20,13 +20,11 @@ from halfstep.formats import FORMATS
 
 __all__ = ["Calibration", "Spot", "applied", "calibration_of", "differences", "exceptions", "savings"]
 
-RULED = ("ops", "modules")
-"""Fields of a policy that are lists of rules."""
+RULED = ("ops", "modules")  # fields of a policy that are lists of rules
 
 FORWARD = ("activation", "activation gradient")
 
-LOW_BITS = 32
-"""A format with fewer bits rounds what fp32 keeps."""
+LOW_BITS = 32  # a format with fewer bits rounds what fp32 keeps
 
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -43,17 +41,13 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 BEHIND_LOW = ("norms", "master")
 """Fields that do nothing under ``params="fp32"``."""
 
-MOST = 16
-"""Changes that are tried at once."""
-
-NAMED = 6
-"""Modules that are tried one by one, the most expensive ones."""
+MOST = 16  # changes that are tried at once
+NAMED = 6  # modules that are tried one by one, the most expensive ones
 
 MINOR = 0.05
 """Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
 
-COUNTS = 0.01
-"""Share of the time of all operators below which an operator or module is not worth a rule."""
+COUNTS = 0.01  # share of the time of all operators below which an operator or module is not worth a rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,18 +38,13 @@ from halfstep.trees import tensors
 
 __all__ = ["SEEDS", "Lab", "Progress"]
 
-SEEDS = 3
-"""Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
-
-FEWEST = 20
-"""Steps of a short training; with fewer, neither a time nor a loss says much."""
+SEEDS = 3  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
+FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much
 
 SHARE = 60
 """Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
-AUDITED = 2
-"""Steps of an audit, on weights that fp32 has trained."""
-
+AUDITED = 2  # steps of an audit, on weights that fp32 has trained
 VERSION = 1  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
 CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
@@ -88,8 +83,6 @@ class Lab:
         self._trained: Fp32Loop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
-    # ------------------------------------------------------------------ time
-
     @property
     def left(self) -> float:
         """Seconds that are left."""
@@ -104,8 +97,6 @@ class Lab:
         """Report a result, or what is being measured."""
         share = min(1.0, (self.clock() - self.begun) / self.seconds) if self.seconds > 0 else 1.0
         self.on_progress(Progress(phase=phase, share=share, note=note))
-
-    # ------------------------------------------------------------------ measurements
 
     def pace(self) -> float:
         """Return the seconds of a step in fp32."""
@@ -240,8 +231,6 @@ class Lab:
             self.task, candidate, device=self.device, steps=steps, max_loss_rise=bound, seed=self.seed, seeds=seeds,
             seconds=self.left, runs=runs, on_run=keep, clock=self.clock,
         )  # fmt: skip
-
-    # ------------------------------------------------------------------ journal
 
     def _remember(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.entries:

@@ -20,13 +20,11 @@ __all__ = ["commented", "size", "summary", "tuning_page"]
 
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
 CHOSEN, OTHER = doc.Key(colour=1), doc.Key(colour=4)
-LEAST_BOUND = 1e-9
-"""Loss rise at which the axis of a search without a bound changes from linear to logarithmic."""
+LEAST_BOUND = 1e-9  # loss rise at which the axis of a search without a bound changes from linear to logarithmic
 
 UNITS = (("GB", 1_000_000_000), ("MB", 1_000_000), ("kB", 1_000), ("B", 1))
 
-WIDTH = 110
-"""Columns of a comment."""
+WIDTH = 110  # columns of a comment
 
 METHOD = (
     "Time: every candidate takes its steps in turns with fp32, with the same batches, in an order shuffled anew; the "
@@ -132,6 +130,11 @@ def _rejected(tuning: Tuning) -> Iterator[str]:
 def tuning_page(tuning: Tuning) -> doc.Document:
     """Return the report of a search."""
     here = tuning.machine
+    rows = ((str(change), doc.sentence(change.why)) for change in tuning.chosen.changes)
+    differs = f"How it differs from the preset {tuning.chosen.preset}"
+    exceptions = doc.table(differs, ("change", "why"), rows, words=(1,))
+    argument = " and compile=True" if tuning.compile else ""
+    how = f'Save it as policy.toml and give TrainStep policy="policy.toml"{argument}.'
     on = f", {here['accelerator']}" if here.get("accelerator") else ""
     return doc.page(
         f"halfstep tune: {tuning.task}",
@@ -140,11 +143,11 @@ def tuning_page(tuning: Tuning) -> doc.Document:
         f"{tuning.seconds / 60:.1f} minutes.",
         (
             _conclusion(tuning),
-            _exceptions(tuning),
+            doc.Section("Exceptions", (exceptions,) if tuning.chosen.changes else ()),
             _front(tuning),
             _proof(tuning),
             _tried(tuning),
-            _policy(tuning),
+            doc.Section("The policy", (doc.Paragraph(how), doc.Code(tuning.to_toml().strip()))),
             _method(tuning),
         ),
         "halfstep tune",
@@ -239,13 +242,6 @@ def _result_fact(tuning: Tuning) -> doc.Fact:
     if proof.seeds_more > 0 and math.isfinite(proof.seconds_more):
         more.append(f"these would take about {proof.seconds_more:.0f} s")
     return _fact("Beside fp32", proof.verdict, more, doc.TONES[proof.verdict])
-
-
-def _exceptions(tuning: Tuning) -> doc.Section:
-    chosen = tuning.chosen
-    rows = ((str(change), doc.sentence(change.why)) for change in chosen.changes)
-    table = doc.table(f"How it differs from the preset {chosen.preset}", ("change", "why"), rows, words=(1,))
-    return doc.Section("Exceptions", (table,) if chosen.changes else ())
 
 
 # ------------------------------------------------------------------ the front
@@ -384,12 +380,6 @@ def _tried(tuning: Tuning) -> doc.Section:
     headers = ("candidate", "verdict", "time / fp32", "memory / fp32", "loss rise", "gradient error", "why")
     caption = f"{len(rows)} candidates, in the order in which they were tried"
     return doc.Section("Tried", (doc.table(caption, headers, rows, words=(0, 6)),))
-
-
-def _policy(tuning: Tuning) -> doc.Section:
-    argument = " and compile=True" if tuning.compile else ""
-    how = doc.Paragraph(f'Save it as policy.toml and give TrainStep policy="policy.toml"{argument}.')
-    return doc.Section("The policy", (how, doc.Code(tuning.to_toml().strip())))
 
 
 def _method(tuning: Tuning) -> doc.Section:

@@ -25,29 +25,17 @@ from halfstep.tasks.task import Task
 
 __all__ = ["chain", "gradient_error", "gradients", "options"]
 
-WORTH = 0.75
-"""Of the error: an exception that leaves more is not worth its casts."""
-
-MOST = 4
-"""Exceptions of a chain."""
+WORTH = 0.75  # of the error: an exception that leaves more is not worth its casts
+MOST = 4  # exceptions of a chain
 
 CLOSE = 1.1
 """Times the least error: exceptions within it count as equally good; the one that concerns the least time is taken."""
 
-ENOUGH = 0.05
-"""Error that the rounding of low products may leave in a healthy model."""
-
-LARGE = 0.5
-"""Share of the time of all operators: a rule that concerns more makes another preset of the policy."""
-
-PATTERNS = 12
-"""Rules that are probed, the shares of the time falling."""
-
-SCALE = 2.0**10
-"""Of the loss of a probe in fp16, whose small gradients would be zero."""
-
-BACK = {"inputs": "keep", "residual": "fp32", "norms": "fp32"}
-"""Fields and the values that keep digits."""
+ENOUGH = 0.05  # error that the rounding of low products may leave in a healthy model
+LARGE = 0.5  # share of the time of all operators: a rule that concerns more makes another preset of the policy
+PATTERNS = 12  # rules that are probed, the shares of the time falling
+SCALE = 2.0**10  # of the loss of a probe in fp16, whose small gradients would be zero
+BACK = {"inputs": "keep", "residual": "fp32", "norms": "fp32"}  # fields and the values that keep digits
 
 
 class _GradientsAreThereError(Exception):

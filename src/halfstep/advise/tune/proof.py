@@ -29,19 +29,15 @@ from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, finite_
 
 __all__ = ["LAST", "Proof", "Run", "error_line", "prove", "seeds_needed"]
 
-POWER = 0.8
-"""Chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32."""
-
-LEVEL = 0.05
-"""Of each of the two one-sided tests that `difference` makes."""
+POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
+LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
 
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
 
 REFERENCE = Candidate(label=FP32, dtype="fp32")
 
-MOST_SEEDS = 1000
-"""More are never named: the policy lies at the margin, or the margin is too small for this task."""
+MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
 
 
 LAST = 10
@@ -220,7 +216,7 @@ class _Pairs:
         self.margin, self.margin_from = math.nan, ""
         self.planned = ENOUGH_SEEDS
         self._known = {run.key: run for run in runs}
-        self._policies = {FP32: "", candidate.label: "" if candidate.policy is None else candidate.policy.to_toml()}
+        self._policies = {REFERENCE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -248,7 +244,7 @@ class _Pairs:
         return True
 
     def _key(self, candidate: Candidate, seed: int) -> tuple[object, ...]:
-        return self._policies[candidate.label], candidate.compile, self.kind, self.steps, seed
+        return self._policies[candidate], candidate.compile, self.kind, self.steps, seed
 
     def _train(self, candidate: Candidate, seed: int) -> Run:
         begun, window = self.clock(), max(1, self.steps // LAST)
@@ -274,7 +270,7 @@ class _Pairs:
             stopped = error_line(error)
         missing = [math.nan] * (self.steps - len(losses))  # every curve has the same points
         return Run(
-            policy=self._policies[candidate.label], compile=candidate.compile, measure=self.kind, steps=self.steps,
+            policy=self._policies[candidate], compile=candidate.compile, measure=self.kind, steps=self.steps,
             seed=seed, start=start if self.by_metric else finite_mean(losses[:window]), value=value,
             losses=thinned([*losses, *missing]), skipped=skipped, seconds=self.clock() - begun, stopped=stopped,
         )  # fmt: skip

@@ -33,8 +33,7 @@ __all__ = ["BASELINE", "Lap", "RaceResult", "Reference", "race"]
 BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
-LOOK = 8
-"""Timed rounds before a candidate may be dropped, and between two looks."""
+LOOK = 8  # timed rounds before a candidate may be dropped, and between two looks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +145,8 @@ class _Race(Training):
             for label in gone:
                 del self.loops[label]
             gc.collect()
-            if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-                getattr(torch.get_device_module(device), "empty_cache", int)()
+            if self.device != "cpu":
+                torch.accelerator.empty_cache()
 
 
 @contextmanager
@@ -208,9 +207,8 @@ def race(
 
 def _slower(running: Race, labels: Sequence[str], base: str, limit: float) -> set[str]:
     """Drop candidates that are slower than `limit` times the base for certain, and return them."""
-    there = [label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)]
-    ratios = {label: running.ratio(label, base) for label in there}
-    found = {label for label, ratio in ratios.items() if ratio is not None and ratio.low > limit}
+    there = {label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)}
+    found = {label for label in there if (ratio := running.ratio(label, base)) is not None and ratio.low > limit}
     running.dropped |= dict.fromkeys(found, "")
     return found
 

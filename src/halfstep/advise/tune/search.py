@@ -25,20 +25,14 @@ from halfstep.timing import WARM_UP
 
 __all__ = ["Search"]
 
-TOO_SLOW = 1.5
-"""A preset that takes this many times fp32's time is left out where only time counts."""
-
-LOOKS = 24
-"""Timed rounds of a race of changes."""
+TOO_SLOW = 1.5  # a preset that takes this many times fp32's time is left out where only time counts
+LOOKS = 24  # timed rounds of a race of changes
 
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
-MENDED = 2
-"""Presets that are given exceptions at most, the cheapest ones."""
-
-ROUNDS = 3
-"""Times that changes are looked for, each time from the best candidate so far."""
+MENDED = 2  # presets that are given exceptions at most, the cheapest ones
+ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
 
 CHANGED = 2
 """Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
@@ -46,8 +40,7 @@ CHANGED = 2
 PROOF = 13
 """Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
 
-COMPILING = 60.0
-"""Seconds that must be free for compiling: a small model takes that long on a slow machine."""
+COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
 
 class Search:
@@ -87,8 +80,6 @@ class Search:
             names = ", ".join(name for name, _ in missed)
             self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
-
-    # ------------------------------------------------------------------ the stages
 
     def presets(self) -> bool:
         """Race all presets in all formats."""
@@ -229,8 +220,6 @@ class Search:
             return "no cheaper candidate was shown to be as good as fp32"
         shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
         return f"the cheapest of those whose loss stays within the bound; {shown}"
-
-    # ------------------------------------------------------------------ what they share
 
     def _finalists(self) -> list[Tried]:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""

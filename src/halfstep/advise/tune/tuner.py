@@ -28,14 +28,9 @@ __all__ = ["low_formats", "tune", "weights_of"]
 
 FORMATS = ("bf16", "fp16")
 
-ALL = 70.0
-"""Short trainings of a whole search, roughly."""
-
-LARGE = 0.15
-"""Share of the bytes kept for the backward pass that is worth a line of code."""
-
-OFTEN = 3
-"""Modules of one class beside one another that count as blocks."""
+ALL = 70.0  # short trainings of a whole search, roughly
+LARGE = 0.15  # share of the bytes kept for the backward pass that is worth a line of code
+OFTEN = 3  # modules of one class beside one another that count as blocks
 
 
 def tune(
