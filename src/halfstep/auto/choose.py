@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.auto.race import Elimination
-from halfstep.auto.trial import Ground, TimedSteps
+from halfstep.auto.trial import StepSnapshot, TimedSteps
 from halfstep.binding.bind import is_bound
 from halfstep.errors import StepError
 from halfstep.policy.plan import resolve
@@ -78,7 +78,7 @@ def choose(
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
     begun, nodes = time.perf_counter(), list[int]()
-    ground = Ground(step.model, step.optimizer)
+    snapshot = StepSnapshot(step.model, step.optimizer)
     settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
     visits: dict[str, TimedSteps] = {}
 
@@ -89,7 +89,7 @@ def choose(
             policy = POLICIES[name.removesuffix(COMPILED)]
             return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
-        visits[name] = TimedSteps(ground, build, (batch, named), step)
+        visits[name] = TimedSteps(snapshot, build, (batch, named), step)
         return name
 
     def measure(name: str, number: int) -> float:

@@ -37,7 +37,7 @@ from halfstep.snapshot import (
 from halfstep.timing import Unfit, timed
 from halfstep.update.updater import Deferral
 
-__all__ = ["Ground", "TimedSteps"]
+__all__ = ["StepSnapshot", "TimedSteps"]
 
 WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain Runti
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
-class Ground(Snapshot):
+class StepSnapshot(Snapshot):
     """Everything that training steps change of a model, not prepared, and its optimizer; see the note above."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -91,12 +91,12 @@ class TimedSteps:
 
     def __init__(
         self,
-        ground: Ground,
+        snapshot: StepSnapshot,
         build: Callable[[Any], Any],
         batch: tuple[tuple[Any, ...], Mapping[str, Any]],
         owner: object,
     ) -> None:
-        self._ground, self._build, self._batch, self._owner = ground, build, batch, owner
+        self._snapshot, self._build, self._batch, self._owner = snapshot, build, batch, owner
         self._scaler: Any = None
         self.compiled: Any = None  # the compiled loss function, if the step has one; it stays from visit to visit
         self.first: float | None = None  # seconds of the first step of all, in which what compiles compiles
@@ -109,7 +109,7 @@ class TimedSteps:
             Unfit: the first step was not finite, or memory was not enough.
         """
         try:
-            with self._ground.lent():
+            with self._snapshot.lent():
                 self.seconds = self._timed()
         except Exception as error:
             lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -118,8 +118,8 @@ class TimedSteps:
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
             return self.seconds
-        if self._ground.device.type != "cpu":  # the error is gone, and with it what its frames refer to
-            empty_cache(self._ground.device.type)
+        if self._snapshot.device.type != "cpu":  # the error is gone, and with it what its frames refer to
+            empty_cache(self._snapshot.device.type)
         raise Unfit(problem)
 
     def _timed(self) -> float:
@@ -129,11 +129,11 @@ class TimedSteps:
             bindings = map(binding_of, step.model.modules())
             self.compiled.guarded = [binding.methods for binding in bindings if binding is not None]
         batch, named = cloned(self._batch)
-        if self._ground.unwatched:
+        if self._snapshot.unwatched:
             step._compiled = None  # guards of compiled code would notice the hook
-            with self._ground.others.watching():
+            with self._snapshot.others.watching():
                 self._step(step, batch, named, check=True)
-            self._ground.unwatched = False
+            self._snapshot.unwatched = False
             step._compiled = self.compiled
         taken = self._step(step, batch, named, check=self.first is None)
         if self.first is None:
@@ -141,7 +141,7 @@ class TimedSteps:
             taken = self._step(step, batch, named)
         if step.scaler.is_enabled():
             self._scaler = step.scaler
-        if self._ground.device.type == "cpu":
+        if self._snapshot.device.type == "cpu":
             keep_pages(self._owner)
         warm = WARM_AGAIN if taken < LONG else 0.0
         while warm > 0.0:
@@ -159,7 +159,7 @@ class TimedSteps:
             def window(results: list[StepResult] = results) -> None:
                 results += [step(*batch, **named) for _ in range(step.accumulate)]
 
-            taken = timed(window, self._ground.device)
+            taken = timed(window, self._snapshot.device)
             self.calls += step.accumulate
             if not check:
                 return taken

@@ -283,7 +283,7 @@ def _convolution(args: tuple[Any, ...], result: Any) -> int:
     if input.dim() < 3:
         return 0
     copied = weight.nbytes if input.shape[1] >= BLOCK else 0
-    return copied + max(_reads(input), _blocked(result)) + result.nbytes
+    return int(copied + max(_reads(input), _blocked(result)) + result.nbytes)
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
@@ -305,7 +305,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
-    return 2 * args[1].nbytes
+    return 2 * int(args[1].nbytes)
 
 
 KERNELS: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {

@@ -162,7 +162,7 @@ class Lab:
                 return [0, 0]
 
         state, saved = self._remember(f"bytes {_key(candidate)}", count)
-        return int(state), int(saved)
+        return state, saved
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
@@ -209,8 +209,7 @@ class Lab:
         key = f"probe {_digest(policy.replace(name='').to_toml())} {steps}"
         if key not in self.entries and self.left <= reserve:
             return math.nan
-        found: float = self._remember(key, measure)
-        return found
+        return float(self._remember(key, measure))
 
     def _train(self, steps: int) -> Fp32Loop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
