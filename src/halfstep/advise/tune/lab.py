@@ -45,7 +45,7 @@ SHARE = 60
 """Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
 AUDITED = 2  # steps of an audit, on weights that fp32 has trained
-VERSION = 1  # of the journal
+VERSION = 2  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
 CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
