@@ -34,8 +34,7 @@ import halfstep as hs
 from benchmarks.stamp import commit
 from benchmarks.tune_tasks import TASKS
 from halfstep.advise.tune import Tuning, tune
-from halfstep.advise.tune.proof import Proof, prove
-from halfstep.advise.tune.trainings import Run
+from halfstep.advise.tune.proof import Proof, Run, prove
 from halfstep.report import strict_json
 from halfstep.tasks import Task, machine
 from halfstep.tasks.candidates import FP32, Candidate, policy_candidate

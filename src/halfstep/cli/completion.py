@@ -43,7 +43,7 @@ def operators(incomplete: str) -> list[str]:
 
 def gpus(incomplete: str) -> list[str]:
     """Return the GPUs that `halfstep plan` has numbers of."""
-    from halfstep.advise.plan.gpus import gpu_names
+    from halfstep.advise.plan import gpu_names
 
     return _beginning(gpu_names(), incomplete)
 

@@ -10,9 +10,17 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
-from halfstep.advise.plan.drawing import drawing
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
+from halfstep.advise.plan.page import (
+    drawing,
+    gpus_line,
+    label,
+    module_table,
+    part_table,
+    plan_page,
+    preset_table,
+    sent_table,
+    verdict,
+)
 from halfstep.cli import completion
 from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
 from halfstep.cli.terminal import STYLES, Files, command, command_line, console, item, record, say, show

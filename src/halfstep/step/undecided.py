@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
-from halfstep.auto.trial import Ground
+from halfstep.auto.trial import StepSnapshot
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.fsdp import is_distributed
 from halfstep.binding.prepare import unwrap
@@ -62,8 +62,8 @@ class Undecided:
         self._step, self._make, self.parts = weakref.ref(step), make, tuple[object, ...]()
         given: Any = step._given
         _refuse(given)
-        ground = Ground(given.model, given.optimizer)
-        with ground.returning(Deferral()):  # raises here what the first call would raise
+        snapshot = StepSnapshot(given.model, given.optimizer)
+        with snapshot.returning(Deferral()):  # raises here what the first call would raise
             settings = self._settings()
             make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
         step._record = Record(given.model, replayable=False)
@@ -152,13 +152,14 @@ class Undecided:
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
         compiled = bool(saved.get("compiled", False) if given.compile is None else given.compile is not False)
         line = f"auto: {described(policy, device_types_of([given.model])[0], compiled)}, as in the checkpoint"
-        before, asked, ground = dict(vars(step)), (given.policy, given.compile), Ground(given.model, given.optimizer)
+        before, asked = dict(vars(step)), (given.policy, given.compile)
+        snapshot = StepSnapshot(given.model, given.optimizer)
         self._build(Choice(policy=policy, compiled=compiled, line=line))
         try:
             step.load_state_dict(state)
         except BaseException:
             if step._moments.phase is Phase.REST:  # else it refuses to go on until another state is loaded
-                ground.restore()
+                snapshot.restore()
                 _put(step, before)
                 given.policy, given.compile = asked
                 given.choice = None
