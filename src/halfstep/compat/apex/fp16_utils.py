@@ -25,8 +25,6 @@ __all__ = [
     "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
 ]  # fmt: skip
 
-BATCHNORM = BatchNormBase
-
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 
@@ -44,7 +42,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Make every BatchNorm with weights in `module` fp32, in place, and return `module`."""
     for inner in module.modules():
-        if isinstance(inner, BATCHNORM) and inner.affine:
+        if isinstance(inner, BatchNormBase) and inner.affine:
             inner.float()
     return module
 
@@ -70,7 +68,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert `network` to `dtype`, in place, except for BatchNorm with weights; return it."""
     for module in network.modules():
-        if isinstance(module, BATCHNORM) and module.affine:
+        if isinstance(module, BatchNormBase) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):

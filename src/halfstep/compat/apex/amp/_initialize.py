@@ -23,7 +23,7 @@ from halfstep.compat.apex.amp._process_optimizer import (
     process_optimizer,
     release_optimizer,
 )
-from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
+from halfstep.compat.apex.amp.handle import close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
@@ -34,8 +34,6 @@ from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward
 __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-BATCHNORM = BatchNormBase
 
 
 def close_casts() -> None:
@@ -63,9 +61,8 @@ def initialize(
     close_casts()
     policy = None
     if properties.patch_torch_functions:
-        handle, policy = amp.switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
-        if isinstance(handle, AmpHandle) and handle._casts is not None:
-            session.casts_off, session.casts_on = handle._disable_casts, handle._casts.again
+        handle = amp.switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
+        session.casts_off, session.casts_on, policy = handle._disable_casts, handle.casts_again, handle.policy
     for model in model_list:
         _release(model)
     done: list[Optimizer] = []
@@ -125,7 +122,7 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
     keep = bool(properties.keep_batchnorm_fp32)
     rules = []
     for path, module in model.named_modules():
-        kept = keep and isinstance(module, BATCHNORM) and module.affine
+        kept = keep and isinstance(module, BatchNormBase) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
             rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
     return hs.Policy(

@@ -9,8 +9,9 @@ import torch
 
 import halfstep as hs
 from halfstep.compat.apex.amp._amp_state import _amp_state
-from halfstep.compat.apex.amp.casts import Casts, o1_policy, refuse_inside
-from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle, close_own_casts
+from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle, close_own_casts, refuse_inside
+from halfstep.compat.apex.amp.lists import functional_overrides
+from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import PolicyError
 
 __all__ = [
@@ -99,25 +100,28 @@ def init(
         verbose: print every cast.
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
-    handle, _ = switch_on(
-        torch.float16, enabled=enabled, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
-        allow_banned=allow_banned,
-    )  # fmt: skip
+    if enabled:
+        return switch_on(
+            torch.float16, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
+            allow_banned=allow_banned,
+        )  # fmt: skip
+    close_own_casts()
+    _registered.clear()
+    _amp_state.handle = handle = NoOpHandle()
     return handle
 
 
 def switch_on(
-    low: torch.dtype, *, enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True,
-    verbose: bool = False, allow_banned: bool = False,
-) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:  # fmt: skip
-    """Do what `init` does in the format `low`; return the handle and the policy."""
+    low: torch.dtype, *, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:  # fmt: skip
+    """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
     close_own_casts()
-    if enabled:
-        refuse_inside()
+    refuse_inside()
     rules, functions = take_registered()
-    policy = o1_policy(low, rules, allow_banned=allow_banned)
-    handle: AmpHandle | NoOpHandle = NoOpHandle()
-    if enabled:
-        handle = AmpHandle(Casts(policy, functions, loud=verbose), loss_scale, enable_caching, verbose)
-    _amp_state.handle = handle
-    return handle, policy
+    if allow_banned:
+        rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]
+    name = LOW_NAMES[low]
+    policy = hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=tuple(rules))
+    _amp_state.handle = handle = AmpHandle(policy, functions, loss_scale, enable_caching, verbose)
+    return handle
