@@ -29,6 +29,7 @@ from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.generators import check_saved_states
 from halfstep.checkpoints.preemption import Preemption
 from halfstep.errors import CheckpointError, StepError
+from halfstep.meeting import facts_of
 from halfstep.step.saved import check_scheduler
 
 POLICIES = {
@@ -639,7 +640,7 @@ ELSEWHERE = "other-host:17:1"
 def alive() -> Iterator[str]:
     """A process of this host that has not started this one."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        yield f"{socket.gethostname()}:{process.pid}:{writers._facts(process.pid)[1]}"
+        yield f"{socket.gethostname()}:{process.pid}:{facts_of(process.pid)[1]}"
         assert process.stdin is not None
         process.stdin.close()
 

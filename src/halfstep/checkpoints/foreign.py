@@ -1,9 +1,8 @@
 """Checkpoints of others: torch.amp's recipe, Apex, accelerate and Lightning, as a state of a training step.
 
 Files are read by ``torch.load(weights_only=True)``; none of these libraries is needed. What each has of a state is
-collected into a `Found`, which one function makes a state of the step: weights, the optimizer's state, the loss scale,
-the scheduler, and a count of micro-batches. The rest is returned as `extra`, and notes list what was taken and what is
-missing. A checkpoint from which a run cannot go on is refused with the reason.
+collected into a `Found`, which `_state` makes a state of the step. The rest is returned as `extra`, and notes list what
+was taken and what is missing. A checkpoint from which a run cannot go on is refused with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,31 +56,18 @@ TENSOR = {
 
 @dataclass(kw_only=True)
 class Found:
-    """What a checkpoint has.
+    """What a checkpoint has; None: not there."""
 
-    Attributes:
-        kind: whose it is, for messages.
-        model: weights by name.
-        optimizer: what ``state_dict()`` of a torch optimizer returns.
-        scaler: what ``state_dict()`` of torch.amp.GradScaler returns; None: not there.
-        scheduler: what ``state_dict()`` of a scheduler returns; None: not there.
-        updates: how many were made; None: not there.
-        masters: fp32 values of the optimizer's parameters by group, for those that are low in `model`, or for all.
-        random: states of generators, as `generators.generators` returns them.
-        extra: all else.
-        notes: what was left out.
-    """
-
-    kind: str
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    scaler: Mapping[str, Any] | None = None
+    kind: str  # whose it is, for messages
+    model: Mapping[str, Any]  # weights by name
+    optimizer: Mapping[str, Any]  # the state of a torch optimizer
+    scaler: Mapping[str, Any] | None = None  # the state of a torch.amp.GradScaler
     scheduler: Mapping[str, Any] | None = None
     updates: int | None = None
-    masters: list[list[Tensor]] | None = None
-    random: dict[str, Any] | None = None
-    extra: Any = None
-    notes: list[str] = field(default_factory=list)
+    masters: list[list[Tensor]] | None = None  # fp32 parameters by group: those that are low in `model`, or all
+    random: dict[str, Any] | None = None  # as `generators.saved_states` returns them
+    extra: Any = None  # all else
+    notes: list[str] = field(default_factory=list)  # what was left out
 
 
 FOUND = {
@@ -98,11 +84,7 @@ FOUND = {
 def converted(
     step: TrainStep, place: Path, rank: int, ranks: int
 ) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None, Any]:
-    """Return (state of the step, notes, states of generators or None, extra) from a checkpoint of another library.
-
-    Raises:
-        CheckpointError: it is none that is known, or one from which a run cannot go on, with the reason.
-    """
+    """Return (state of the step, notes, states of generators or None, extra) from a checkpoint of another library."""
     if place.is_dir():
         found = _folder(place, rank, ranks)
     else:
@@ -133,11 +115,9 @@ def _file(place: Path, content: Any) -> Found:
     if content and all(isinstance(value, Tensor) for value in content.values()):
         raise _refuse(place, WEIGHTS_ALONE)
     if not isinstance(taken.get("model"), Mapping):
-        raise _refuse(
-            place,
-            f"it has the keys {sorted(map(str, content))}, and none of them is the model's state_dict ("
-            f"{', '.join(NAMES['model'])})",
-        )
+        known = ", ".join(NAMES["model"])
+        keys = sorted(map(str, content))
+        raise _refuse(place, f"it has the keys {keys}, and none of them is the model's state_dict ({known})")
     if not isinstance(taken.get("optimizer"), Mapping):
         raise _refuse(place, WEIGHTS_ALONE)
     others = {key: value for key, value in content.items() if key not in parts.values()}
@@ -162,6 +142,14 @@ def _file(place: Path, content: Any) -> Found:
 DEEPSPEED = (
     "it is a checkpoint of DeepSpeed, whose optimizer states are cut into flat pieces without names; run its script "
     "zero_to_fp32.py, and load the weights: step.model.load_state_dict(...)"
+)
+IN_SHARDS = (
+    "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
+    "step.model.load_state_dict(...)"
+)
+WITHOUT_NAMES = (
+    "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
+    "torch.distributed.checkpoint.load, then step.load_state_dict(...)"
 )
 WEIGHTS_ALONE = (
     "it has weights and no state of an optimizer, so a run cannot go on from it; to begin one with these weights: "
@@ -241,17 +229,9 @@ def _folder(place: Path, rank: int, ranks: int) -> Found:
     if any(re.match(ZERO, name) for name in names):
         raise _refuse(place, DEEPSPEED)
     if any(name.startswith(FSDP) for name in names):
-        raise _refuse(
-            place,
-            "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
-            "step.model.load_state_dict(...)",
-        )
+        raise _refuse(place, IN_SHARDS)
     if DCP in names:
-        raise _refuse(
-            place,
-            "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
-            "torch.distributed.checkpoint.load, then step.load_state_dict(...)",
-        )
+        raise _refuse(place, WITHOUT_NAMES)
     models = [name for name in names if re.fullmatch(MODEL, name)]
     optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:
@@ -319,10 +299,8 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
                 continue
             first, last = entry["data_offsets"]
             dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
-            raw = torch.frombuffer(data[begin + first : begin + last] or bytearray(1), dtype=torch.uint8)
-            tensors[name] = (raw[: last - first].view(dtype) if last > first else torch.empty(0, dtype=dtype)).view(
-                shape
-            )
+            raw = torch.frombuffer(data[begin + first : begin + last], dtype=dtype) if last > first else torch.empty(0)
+            tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
         raise _refuse(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
@@ -381,8 +359,7 @@ def _fitted(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Module) 
     """
     first = next(iter(own), "")
     prefixes = sorted({name[: len(name) - len(first)] for name in saved if str(name).endswith(first)}, key=len)
-    matches: Callable[[str], int] = lambda prefix: sum(prefix + name in saved for name in own)  # noqa: E731
-    prefix = max(prefixes, key=matches, default="")
+    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in saved for name in own), default="")
     fitted = {name: saved[prefix + name] for name in own if prefix + name in saved}
     tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in fitted}
     for name, parameter in model.named_parameters(remove_duplicate=False):

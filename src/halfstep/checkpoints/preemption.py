@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from halfstep.arguments import NONE, Kind, check
-from halfstep.checkpoints.save import KEEP, check_destination, save
+from halfstep.checkpoints.save import KEEP, Saving, destination, save
 from halfstep.errors import CheckpointError
 from halfstep.events import StepResult
 from halfstep.meeting import processes, store_under
@@ -67,8 +67,7 @@ def on_preemption(
 
     Raises:
         CheckpointError: with these arguments `hs.save` could not save, or `signals` are none; on entering: outside of
-            the main thread, where Python sets no handlers, or
-            inside another such block of the same step.
+            the main thread, where Python sets no handlers, or inside another such block of the same step.
 
     Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
@@ -77,13 +76,17 @@ def on_preemption(
         ...         result = step(x, y)
     """
     check_saving("hs.on_preemption", step, path, keep)
-    check_destination(path, keep)
+    destination(path)
     several = isinstance(signals, Iterable) and not isinstance(signals, Mapping)
     numbers: tuple[Any, ...] = tuple(signals) if several else (signals,)
     known = Kind("numbers of signals, such as signal.SIGTERM", lambda one: bool(one) and all(map(_is_signal, one)))
     callback = Kind("a function without arguments, such as lambda: {...}", _takes_nothing)
     check("hs.on_preemption", CheckpointError, extra=(extra, callback | NONE), signals=(numbers, known))
-    return Preemption(step, path, keep=keep, extra=extra, signals=numbers)
+
+    def save_last() -> Saving:
+        return save(step, path, keep=keep, extra=None if extra is None else extra())
+
+    return Preemption(step, save_last, numbers)
 
 
 def _is_signal(number: object) -> bool:
@@ -97,28 +100,16 @@ def _takes_nothing(function: object) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # a built-in function without a signature
-        pass
+    except ValueError:  # a built-in function without a signature: it may take nothing
+        return True
     return True
 
 
 class Preemption(Part):
-    """What `on_preemption` returns.
+    """What `on_preemption` returns; `requested` is the signal that came, 0 for none."""
 
-    Attributes:
-        requested: the signal that came, 0 for none.
-    """
-
-    def __init__(
-        self,
-        step: TrainStep,
-        path: str | Path,
-        *,
-        keep: int | None,
-        extra: Callable[[], Any] | None,
-        signals: tuple[int, ...],
-    ) -> None:
-        self._step, self._path, self._keep, self._extra, self._signals = step, path, keep, extra, signals
+    def __init__(self, step: TrainStep, save: Callable[[], Saving], signals: tuple[int, ...]) -> None:
+        self._step, self._save, self._signals = step, save, signals
         self.requested = 0
         self._finished = 0  # updates in this block
         self._before: dict[int, Any] = {}  # handlers
@@ -140,9 +131,7 @@ class Preemption(Part):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._step.remove_part(self)
@@ -171,9 +160,6 @@ class Preemption(Part):
 
         If it may have been the last one, this waits for the agreement of the ranks: here and not where the next update
         begins, because the caller has not drawn its batch yet.
-
-        Raises:
-            SystemExit: it was the last one, or the ranks have not agreed.
         """
         if not result.due:
             return
@@ -185,9 +171,8 @@ class Preemption(Part):
             raise SystemExit(128 + (self.requested or int(signal.SIGTERM)))
         if self._last is None or self._finished < self._last:
             return
-        extra = None if self._extra is None else self._extra()
         number = self.requested or int(signal.SIGTERM)
-        made = save(self._step, self._path, keep=self._keep, extra=extra)
+        made = self._save()
         LOG.warning("signal %d: the run ends after its update, with the checkpoint %s", number, made.path)
         raise SystemExit(128 + number)
 

@@ -58,11 +58,7 @@ class Writer(FileSystemWriter):
             self.table[name] = {"dtype": tensor.properties.dtype, "size": list(tensor.size), "parts": parts}
 
     def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Write `tensors`; collective on `group`.
-
-        Raises:
-            CheckpointException: a rank could not write; on all of them alike.
-        """
+        """Write `tensors`; collective on `group`: if a rank could not write, CheckpointException on all of them."""
         save(tensors, storage_writer=self, process_group=group)
 
     def write_later(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Future[Any]:
@@ -81,24 +77,14 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 
 
 def read(
-    folder: Path,
-    known: Table,
-    have: Mapping[str, Any],
-    optimizer: Optimizer,
-    names: Names,
-    rests: Sequence[Any],
+    folder: Path, known: Table, have: Mapping[str, Any], optimizer: Optimizer, names: Names, rests: Sequence[Any],
     rank: int | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
-    Args:
-        folder: what a `Writer` has written.
-        known: its table.
-        have: the model's state now.
-        optimizer: whose state to make.
-        names: of its parameters.
-        rests: what `split` returned besides tensors, of one rank or of all that had other parameters.
-        rank: whose buffers to read; None: those that one of the ranks wrote for all.
+    `known` is the table of the `Writer`, `have` the model's state now, `names` those of the optimizer's parameters.
+    `rests` is what `split` returned besides tensors, of one rank or of all that had other parameters. Buffers are those
+    of `rank`; None: those that one of the ranks wrote for all.
     """
     _check(known, folder)
     wanted: dict[str, Tensor] = {}
