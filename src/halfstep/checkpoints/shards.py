@@ -77,9 +77,14 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 
 
 def read(
-    folder: Path, known: Table, have: Mapping[str, Any], optimizer: Optimizer, names: Names, rests: Sequence[Any],
+    folder: Path,
+    known: Table,
+    have: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Names,
+    rests: Sequence[Any],
     rank: int | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
     `known` is the table of the `Writer`, `have` the model's state now, `names` those of the optimizer's parameters.

@@ -85,11 +85,7 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ models and optimizers
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare `module` in place: called before it is wrapped, and before optimizers are made in a Trainer.
-
-        Raises:
-            BindError: it cannot be prepared, as `hs.prepare` says.
-        """
+        """Prepare `module` in place: called before it is wrapped, and before optimizers are made in a Trainer."""
         if self.shards_later:
             return module
         if (trainer := _trainer(module)) is not None:
@@ -124,11 +120,7 @@ class HalfstepPrecision(Precision):
         self._models[-1] = getattr(model, "_forward_module", model)  # Fabric's
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Let optimizers step the precise weights of the models that were set up; those attached before stay so.
-
-        Raises:
-            BindError: an optimizer holds parameters of these models and others.
-        """
+        """Let optimizers step the precise weights of the models that were set up; those attached before stay so."""
         fresh = [optimizer for each in optimizers if (optimizer := _inner(each)) not in self._attached]
         for module in self._modules if fresh else ():  # not before: DTensors with weak references cannot move
             self._the_scaler().name_parameters(module.named_parameters())
@@ -155,11 +147,7 @@ class HalfstepPrecision(Precision):
             optimizers.clear()
 
     def _refuse_averages(self, trainer: Any, module: nn.Module) -> None:
-        """Refuse callbacks that average low weights, or write averages into them.
-
-        Raises:
-            IntegrationError: there is one; the model was not changed.
-        """
+        """Refuse callbacks that average low weights, or write averages into them."""
         if trainer.state.fn != "fit" or hs.resolve(self.policy, module).policy.params != "low":
             return
         for callback in trainer.callbacks:

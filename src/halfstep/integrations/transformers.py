@@ -48,16 +48,11 @@ PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
 class SkippedSteps(TrainerCallback, ExportableState):
-    """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting.
-
-    Attributes:
-        count: how many steps of the run were skipped.
-        culprits: the parameters whose gradients were not finite at the last one, until they are logged.
-    """
+    """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.culprits: list[str] = []
+        self.culprits: list[str] = []  # whose gradients were not finite at the last one, until they are logged
 
     def state(self) -> dict[str, Any]:
         """Return what Trainer saves."""
@@ -131,11 +126,7 @@ class PolicyMixin(Mixed):
         follow(self.accelerator, self.policy)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer.
-
-        Raises:
-            IntegrationError: one that updates weights in the backward pass, before gradients are unscaled and checked.
-        """
+        """Create the optimizer; one that updates weights in the backward pass is refused."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
             raise IntegrationError(
@@ -192,15 +183,12 @@ class PolicyMixin(Mixed):
     @contextmanager
     def _boxed(self, model: Any) -> Iterator[None]:
         """Put the box in the place of `compute_loss` for one batch, also of one that a subclass defines."""
-        if not self._explains:
-            yield
-            return
-        if self.black_box is None or self.black_box.model is not model:
+        if self._explains and (self.black_box is None or self.black_box.model is not model):
             self.black_box = self._box(model)
-        if self.black_box is None:
+        box = self.black_box
+        if box is None:
             yield
             return
-        box = self.black_box
         self.__dict__["compute_loss"] = lambda _, *args, **kwargs: box(*args, **kwargs)
         try:
             yield

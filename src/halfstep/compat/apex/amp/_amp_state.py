@@ -19,30 +19,19 @@ __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_er
 
 
 class AmpState:
-    """What code in the wild reads and writes.
-
-    Attributes:
-        hard_override: conflicting options are printed as warnings and go through.
-        allow_incoming_model_not_fp32: models may hold parameters that are not fp32.
-        verbosity: 0 prints nothing, 2 prints every cast.
-        opt_properties: the options of the last `initialize`; None before it.
-        handle: the handle of the last `init`, or of an `initialize` with O1.
-        min_loss_scale: its argument.
-        max_loss_scale: its argument.
-        loaded: a state_dict that was loaded while amp was off; `state_dict` gives it back.
-    """
+    """What code in the wild reads and writes."""
 
     def __init__(self) -> None:
-        self.hard_override = False
+        self.hard_override = False  # conflicting options are printed as warnings and go through
         self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
-        self.opt_properties: Properties | None = None
-        self._sessions: list[weakref.ref[Session]] = []  # held by their optimizers
-        self._without: list[LossScaler] = []
-        self.handle: AmpHandle | NoOpHandle | None = None
+        self.verbosity = 1  # 0 prints nothing, 2 prints every cast
+        self.opt_properties: Properties | None = None  # the options of the last `initialize`; None before it
+        self.handle: AmpHandle | NoOpHandle | None = None  # of the last `init`, or of an `initialize` with O1
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = 2.0**24
-        self.loaded: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}  # a state_dict loaded while amp was off; `state_dict` gives it back
+        self._sessions: list[weakref.ref[Session]] = []  # held by their optimizers
+        self._without: list[LossScaler] = []  # of a call without optimizers
 
     @property
     def sessions(self) -> list[Session]:
@@ -57,10 +46,7 @@ class AmpState:
     def begin(self, properties: Properties, session: Session | None, scalers: list[LossScaler]) -> None:
         """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off.
 
-        Args:
-            properties: its options.
-            session: what it made; None without optimizers, which use its scalers.
-            scalers: its scalers.
+        `session` is what it made; None without optimizers, which use its `scalers`.
         """
         self.opt_properties, self.loaded, self._without = properties, {}, scalers
         for other in self.sessions:

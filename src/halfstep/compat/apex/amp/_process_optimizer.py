@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -32,36 +32,26 @@ __all__ = ["AmpOptimizerState", "Session", "process_optimizer", "release_optimiz
 
 OWN_STEP = "_amp_own_step"
 ADDED = ("_amp_stash", "_lazy_init_maybe_master_weights", "_prepare_amp_backward", "_post_amp_backward")
-TRIES = 64
-"""How often step(closure) evaluates again after an overflow; each try halves the scale, and 2**24 is 38 halvings above
-the floor."""
+TRIES = 64  # of step(closure) after overflows: each halves the scale, and 2**24 is 38 halvings above the floor
 
 
 class Session:
     """What one call of `initialize` made.
 
-    Attributes:
-        properties: its options.
-        loss_scalers: one for each loss.
-        models: its models.
-        in_use: whether its scales are saved. What ends that: a call for the same models, amp switched off, a loaded
-            state without them, and a later call whose models train alone. The next `scale_loss` begins it again.
-        trained: whether its models have trained since the last call.
-        earlier: calls whose models had trained when it was made, up to its own first `scale_loss`.
-        masters: id of a low parameter -> (the parameter, its fp32 master).
-        casts_off: makes a context in which O1's casts are off.
-        casts_on: makes a context in which they are on.
+    The scales of a session that is not `in_use` are not saved. What ends the use: a call for the same models, amp
+    switched off, a loaded state without them, and a later call whose models train alone. The next `scale_loss` begins
+    it again.
     """
 
     def __init__(self, properties: Any, loss_scalers: list[LossScaler], models: Iterable[nn.Module] = ()) -> None:
         self.properties = properties
-        self.loss_scalers = loss_scalers
+        self.loss_scalers = loss_scalers  # one for each loss
         self.models = weakref.WeakSet(models)
         self.in_use = True
-        self.trained = False
-        self.earlier = weakref.WeakSet[Session]()
-        self.masters: dict[int, tuple[Tensor, Tensor]] = {}
-        self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.trained = False  # whether its models have trained since the last call
+        self.earlier = weakref.WeakSet[Session]()  # had trained when this was made; until its own first `scale_loss`
+        self.masters: dict[int, tuple[Tensor, Tensor]] = {}  # id of a low parameter -> (it, its fp32 master)
+        self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext  # O1's casts
         self.casts_on: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def train(self) -> None:
@@ -111,29 +101,18 @@ class StateOfMasters(defaultdict[Any, Any]):
 
 
 class AmpOptimizerState:
-    """amp's state of one optimizer (``optimizer._amp_stash``).
-
-    Attributes:
-        session: the call of `initialize` it was passed through.
-        params_have_scaled_gradients: a pass with delay_unscale=True left scaled gradients.
-        scaled_with: the mark of the scale those gradients have; None if the flag was set by hand.
-        lazy_init_called: whether masters exist; they do from the beginning.
-        overflow: why the next step is to be skipped; "" if it is not.
-        skipped: whether the last step was.
-        scaling: whether a `scale_loss` block with this optimizer is open.
-        hook: makes a loaded ``optimizer.state`` accept masters as keys; None without masters.
-    """
+    """amp's state of one optimizer (``optimizer._amp_stash``)."""
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self._optimizer = weakref.ref(optimizer)  # no cycle: a session ends with its last optimizer
         self.session = session
-        self.params_have_scaled_gradients = False
-        self.scaled_with: tuple[object, int, Tensor] | None = None
-        self.lazy_init_called = True
-        self.overflow = ""
-        self.skipped = False
-        self.scaling = False
-        self.hook: RemovableHandle | None = None
+        self.params_have_scaled_gradients = False  # by a pass with delay_unscale=True
+        self.scaled_with: tuple[object, int, Tensor] | None = None  # their mark; None: the flag was set by hand
+        self.lazy_init_called = True  # masters exist from the beginning
+        self.overflow = ""  # why the next step is to be skipped
+        self.skipped = False  # whether the last step was
+        self.scaling = False  # whether a `scale_loss` block with this optimizer is open
+        self.hook: RemovableHandle | None = None  # makes a loaded ``optimizer.state`` accept masters as keys
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     # ------------------------------------------------------------------ parameters
@@ -159,15 +138,8 @@ class AmpOptimizerState:
         both = ((p, self.master(p)) for p in self.parameters())
         return [(parameter, master) for parameter, master in both if master is not parameter]
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer steps masters."""
-        return bool(self.session.properties.master_weights)
-
-    @property
-    def already_patched(self) -> bool:
-        """Whether the next step will be skipped."""
-        return bool(self.overflow)
+    has_masters = property(lambda self: bool(self.session.properties.master_weights))
+    already_patched = property(lambda self: bool(self.overflow), doc="Whether the next step will be skipped.")
 
     def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:
         return [[p for p in g["params"] if (self.master(p) is not p) == masters] for g in self.param_groups]
@@ -330,6 +302,24 @@ class AmpOptimizerState:
         self.drop_master_grads()
 
 
+@contextmanager
+def backward_pass(loss: Tensor, scaler: LossScaler, stashes: list[AmpOptimizerState]) -> Iterator[Tensor]:
+    """Yield the scaled loss; unscaled gradients are set aside, and restored if the block raises."""
+    for stash in stashes:
+        stash.rescale(scaler)
+        stash.prepare()
+        stash.scaling = True
+    try:
+        yield scaler.scale(loss)
+    except BaseException:
+        for stash in stashes:
+            stash.restore()
+        raise
+    finally:
+        for stash in stashes:
+            stash.scaling = False
+
+
 def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     """Give `optimizer` its stash, and a class whose steps are skipped after an overflow."""
     own = optimizer.__dict__.pop("step", None)
@@ -386,9 +376,6 @@ def amp_class(original: Any) -> type[Optimizer]:
         made: Any = original.__reduce_ex__(self, max(int(protocol), 2))
         return (_bare, (original,), *made[2:])
 
-    def prepare_amp_backward(self: Any) -> None:
-        self._amp_stash.prepare()
-
     def post_amp_backward(self: Any, loss_scaler: LossScaler) -> None:
         stash = self._amp_stash
         loss_scaler.unscale_and_check(self.param_groups, masters=stash.has_masters)
@@ -404,7 +391,7 @@ def amp_class(original: Any) -> type[Optimizer]:
 
     body = {
         "step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__reduce_ex__": reduce_ex,
-        "_prepare_amp_backward": prepare_amp_backward, "_post_amp_backward": post_amp_backward,
+        "_prepare_amp_backward": lambda self: self._amp_stash.prepare(), "_post_amp_backward": post_amp_backward,
         "_amp_lazy_init": lazy_init, "_lazy_init_maybe_master_weights": lazy_init,
         "_master_params_to_model_params": to_model, "__module__": original.__module__,
         "__qualname__": original.__qualname__, "__doc__": original.__doc__,
@@ -418,10 +405,7 @@ def _bare(kind: Any) -> Any:
 
 
 def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> None:
-    """Give low parameters that belong to no prepared model fp32 masters, if the options want masters.
-
-    They are prepared as the parameters of a module of their own, whose only purpose is that.
-    """
+    """Give low parameters of no prepared model fp32 masters, if wanted, as the parameters of a module of their own."""
     if not session.properties.master_weights:
         return
     for low, name in LOW_NAMES.items():

@@ -1,11 +1,11 @@
-"""scale_loss, disable_casts, and the handles of O1's casts with the two quirks that no region of halfstep has."""
+"""scale_loss, disable_casts, init and its handles, the old API's optimizer, and rules for functions of one's own."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,24 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
-from halfstep.compat.apex.amp._amp_state import _amp_state
-from halfstep.compat.apex.amp._process_optimizer import AmpOptimizerState, Session
-from halfstep.compat.apex.amp.lists import tensor_overrides, torch_overrides
-from halfstep.compat.apex.amp.opt import OptimWrapper
+from halfstep.compat.apex.amp._amp_state import _amp_state, maybe_print
+from halfstep.compat.apex.amp._process_optimizer import AmpOptimizerState, Session, backward_pass
+from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import BannedOperatorError
+from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
 __all__ = [
-    "AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "refuse_inside", "scale_loss",
-    "step_was_skipped",
+    "AmpHandle", "NoOpHandle", "OptimWrapper", "close_casts", "disable_casts", "float_function", "half_function",
+    "init", "promote_function", "register_float_function", "register_half_function", "register_promote_function",
+    "scale_loss", "step_was_skipped", "switch_on",
 ]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: list[tuple[Any, str, str]] = []
+"""(module, name, rule) since the last `init`, which takes them."""
 
 WORDS = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
@@ -78,19 +83,8 @@ def scale_loss(
             raise RuntimeError(
                 "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
             )
-    for stash in stashes:
-        stash.rescale(scaler)
-        stash.prepare()
-        stash.scaling = True
-    try:
-        yield scaler.scale(loss)
-    except BaseException:
-        for stash in stashes:
-            stash.restore()
-        raise
-    finally:
-        for stash in stashes:
-            stash.scaling = False
+    with backward_pass(loss, scaler, stashes) as scaled:
+        yield scaled
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True
@@ -176,14 +170,11 @@ class _Open(threading.local):
 _open = _Open()
 
 
-def close_own_casts() -> None:
-    """Switch off the casts that this thread has switched on.
-
-    Raises:
-        RuntimeError: inside a region that was entered since; nothing changed.
-    """
+def close_casts() -> None:
+    """Switch off the casts that this thread has switched on; refused inside a region that was entered since."""
     if _open.handle is not None:
         _open.handle._deactivate()
+    _amp_state.handle = None
 
 
 # ---------------------------------------------------------------------- O1
@@ -412,3 +403,185 @@ class NoOpHandle:
 
     def _deactivate(self) -> None:
         """There is nothing to switch off."""
+
+
+class OptimWrapper:
+    """An optimizer whose losses are scaled one after the other, each by its own scaler.
+
+    All else (state_dict, zero_grad, add_param_group, ...) is the wrapped optimizer's.
+
+    Args:
+        optimizer: wrapped.
+        amp_handle: where it was made; nothing is scaled while it is not active.
+        num_loss: how many times `scale_loss` is called before `step`.
+        loss_scale: "dynamic" or a number.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int,
+        loss_scale: str | float = "dynamic",
+    ) -> None:  # fmt: skip
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._skip_next = [False] * num_loss
+        self._loss_scaler = [LossScaler(loss_scale) for _ in range(num_loss)]
+        self._stash = AmpOptimizerState(optimizer, Session(None, self._loss_scaler))
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the loss scaled by the next scaler; gradients are unscaled and added up at the end of the block.
+
+        Raises:
+            RuntimeError: called more often than `num_loss` times since the last step.
+        """
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._loss_idx + 1} times since the last step() and the optimizer was wrapped "
+                f"for {self._num_loss}: wrap_optimizer(optimizer, num_loss={self._loss_idx + 1})"
+            )
+        scaler = self._loss_scaler[self._loss_idx]
+        with backward_pass(loss, scaler, [self._stash]) as scaled:
+            yield scaled
+        scaler.clear_overflow_state()
+        scaler.unscale_and_check(self._optimizer.param_groups)
+        self._skip_next[self._loss_idx] = scaler.update_scale()
+        self._loss_idx += 1
+        self._stash.add_up()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer with O1's casts off, unless a loss since the last step overflowed."""
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure)
+        if closure is not None:
+            raise UnbuiltError(
+                "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
+                "step(), or use amp.initialize with opt_level='O1'"
+            )
+        self._loss_idx = 0
+        skip, self._skip_next = any(self._skip_next), [False] * self._num_loss
+        if skip:
+            maybe_print("Gradient overflow, skipping update")
+            return None
+        with self._amp_handle._disable_casts():
+            return self._optimizer.step()
+
+    def __getattr__(self, attr: str) -> Any:
+        if attr == "_optimizer":  # copy and pickle look it up before it exists
+            raise AttributeError(attr)
+        return getattr(self._optimizer, attr)
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("this wrapper cannot be pickled; save its state_dict()")
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+# ---------------------------------------------------------------------- init, and functions of one's own
+
+
+def half_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the low format while O1's casts are on; a decorator."""
+    return _ruled(fn, "low")
+
+
+def float_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to fp32 while O1's casts are on; a decorator."""
+    return _ruled(fn, "fp32")
+
+
+def promote_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the widest of their formats while O1's casts are on; a decorator."""
+    return _ruled(fn, "widest")
+
+
+def _ruled(fn: F, rule: str) -> F:
+    if not callable(fn):
+        raise TypeError(f"amp's decorators take a function and got {fn!r}")
+    made: F = hs.operator(rule)(fn)
+    return made
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take low tensors from the next `initialize` or `init` on."""
+    _register(module, name, "low")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take fp32 tensors from the next `initialize` or `init` on."""
+    _register(module, name, "fp32")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take tensors of the widest of their formats from the next `initialize` or `init` on."""
+    _register(module, name, "widest")
+
+
+def _register(module: Any, name: str, rule: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    _registered.append((module, name, rule))
+
+
+def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Callable[..., Any]]]]:
+    """Return and forget what was registered: rules for operators of torch, and replacements for other functions."""
+    rules: list[tuple[str, str]] = []
+    functions: list[tuple[Any, str, Callable[..., Any]]] = []
+    for module, name, rule in _registered:
+        original = getattr(module, name)
+        operator = hs.policy.operator_name(original) if module in (torch, torch.Tensor, torch.nn.functional) else None
+        if operator is not None:
+            rules.append((operator, rule))
+            continue
+        title = f"{getattr(module, '__name__', type(module).__name__)}::{name}"
+        try:
+            functions.append((module, name, hs.operator(rule, name=title)(original)))
+        except PolicyError:  # the name is taken by a function from elsewhere
+            functions.append((module, name, hs.operator(rule, name=f"{title}@{id(original):x}")(original)))
+    _registered.clear()
+    return rules, functions
+
+
+def init(
+    enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:  # fmt: skip
+    """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: of optimizers wrapped by the handle's ``wrap_optimizer``.
+        enable_caching: kept for Apex's signature; see `AmpHandle`.
+        verbose: print every cast.
+        allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
+    """
+    if enabled:
+        return switch_on(
+            torch.float16, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
+            allow_banned=allow_banned,
+        )  # fmt: skip
+    close_casts()
+    _registered.clear()
+    _amp_state.handle = handle = NoOpHandle()
+    return handle
+
+
+def switch_on(
+    low: torch.dtype, *, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:  # fmt: skip
+    """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
+    close_casts()
+    refuse_inside()
+    rules, functions = take_registered()
+    if allow_banned:
+        rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]
+    name = LOW_NAMES[low]
+    policy = hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=tuple(rules))
+    _amp_state.handle = handle = AmpHandle(policy, functions, loss_scale, enable_caching, verbose)
+    return handle

@@ -1,8 +1,4 @@
-"""LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``.
-
-What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` is given, with one warning that names the
-parameters; a static scale looks for inf and nan too; `scale_factor` counts.
-"""
+"""LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``."""
 
 from __future__ import annotations
 
@@ -118,11 +114,7 @@ class LossScaler:
     def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
         """Unscale the gradients of `param_groups` in place; return whether one was not finite (one wait).
 
-        `update_scale` then updates the scale.
-
-        Args:
-            param_groups: of one optimizer or several.
-            masters: low parameters get a new fp32 gradient instead of an unscaled low one.
+        With `masters` low parameters get a new fp32 gradient instead of an unscaled low one.
         """
         gate: Any = Gate(param_groups, masters=masters)
         if all(p.grad is None for group in param_groups for p in group["params"]):
