@@ -50,6 +50,9 @@ class AcceleratedScaler(hs.GradScaler):
 
     _due = False
 
+    def __init__(self, rule: hs.ScaleRule) -> None:
+        super().__init__(rule=rule)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale by its rule before the next loss is scaled; set it at once to `new_scale`."""
         self._due = new_scale is None
@@ -179,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
             )
         concrete = resolve(policy.replace(modules=()), nn.Identity(), self.device.type).policy
         rule = checking(hs.GradScaler.from_policy(concrete.scale, concrete.dtype)).rule
-        self.policy, self.scaler = policy, AcceleratedScaler(rule=rule)
+        self.policy, self.scaler = policy, AcceleratedScaler(rule)
         self._waiting: list[Optimizer] = []
 
     # ------------------------------------------------------------------ preparing

@@ -76,7 +76,6 @@ class HalfstepPrecision(Precision):
         self._region: AbstractContextManager[Any] | None = None
         self._attached = WeakSet[Optimizer]()
         self._bad = WeakKeyDictionary[Optimizer, bool]()  # whether the step of an unscaled optimizer is skipped
-        self._unscaled = WeakSet[Optimizer]()
         self._stepped = WeakSet[Optimizer]()  # since the scale was last updated
 
     def __repr__(self) -> str:
@@ -143,8 +142,8 @@ class HalfstepPrecision(Precision):
         self._modules, self._models, self._own = [], [], []
         if self.scaler is not None:
             self.scaler.forget()  # of a step that an error ended
-        for optimizers in (self._attached, self._unscaled, self._stepped):
-            optimizers.clear()
+        self._attached.clear()
+        self._stepped.clear()
 
     def _refuse_averages(self, trainer: Any, module: nn.Module) -> None:
         """Refuse callbacks that average low weights, or write averages into them."""
@@ -250,7 +249,6 @@ class HalfstepPrecision(Precision):
             self._after_closure(model, optimizer)
         if due:
             scaler.step(optimizer, **kwargs)
-            self._unscaled.discard(optimizer)
             self._stepped.add(optimizer)
             self._settle()
         if model is not None and model.trainer.loggers:
@@ -260,17 +258,16 @@ class HalfstepPrecision(Precision):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once for a step, and log them if they are not finite."""
-        if optimizer in self._unscaled:
+        scaler = self._the_scaler()
+        if scaler.is_unscaled(optimizer):
             return
         self.attach(optimizer)  # made after fabric.setup_module
-        scaler = self._the_scaler()
         if optimizer in self._stepped:  # while another one still has gradients of the present scale
             scaler.forget()
             self._stepped.clear()
         if _is_one(scaler):  # a backward pass beside this plugin is as good
             scaler.scale_on(next(p.device for group in optimizer.param_groups for p in group["params"]))
         scaler.unscale_(optimizer)
-        self._unscaled.add(optimizer)
         self._bad[optimizer] = bool(scaler.skipped(optimizer))
         if self._bad[optimizer]:
             self.skipped_steps += 1

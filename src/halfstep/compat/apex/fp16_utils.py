@@ -77,11 +77,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network converted to half, except for BatchNorm, that takes inputs of any format.
-
-    Args:
-        network: converted in place.
-    """
+    """A network, converted to half in place except for BatchNorm, that takes inputs of any format."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -152,11 +148,7 @@ def to_python_float(t: Any) -> float:
 
 
 class LossScaler:
-    """A scale that stays.
-
-    Args:
-        scale: the scale.
-    """
+    """A scale that stays."""
 
     def __init__(self, scale: float = 1) -> None:
         self._scaler = hs.GradScaler(rule=self._rule(float(scale)))
@@ -180,10 +172,7 @@ class LossScaler:
     def cur_scale(self, value: float) -> None:
         self._scaler = hs.GradScaler(rule=self._rule(float(value)))
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale."""
-        return self.cur_scale
+    loss_scale = property(lambda self: self.cur_scale)
 
     def scale_gradient(self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any) -> tuple[Any, ...]:
         """Return the gradients `grad_in` multiplied by the scale: a backward hook for a module."""
@@ -195,12 +184,9 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that grows after `scale_window` good steps in a row and shrinks at a bad one, never below 1.
+    """A scale times `scale_factor` after `scale_window` good steps in a row, and divided by it after a bad one.
 
-    Args:
-        init_scale: the first scale.
-        scale_factor: what it is multiplied or divided by.
-        scale_window: number of steps.
+    It begins at `init_scale` and never falls below 1.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -241,6 +227,9 @@ class DynamicLossScaler(LossScaler):
 # ---------------------------------------------------------------------- the optimizer
 
 
+SAVED = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
+
+
 class FP16_Optimizer:
     """An optimizer that steps fp32 masters of half parameters, with a loss scale of its own.
 
@@ -261,12 +250,11 @@ class FP16_Optimizer:
         self, init_optimizer: Optimizer, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
     ) -> None:  # fmt: skip
-        for group in init_optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
-                    raise TypeError(
-                        f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
-                    )
+        for parameter in (p for group in init_optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
+                raise TypeError(
+                    f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
+                )
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.fp16_groups: list[list[Tensor]] = []
@@ -285,27 +273,16 @@ class FP16_Optimizer:
 
     def _split(self, group: dict[str, Any]) -> None:
         """Replace the low parameters of `group` by masters."""
-        low: list[Tensor] = []
-        masters: list[Tensor] = []
-        wide: list[Tensor] = []
-        params: list[Tensor] = []
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            if parameter.dtype in LOW_DTYPES:
-                master = nn.Parameter(parameter.detach().float().clone())
-                if parameter in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(parameter)
-                low.append(parameter)
-                masters.append(master)
-                params.append(master)
-            else:
-                wide.append(parameter)
-                params.append(parameter)
-        group["params"][:] = params  # the list itself: LBFGS holds on to it
+        trained = [p for p in group["params"] if p.requires_grad]
+        low = [p for p in trained if p.dtype in LOW_DTYPES]
+        masters = {p: nn.Parameter(p.detach().float().clone()) for p in low}
+        for parameter, master in masters.items():
+            if parameter in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+        group["params"][:] = [masters.get(p, p) for p in trained]  # the list itself: LBFGS holds on to it
         self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(wide)
+        self.fp32_from_fp16_groups.append(list(masters.values()))
+        self.fp32_from_fp32_groups.append([p for p in trained if p not in masters])
 
     def __getstate__(self) -> Any:
         raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict()")
@@ -326,12 +303,9 @@ class FP16_Optimizer:
                 parameter.grad.detach_().zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss, and by default `update_master_grads`.
+        """Run the backward pass of the scaled loss, and `update_master_grads`.
 
-        Args:
-            loss: unscaled.
-            update_master_grads: False for all but the last of several losses or micro-batches.
-            retain_graph: as in ``Tensor.backward``.
+        That is False for all but the last of several losses or micro-batches.
         """
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
         if update_master_grads:
@@ -375,7 +349,8 @@ class FP16_Optimizer:
                 a smaller scale as long as it overflows.
         """
         if closure is None and self.overflow:
-            self._report(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
+            if self.verbose:
+                print(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
             return None
         result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
         self._masters_to_model()
@@ -391,7 +366,8 @@ class FP16_Optimizer:
             loss = closure()
             while self.overflow:
                 before = self.loss_scale
-                self._report(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
+                if self.verbose:
+                    print(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
                 loss = closure()
                 if self.overflow and self.loss_scale >= before:
                     raise RuntimeError(
@@ -408,10 +384,6 @@ class FP16_Optimizer:
         for low, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
             master_params_to_model_params(low, masters)
 
-    def _report(self, text: str) -> None:
-        if self.verbose:
-            print(text)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer, with masters for its half parameters."""
         self.optimizer.add_param_group(param_group)
@@ -422,10 +394,7 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is needed to go on with the same bits, masters included."""
         return {
-            "loss_scaler": self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **{name: getattr(self, name) for name in SAVED},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
@@ -433,10 +402,8 @@ class FP16_Optimizer:
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; call it after the model's own weights were loaded."""
-        self.loss_scaler = state_dict["loss_scaler"]
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for name in SAVED:
+            setattr(self, name, state_dict[name])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for mine, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"], strict=True):
             for master, value in zip(mine, saved, strict=True):

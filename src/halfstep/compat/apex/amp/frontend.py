@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -427,26 +428,19 @@ class _Cast:
 
 
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
-    """Return `value` cast; what holds nothing to cast is returned as it is."""
-    if tensors:
-        value = hs.trees.map_tensors(value, lambda t: t.to(dtype) if t.dtype in POLICY_DTYPES else t)
-    return _cast_objects(value, dtype)
-
-
-def _cast_objects(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with objects that have a `to` cast by it, as Apex does, also in lists, tuples and dicts."""
-    if isinstance(value, (Tensor, nn.Module, type)):  # a module would be changed for good
+    """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if tensors and value.dtype in POLICY_DTYPES else value
+    if isinstance(value, (nn.Module, type)):  # a module would be changed for good
         return value
-    if isinstance(value, (list, tuple)):
-        made = [_cast_objects(item, dtype) for item in value]
-        if all(one is other for one, other in zip(made, value, strict=True)):
-            return value
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    if type(value) is dict:
-        cast = {key: _cast_objects(item, dtype) for key, item in value.items()}
-        return value if all(cast[key] is item for key, item in value.items()) else cast
+    opened = hs.trees.opened(value)
+    if opened is not None:
+        items = [item for _, item in opened[0]]
+        made = [_cast(item, dtype, tensors=tensors) for item in items]
+        if not all(map(is_, made, items)):
+            value = opened[1](made)
     own = getattr(value, "to", None)
-    return own(dtype) if callable(own) and not isinstance(value, Mapping) else value
+    return own(dtype) if callable(own) and not isinstance(value, (list, tuple, Mapping)) else value
 
 
 def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:

@@ -180,20 +180,15 @@ def close_casts() -> None:
 # ---------------------------------------------------------------------- O1
 
 
-def _in_place() -> dict[Callable[..., Any], str]:
-    """Return the in-place forms of fp32 functions -> how Apex calls them."""
-    found: dict[Callable[..., Any], str] = {}
-    for space, names in ((torch, torch_overrides.FP32_FUNCS), (Tensor, tensor_overrides.FP32_FUNCS)):
-        for name in names:
-            func = getattr(space, f"{name}_", None)
-            if callable(func):
-                found[func] = f"function {name}_" if space is torch else f"method {name}_"
-    return found
+IN_PLACE = {
+    getattr(space, f"{name}_"): f"{kind} {name}_"
+    for space, kind, overrides in ((torch, "function", torch_overrides), (Tensor, "method", tensor_overrides))
+    for name in overrides.FP32_FUNCS
+    if callable(getattr(space, f"{name}_", None))
+}
+"""In-place forms of fp32 functions -> how Apex calls them."""
 
-
-IN_PLACE = _in_place()
 GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add_, which keeps its format
-QUIRKS: frozenset[Any] = frozenset((*GIVES_FP32, *IN_PLACE))
 
 
 class _Quirks(TorchFunctionMode):
@@ -202,7 +197,7 @@ class _Quirks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in QUIRKS:
+        if func in GIVES_FP32 or func in IN_PLACE:
             tensor: Any = args[0] if args else None
             low = isinstance(tensor, Tensor) and tensor.dtype in LOW_NAMES
             if low and torch.is_autocast_enabled(tensor.device.type):
@@ -228,19 +223,15 @@ class _Loud(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tensors = [t for t in _tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
+        tensors = [
+            t for t in hs.trees.tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)
+        ]
         rule = self.rules.get(hs.policy.operator_name(func) or "")
         target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
             if target is not None and tensor.dtype is not target:
                 print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    hs.trees.map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
 
 
 def _nesting() -> int:
