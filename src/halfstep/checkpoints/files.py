@@ -287,7 +287,12 @@ def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *
                 f"it holds objects of {', '.join(sorted(names))}, which torch.load(weights_only=True) does not make. "
                 "If you trust the file, allow them by torch.serialization.add_safe_globals([...]), then load again"
             )
-        raise CheckpointError(f"{path}: {reason}; nothing was loaded") from error
+        raise refusal(path, reason) from error
+
+
+def refusal(place: Path, reason: str) -> CheckpointError:
+    """Return the error of a load that has changed nothing."""
+    return CheckpointError(f"{place}: {reason}; nothing was loaded")
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from halfstep.arguments import Kind
 from halfstep.binding.prepare import unwrap
-from halfstep.checkpoints.files import read_state
+from halfstep.checkpoints.files import read_state, refusal
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
 from halfstep.schema import Each, check, regular, whole
@@ -95,31 +95,27 @@ def converted(
     return _state(step, found), tuple(found.notes), found.random, found.extra
 
 
-def _refuse(place: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{place}: {reason}; nothing was loaded")
-
-
 # ---------------------------------------------------------------------- files
 
 
 def _file(place: Path, content: Any) -> Found:
     """Return what a file of torch.save has."""
     if not isinstance(content, Mapping):
-        raise _refuse(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
+        raise refusal(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
     if "ds_version" in content or "ds_config" in content:
-        raise _refuse(place, DEEPSPEED)
+        raise refusal(place, DEEPSPEED)
     if "pytorch-lightning_version" in content:
         return _lightning(place, content)
     parts = {part: next((key for key in keys if key in content), None) for part, keys in NAMES.items()}
     taken = {part: content[key] for part, key in parts.items() if key is not None}
     if content and all(isinstance(value, Tensor) for value in content.values()):
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     if not isinstance(taken.get("model"), Mapping):
         known = ", ".join(NAMES["model"])
         keys = sorted(map(str, content))
-        raise _refuse(place, f"it has the keys {keys}, and none of them is the model's state_dict ({known})")
+        raise refusal(place, f"it has the keys {keys}, and none of them is the model's state_dict ({known})")
     if not isinstance(taken.get("optimizer"), Mapping):
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     others = {key: value for key, value in content.items() if key not in parts.values()}
     updates = taken.get("updates")
     found = Found(
@@ -163,7 +159,7 @@ def _apex(place: Path, found: Found, amp: Mapping[str, Any]) -> None:
     found.extra = {key: value for key, value in found.extra.items() if key != "amp"}
     first = amp.get("loss_scaler0")
     if not isinstance(first, Mapping) or "loss_scale" not in first:
-        raise _refuse(place, f"its 'amp' has no loss scale: {first!r}")
+        raise refusal(place, f"its 'amp' has no loss scale: {first!r}")
     found.scaler = {"scale": first["loss_scale"], "_growth_tracker": first.get("unskipped", 0)}
     if more := sorted(key for key in amp if key != "loss_scaler0"):
         found.notes.append(f"dropped: {', '.join(more)} (a TrainStep has one loss)")
@@ -189,10 +185,10 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
     """Return what a checkpoint of Lightning's Trainer has."""
     optimizers, schedulers = content.get("optimizer_states") or [], content.get("lr_schedulers") or []
     if not optimizers:
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     for what, some in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len(some) > 1:
-            raise _refuse(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
+            raise refusal(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
     taken = {"state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step"}
     return Found(
         kind="Lightning",
@@ -227,17 +223,17 @@ def _folder(place: Path, rank: int, ranks: int) -> Found:
     """Return what a folder has: one that accelerate's `save_state` wrote."""
     names = _names(place)
     if any(re.match(ZERO, name) for name in names):
-        raise _refuse(place, DEEPSPEED)
+        raise refusal(place, DEEPSPEED)
     if any(name.startswith(FSDP) for name in names):
-        raise _refuse(place, IN_SHARDS)
+        raise refusal(place, IN_SHARDS)
     if DCP in names:
-        raise _refuse(place, WITHOUT_NAMES)
+        raise refusal(place, WITHOUT_NAMES)
     models = [name for name in names if re.fullmatch(MODEL, name)]
     optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:
-        raise _refuse(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
+        raise refusal(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
     if len(models) > 1 or len(optimizers) > 1:
-        raise _refuse(
+        raise refusal(
             place, f"it has {len(models)} models and {len(optimizers)} optimizers, and a TrainStep has one of each"
         )
     weights = place / models[0]
@@ -302,7 +298,7 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
             raw = torch.frombuffer(data[begin + first : begin + last], dtype=dtype) if last > first else torch.empty(0)
             tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _refuse(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
+        raise refusal(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
 
 

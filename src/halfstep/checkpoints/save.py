@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -253,7 +254,7 @@ def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) ->
     except (OSError, ValueError) as error:
         return {"error": f"{root} cannot be written to: {error}"}
     sharded = any(one["sharded"] for one in told) or not whole
-    run = previous.run if previous is not None and previous.run else writers.new_run()
+    run = previous.run if previous is not None and previous.run else uuid4().hex[:12]
     names = {"folder": folder.name, "final": final.name, "run": run, "seen": files.number_of(final) - 1}
     return {"error": "", **names, "sharded": sharded, "stages": not whole}
 
@@ -570,17 +571,11 @@ def _read(
         state["model"], state["optimizer"] = shards.read(folder, content["shards"], have, optimizer, names, rests, rank)
         return state, ranks
     state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
-    state["model"] = {
-        name: sharded_as(value, have[name]) if name in have and isinstance(value, Tensor) else value
-        for name, value in state["model"].items()
-    }
+    state["model"] = {name: sharded_as(value, have.get(name)) for name, value in state["model"].items()}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
     saved["state"] = {
-        number: {
-            key: sharded_as(value, parameters[number]) if isinstance(value, Tensor) and number in parameters else value
-            for key, value in entry.items()
-        }
+        number: {key: sharded_as(value, parameters.get(number)) for key, value in entry.items()}
         for number, entry in saved["state"].items()
     }
     return state, ranks

@@ -22,17 +22,12 @@ from uuid import uuid4
 from halfstep.errors import CheckpointError
 from halfstep.meeting import facts_of
 
-__all__ = ["Lock", "has_started_this", "in_words", "is_alive", "new_run", "this_process"]
+__all__ = ["Lock", "has_started_this", "in_words", "is_alive", "this_process"]
 
 LOCK = ".lock"
 TRIES = 8  # of taking a lock that others take over at the same time
 HELD: set[str] = set()  # the locks that this process has
 REMEDY = "give each run a folder of its own, or end the other one first"
-
-
-def new_run() -> str:
-    """Return a name for a run that began anew."""
-    return uuid4().hex[:12]
 
 
 def this_process() -> str:

@@ -20,6 +20,8 @@ from halfstep.integrations.shared import checking, need, was_skipped
 
 __all__ = ["NativeScaler"]
 
+CLIPS = {"norm": torch.nn.utils.clip_grad_norm_, "value": torch.nn.utils.clip_grad_value_}
+
 
 class NativeScaler:
     """Runs backward and, at the end of an accumulation window, clips and steps: a scaler as timm's loops call it.
@@ -106,10 +108,8 @@ def _clipping(mode: str, parameters: object) -> Any:
     """Return the function (parameters, value) -> None that clips."""
     if parameters is None:
         raise IntegrationError("NativeScaler(..., clip_grad=...): parameters=None; pass the parameters to clip")
-    if mode == "norm":
-        return torch.nn.utils.clip_grad_norm_
-    if mode == "value":
-        return torch.nn.utils.clip_grad_value_
+    if mode in CLIPS:
+        return CLIPS[mode]
     if mode != "agc":
         raise IntegrationError(f"NativeScaler(..., clip_mode={mode!r}); expected 'norm', 'value' or 'agc'")
     need("timm", "0.9.16")

@@ -190,15 +190,10 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
     if group_size < 0 or size < group_size or size % group_size:
         raise ValueError(f"group_size={group_size} does not divide the {size} processes into equal groups")
-    mine = None
-    for start in range(0, size, group_size):  # every process takes part in making every group
-        ranks = list(range(start, start + group_size))
-        group = torch.distributed.new_group(ranks=ranks)
-        if rank in ranks:
-            mine = group
+    mine, _ = torch.distributed.new_subgroups(group_size=group_size)
     return mine
 
 

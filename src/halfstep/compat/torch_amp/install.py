@@ -13,7 +13,6 @@ a region with torch's lists. `unserved` finds the scripts that import from there
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep as hs
 from halfstep.compat.torch_amp import autocast_mode, cpu, cuda, grad_scaler
+from halfstep.compat.torch_amp.cuda.autocast_mode import here
 
 __all__ = ["Served", "install", "uninstall", "unserved"]
 
@@ -183,12 +183,6 @@ def _rule(policy: hs.Policy) -> hs.ScaleRule | str | None:
     return scale if isinstance(scale, (hs.ScaleRule, str)) else hs.ScaleRule.static(scale)
 
 
-def _cuda_custom_bwd(bwd: Callable[..., Any]) -> Any:
-    """Do what `cuda.custom_bwd` does, in a region of the policy."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return autocast_mode.backward_in(autocast, bwd, device_type=device)
-
-
 NAMES: dict[Any, dict[str, Any]] = {
     torch: {"autocast": autocast},
     torch.amp: {
@@ -201,7 +195,7 @@ NAMES: dict[Any, dict[str, Any]] = {
         "autocast": CudaAutocast,
         "GradScaler": CudaGradScaler,
         "custom_fwd": cuda.custom_fwd,
-        "custom_bwd": _cuda_custom_bwd,
+        "custom_bwd": lambda bwd: autocast_mode.backward_in(autocast, bwd, device_type=here()),
     },
     torch.cpu.amp: {"autocast": CpuAutocast, "GradScaler": CpuGradScaler},
 }
