@@ -355,10 +355,11 @@ def test_an_update_that_ends_before_ranks_agree_that_it_is_the_last_ends_the_run
             if number == 1:  # another rank got a signal while update 2 was under way
 
                 def agree(seconds: float) -> bool:
-                    block.end_after(2, signal.SIGTERM)
+                    block.requested, block._last = signal.SIGTERM, 2
                     return True
 
-                assert block.hold() == 1
+                assert block._finished == 1
+                block._may_begin = 2
                 monkeypatch.setattr(block._known, "wait", agree)
             step(torch.randn(4, 8))
     assert (hs.load(made(), tmp_path).step, number) == (2, 1)

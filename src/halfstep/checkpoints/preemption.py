@@ -17,6 +17,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -27,7 +28,7 @@ from halfstep.arguments import NONE, Kind, check
 from halfstep.checkpoints.save import KEEP, Saving, destination, save
 from halfstep.errors import CheckpointError
 from halfstep.events import StepResult
-from halfstep.meeting import processes, store_under
+from halfstep.meeting import Meeting, processes, store_under
 from halfstep.step.arguments import check_saving
 from halfstep.step.part import Part
 
@@ -117,15 +118,23 @@ class Preemption(Part):
         self._last: int | None = None  # the update that ends the run
         self._known = threading.Event()  # `_last` is known, or will not be
         self._lock = threading.Lock()
-        self._ranks: _Ranks | None = None
+        self._rank, self._size = processes()
+        self._thread: threading.Thread | None = None  # waits for a signal on any rank
+        self._store: Any = None  # of the main thread
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError("hs.on_preemption sets signal handlers, which Python allows in the main thread alone")
         if any(isinstance(part, Preemption) for part in self._step.parts):
             raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
-        if processes()[1] > 1:
-            self._ranks = _Ranks(self)
+        if self._size > 1:
+            number = next(NUMBERS)
+            # one connection for the thread, which waits in it, and one for the main thread
+            waiting, self._store = (store_under(f"preemption/{number}") for _ in range(2))
+            self._thread = threading.Thread(
+                target=self._agree, args=(waiting, number), name="halfstep-preemption", daemon=True
+            )
+            self._thread.start()
         self._step.add_part(self, in_graphs=True)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
@@ -135,8 +144,10 @@ class Preemption(Part):
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._step.remove_part(self)
-        if self._ranks is not None:
-            self._ranks.leave()
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the process that has the store is gone, which the thread has seen too
+                self._store.set(f"wake/{self._rank}", "")
+                self._thread.join(AGREEMENT)
         if kind is None and self.requested:
             LOG.warning(
                 "signal %d came after the last update of the block of hs.on_preemption: the run goes on to its end",
@@ -148,10 +159,10 @@ class Preemption(Part):
         if self.requested:
             return
         self.requested = int(number)
-        if self._ranks is None:
+        if self._thread is None:
             self._last = self._finished + 1
-        else:
-            self._ranks.request()
+        else:  # wake this rank's thread, which wakes the others
+            self._store.set(f"wake/{self._rank}", str(self.requested))
 
     # ------------------------------------------------------------------ called by the step
 
@@ -178,72 +189,28 @@ class Preemption(Part):
 
     # ------------------------------------------------------------------ called by the thread
 
-    def hold(self) -> int:
-        """Allow one more update and return how many are finished."""
-        with self._lock:
-            self._may_begin = self._finished + 1
-            return self._finished
-
-    def end_after(self, last: int, number: int) -> None:
-        """End the run after update `last`."""
-        self.requested = self.requested or number
-        self._last = last
-        self._known.set()
-
-
-class _Ranks:
-    """The thread of one rank that waits for a signal on any of them."""
-
-    def __init__(self, owner: Preemption) -> None:
-        self._rank, self._size = processes()
-        self._owner = owner
-        number = next(NUMBERS)
-        # one connection for the thread, which waits in it, and one for the main thread
-        self._store, self._main = (store_under(f"preemption/{number}") for _ in range(2))
-        self._thread = threading.Thread(target=self._run, name="halfstep-preemption", daemon=True)
-        self._thread.start()
-
-    def request(self) -> None:
-        """Wake this rank's thread, which wakes the others."""
-        self._main.set(f"wake/{self._rank}", str(self._owner.requested))
-
-    def leave(self) -> None:
-        """End the thread."""
+    def _agree(self, store: Any, number: int) -> None:
+        """Wait for a signal on any rank; then agree on the last update: note [the same update]."""
+        told = ""
         try:
-            self._main.set(f"wake/{self._rank}", "")
-        except RuntimeError:  # the process that has the store is gone
-            return
-        self._thread.join(AGREEMENT)
-
-    def _run(self) -> None:
-        owner, store, wake, told = self._owner, self._store, f"wake/{self._rank}", ""
-        try:
-            store.wait([wake], FOREVER)
-            told = store.get(wake).decode()
-            if not told:
+            store.wait([f"wake/{self._rank}"], FOREVER)
+            told = store.get(f"wake/{self._rank}").decode()
+            if not told:  # the block was left
                 return
             if store.add("requests", 1) == 1:  # the first to know
                 for rank in range(self._size):
                     if rank != self._rank:
                         store.set(f"wake/{rank}", told)
-            store.set(f"finished/{self._rank}", str(owner.hold()))
-            limit = timedelta(seconds=AGREEMENT)
-            if self._rank == 0:
-                keys = [f"finished/{rank}" for rank in range(self._size)]
-                store.wait(keys, limit)
-                store.set("last", str(1 + max(int(store.get(key)) for key in keys)))
-            store.wait(["last"], limit)
-            owner.end_after(int(store.get("last")), int(told))
+            with self._lock:
+                self._may_begin = self._finished + 1
+                finished = self._finished
+            room = Meeting("hs.on_preemption", number)
+            last = 1 + max(room.gather(finished, limit=AGREEMENT), default=0)
+            last = room.publish(last, limit=AGREEMENT)
+            self.requested = self.requested or int(told)
+            self._last = last
         except RuntimeError as error:  # of the store: another rank has gone, or did not answer
             if told:
-                LOG.error("rank %d: after signal %s %s: %s", self._rank, told, self._silent(), error)
-            owner._known.set()
-
-    def _silent(self) -> str:
-        """Return which ranks have not reported."""
-        try:
-            keys = {rank: f"finished/{rank}" for rank in range(self._size)}
-            silent = [rank for rank, key in keys.items() if not self._main.check([key])]
-        except RuntimeError:
-            return "the store of the process group is lost, which rank 0 has as a rule"
-        return f"ranks {silent or [0]} have not answered within {AGREEMENT:.0f} s"
+                LOG.error("rank %d: after signal %s no last update was agreed on: %s", self._rank, told, error)
+        finally:
+            self._known.set()
