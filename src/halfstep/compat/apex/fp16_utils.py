@@ -28,9 +28,6 @@ __all__ = [
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 
-# ---------------------------------------------------------------------- networks
-
-
 class tofp16(nn.Module):
     """Cast the input to half."""
 
@@ -88,9 +85,6 @@ class FP16Model(nn.Module):
         return self.network(*hs.trees.map_tensors(inputs, lambda t: t.half() if t.is_floating_point() else t))
 
 
-# ---------------------------------------------------------------------- masters
-
-
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the trainable parameters of `model`, and fp32 masters of them for an optimizer.
 
@@ -142,9 +136,6 @@ def master_params_to_model_params(
 def to_python_float(t: Any) -> float:
     """Return a one-element tensor, or the first of a sequence, as a number."""
     return float(t.item()) if hasattr(t, "item") else float(t[0])
-
-
-# ---------------------------------------------------------------------- loss scales
 
 
 class LossScaler:
@@ -224,9 +215,6 @@ class DynamicLossScaler(LossScaler):
         self.cur_iter += 1
 
 
-# ---------------------------------------------------------------------- the optimizer
-
-
 SAVED = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 
 
@@ -290,8 +278,6 @@ class FP16_Optimizer:
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("FP16_Optimizer cannot be unpickled; make one and use load_state_dict()")
 
-    # ------------------------------------------------------------------ gradients
-
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients of the model and of the masters: zeros, or None."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -338,8 +324,6 @@ class FP16_Optimizer:
             return -1
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return self.clip_grad_norm(parameters, max_norm, norm_type)
-
-    # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model, unless the last backward pass overflowed.
@@ -388,8 +372,6 @@ class FP16_Optimizer:
         """Add a group to the optimizer, with masters for its half parameters."""
         self.optimizer.add_param_group(param_group)
         self._split(self.optimizer.param_groups[-1])
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is needed to go on with the same bits, masters included."""

@@ -17,8 +17,8 @@ HERE = "halfstep.compat.apex"
 NAMES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules of ``apex`` that exist here."""
 
-AMP = ("_amp_state", "_process_optimizer", "frontend", "handle", "lists", "scaler")
-MERGED = {"_initialize": "frontend", "amp": "handle", "opt": "handle"}
+AMP = ("_process_optimizer", "frontend", "handle", "lists", "scaler")
+MERGED = {"_amp_state": "_process_optimizer", "_initialize": "frontend", "amp": "handle", "opt": "handle"}
 """Submodules of ``apex.amp``, and those whose names are in another one here."""
 
 FILES = {

@@ -4,7 +4,7 @@ As in Apex, the name ``amp._amp_state`` is the object that holds the state, not 
 """
 
 from halfstep.compat.apex.amp import frontend, handle, lists
-from halfstep.compat.apex.amp._amp_state import _amp_state, master_params
+from halfstep.compat.apex.amp._process_optimizer import _amp_state, master_params
 from halfstep.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
 from halfstep.compat.apex.amp.handle import (
     disable_casts,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.compat.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from halfstep.compat.apex.amp._process_optimizer import (
     ADDED,
     Session,
+    _amp_state,
     adopt,
     attach,
     masters_of,
+    maybe_print,
     process_optimizer,
     release_optimizer,
+    warn_or_err,
 )
 from halfstep.compat.apex.amp.handle import close_casts, switch_on
 from halfstep.compat.apex.amp.scaler import LossScaler
@@ -36,8 +37,6 @@ from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 __all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-
-_initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _START: dict[str, Any] = {
     "enabled": False,
@@ -352,7 +351,6 @@ def _apply(
         raise
     _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
-        _initialized.add(model)
         for scaler in loss_scalers:
             scaler.name_parameters(model.named_parameters())
     return models if without else (models, optimizers)
@@ -461,7 +459,6 @@ def _release(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), _Cast) or hook is _state_in_fp32:
                     del hooks[key]
-    _initialized.discard(model)
     with contextlib.suppress(BindError):  # not prepared
         hs.unprepare(model)
 
@@ -506,7 +503,7 @@ def _check_model(model: nn.Module) -> None:
     if _amp_state.allow_incoming_model_not_fp32:
         return
     low: list[tuple[str, str, Tensor]] = [("buffer", name, buffer) for name, buffer in model.named_buffers()]
-    if model not in _initialized:  # else its parameters are low because an earlier call made them so
+    if policy is None:  # else its parameters are low because an earlier call made them so
         low = [("param", name, parameter) for name, parameter in model.named_parameters()] + low
     for what, name, tensor in low:
         if tensor.dtype in LOW_NAMES:

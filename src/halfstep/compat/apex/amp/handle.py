@@ -13,8 +13,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
-from halfstep.compat.apex.amp._amp_state import _amp_state, maybe_print
-from halfstep.compat.apex.amp._process_optimizer import AmpOptimizerState, Session, backward_pass
+from halfstep.compat.apex.amp._process_optimizer import (
+    AmpOptimizerState,
+    Session,
+    _amp_state,
+    backward_pass,
+    maybe_print,
+)
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
