@@ -139,14 +139,6 @@ DEEPSPEED = (
     "it is a checkpoint of DeepSpeed, whose optimizer states are cut into flat pieces without names; run its script "
     "zero_to_fp32.py, and load the weights: step.model.load_state_dict(...)"
 )
-IN_SHARDS = (
-    "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
-    "step.model.load_state_dict(...)"
-)
-WITHOUT_NAMES = (
-    "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
-    "torch.distributed.checkpoint.load, then step.load_state_dict(...)"
-)
 WEIGHTS_ALONE = (
     "it has weights and no state of an optimizer, so a run cannot go on from it; to begin one with these weights: "
     "step.model.load_state_dict(torch.load(...))"
@@ -204,7 +196,19 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
 # ---------------------------------------------------------------------- folders
 
 
-ZERO, FSDP, DCP = r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py", "pytorch_model_fsdp", ".metadata"
+REFUSED = {
+    r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py": DEEPSPEED,
+    r"pytorch_model_fsdp": (
+        "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
+        "step.model.load_state_dict(...)"
+    ),
+    r"\.metadata": (
+        "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
+        "torch.distributed.checkpoint.load, then step.load_state_dict(...)"
+    ),
+}
+"""What the name of a file begins with -> why a run cannot go on from its folder."""
+
 MODEL, OPTIMIZER = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", r"optimizer(_\d+)?\.bin"
 
 
@@ -215,19 +219,15 @@ def _names(place: Path) -> list[str]:
 
 def is_foreign(place: Path) -> bool:
     """Return whether a folder has files as checkpoints of other libraries have."""
-    patterns = (ZERO, FSDP, re.escape(DCP), MODEL, OPTIMIZER)
-    return any(re.match(pattern, name) for pattern in patterns for name in _names(place))
+    return any(re.match(pattern, name) for pattern in (*REFUSED, MODEL, OPTIMIZER) for name in _names(place))
 
 
 def _folder(place: Path, rank: int, ranks: int) -> Found:
     """Return what a folder has: one that accelerate's `save_state` wrote."""
     names = _names(place)
-    if any(re.match(ZERO, name) for name in names):
-        raise refusal(place, DEEPSPEED)
-    if any(name.startswith(FSDP) for name in names):
-        raise refusal(place, IN_SHARDS)
-    if DCP in names:
-        raise refusal(place, WITHOUT_NAMES)
+    for pattern, reason in REFUSED.items():
+        if any(re.match(pattern, name) for name in names):
+            raise refusal(place, reason)
     models = [name for name in names if re.fullmatch(MODEL, name)]
     optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:

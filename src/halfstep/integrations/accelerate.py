@@ -293,8 +293,7 @@ class Accelerator(accelerate.Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once before each step; gradients of low weights become fp32.
 
-        Args:
-            optimizer: an optimizer or several; default all, or inside a method that clips those of its parameters.
+        Without `optimizer`, one or several, those of all; inside a method that clips, those of its parameters.
         """
         if optimizer is None:
             chosen = list(self._optimizers)
@@ -330,11 +329,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Open a region of the policy, for operators outside of models; models open their own.
-
-        Args:
-            autocast_handler: accelerate's AutocastKwargs, in which ``enabled=False`` opens a region that casts nothing.
-        """
+        """Open a region of the policy for operators outside of models, or with ``enabled=False`` one without casts."""
         handler = autocast_handler or AutocastKwargs()
         with region(self.policy, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield

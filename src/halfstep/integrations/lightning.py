@@ -112,10 +112,7 @@ class HalfstepPrecision(Precision):
         return model, optimizers, waiting
 
     def wrapped(self, model: nn.Module) -> None:
-        """Take note of what was put around the model that was set up last.
-
-        DistributedDataParallel makes the low weights of ranks equal, and `attach` through it the precise ones.
-        """
+        """Note what was put around the model that was set up last: `attach` makes weights of ranks equal through it."""
         self._models[-1] = getattr(model, "_forward_module", model)  # Fabric's
 
     def attach(self, *optimizers: Optimizer) -> None:
@@ -131,10 +128,7 @@ class HalfstepPrecision(Precision):
             self._attached.add(optimizer)
 
     def teardown(self) -> None:
-        """Take the policy off the Trainer's model, whose weights are fp32 again.
-
-        A model that is sharded, or that was prepared before, stays prepared.
-        """
+        """Take the policy off the Trainer's model, whose weights are fp32 again; not if it is sharded or came prepared."""
         for model in self._own:
             if not _is_sharded(model):
                 with _class_methods(model):
@@ -161,11 +155,7 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ forward
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run.
-
-        Raises:
-            IntegrationError: no model was set up, or one was moved to another device after it was prepared.
-        """
+        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run."""
         if self._region is None:
             raise IntegrationError(
                 f"{self!r}: no model was set up yet; give it to Trainer.fit, or to fabric.setup before fabric.autocast"
@@ -416,10 +406,7 @@ def _inner(optimizer: Any) -> Optimizer:
 
 @contextmanager
 def _class_methods(module: nn.Module) -> Iterator[None]:
-    """Give `module` the forward of its class meanwhile, where a compiled LightningModule has others on the instance.
-
-    The one that calls redirected through a wrapper (DDP) leave there, that of the class, is deleted for good.
-    """
+    """Give `module` the forward of its class meanwhile, where compilation or a wrapper (DDP) has set one on it."""
     context = getattr(module, "_compiler_ctx", None)
     if context is not None:
         to_uncompiled(module)
