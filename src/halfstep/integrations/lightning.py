@@ -128,7 +128,7 @@ class HalfstepPrecision(Precision):
             self._attached.add(optimizer)
 
     def teardown(self) -> None:
-        """Take the policy off the Trainer's model, whose weights are fp32 again; not if it is sharded or came prepared."""
+        """Take the policy off the Trainer's model, whose weights are fp32 again; not if sharded or prepared before."""
         for model in self._own:
             if not _is_sharded(model):
                 with _class_methods(model):

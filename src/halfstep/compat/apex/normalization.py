@@ -61,7 +61,7 @@ class _Mixed(_Fused):
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         own = (self.weight, getattr(self, "bias", None))
         parameters = [p.to(wide) for p in own if p is not None]
-        made = self._function(input.to(wide), self.normalized_shape, *parameters, self.eps)
+        made: Tensor = self._function(input.to(wide), self.normalized_shape, *parameters, self.eps)
         return made.to(self.weight.dtype)
 
 

@@ -352,7 +352,7 @@ def _apply(
     _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
         for scaler in loss_scalers:
-            scaler.name_parameters(model.named_parameters())
+            scaler._scaler.name_parameters(model.named_parameters())
     return models if without else (models, optimizers)
 
 

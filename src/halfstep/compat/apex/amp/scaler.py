@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class LossScaler:
             )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))
-        self._names: list[tuple[str, Tensor]] = []
         self._scaler = hs.GradScaler(rule=rule)
 
     def loss_scale(self) -> float:
@@ -70,12 +69,11 @@ class LossScaler:
             rule = hs.ScaleRule.static(value)
         else:
             rule = dataclasses.replace(rule, floor=min(rule.floor, value), ceiling=max(rule.ceiling, value))
-        keep = self._scaler.host_reads
-        self._scaler = hs.GradScaler(rule=rule)
-        self._scaler.host_reads = keep
+        before, self._scaler = self._scaler, hs.GradScaler(rule=rule)
+        self._scaler.host_reads = before.host_reads
         self._scaler.load_state_dict({**state, "scale": value})
+        self._scaler.name_parameters(before.named_parameters())
         self._updates += 1
-        self.name_parameters(())
 
     @property
     def _unskipped(self) -> int:
@@ -97,15 +95,6 @@ class LossScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, multiplied by the scale."""
         return self._scaler.scale(loss.float())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle keeps; parameters and their names are not part of it."""
-        return {**self.__dict__, "_names": []}
-
-    def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Remember names for messages; the parameters stay alive as long as their optimizers do anyway."""
-        self._names += named
-        self._scaler.name_parameters(self._names)
 
     def clear_overflow_state(self) -> None:
         """Forget whether the last pass overflowed."""
