@@ -392,14 +392,6 @@ class FP16_Optimizer:
                 master.copy_(value)
         self._masters_to_model()
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale; may be set."""
-        return self.loss_scaler.loss_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
-
+    loss_scale = alias("_loss_scale", "The scale; may be set.", of="loss_scaler")
     state = alias("state", "The optimizer's state, keyed by masters.", of="optimizer")
     param_groups = alias("param_groups", "The optimizer's groups, which hold the masters.", of="optimizer")

@@ -100,20 +100,18 @@ class LossScaler:
         """Forget whether the last pass overflowed."""
         self._has_overflow = False
 
-    def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
-        """Unscale the gradients of `param_groups` in place; return whether one was not finite (one wait).
+    def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+        """Unscale the gradients of `param_groups` in place, and note whether one was not finite (one wait).
 
         With `masters` low parameters get a new fp32 gradient instead of an unscaled low one.
         """
-        gate: Any = Gate(param_groups, masters=masters)
         if all(p.grad is None for group in param_groups for p in group["params"]):
-            return False
+            return
+        gate: Any = Gate(param_groups, masters=masters)
         self._scaler.unscale_(gate)
         self._scaler.step(gate)
         self._checked = True
-        if not gate.passed:
-            self._has_overflow = True
-        return not gate.passed
+        self._has_overflow |= not gate.passed
 
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,
