@@ -26,7 +26,7 @@ import torch.distributed as dist
 from halfstep.errors import CheckpointError
 from halfstep.torch_private.distributed import default_store
 
-__all__ = ["Alone", "Meeting", "announce", "facts_of", "meeting", "processes", "store_under"]
+__all__ = ["Meeting", "announce", "facts_of", "processes", "store_under"]
 
 LOG = logging.getLogger("halfstep")
 NAMED_AFTER = 60.0  # seconds of waiting until the ranks that have not come are named
@@ -80,20 +80,6 @@ def facts_of(process: int) -> tuple[int, str]:
     return (0, "") if state in "ZX" else (int(parent), more[17])  # fields 4 and 22: numbers of processes are used again
 
 
-class Alone:
-    """The meeting of one process."""
-
-    rank, size = 0, 1
-
-    def gather(self, value: Any, *, limit: float | None = None) -> list[Any]:
-        """Return the values of all ranks."""
-        return [value]
-
-    def publish(self, value: Any, *, limit: float | None = None, last: bool = False) -> Any:
-        """Return the value of rank 0."""
-        return value
-
-
 class Meeting:
     """An exchange of values between all ranks; a wait is at most as long as the timeout of the process group.
 
@@ -103,11 +89,15 @@ class Meeting:
     def __init__(self, what: str, number: int) -> None:
         self.rank, self.size = processes()
         self._what, self._rounds = what, 0
-        self._store = store_under(f"{what}/{number}")
-        self._limit = float(self._store.timeout.total_seconds())
+        self._store: Any = None  # a process alone needs none
+        if self.size > 1:
+            self._store = store_under(f"{what}/{number}")
+            self._limit = float(self._store.timeout.total_seconds())
 
     def gather(self, value: Any, *, limit: float | None = None) -> list[Any]:
         """Give `value` to rank 0, which waits up to `limit` seconds and returns all values; others return []."""
+        if self.size == 1:
+            return [value]
         self._rounds += 1
         if self.rank:
             self._store.set(f"{self._rounds}/{self.rank}", pickle.dumps(value))
@@ -125,6 +115,8 @@ class Meeting:
         `last`: the program may end next: rank 0, whose process may have the store, then waits until the other ranks
         have read the value, or have ended, or for `LEAVE`.
         """
+        if self.size == 1:
+            return value
         self._rounds += 1
         key = f"{self._rounds}/0"
         if self.rank:
@@ -186,8 +178,3 @@ class Meeting:
                         f"{self._what}: rank {rank} will not come: its process {process} on this machine has ended; "
                         "look there for the first error, and start the run again"
                     )
-
-
-def meeting(what: str, number: int) -> Alone | Meeting:
-    """Return a meeting of all processes there are."""
-    return Alone() if processes()[1] == 1 else Meeting(what, number)

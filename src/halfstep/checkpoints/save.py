@@ -33,7 +33,7 @@ from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_
 from halfstep.checkpoints.writers import Lock
 from halfstep.errors import CheckpointError, StepError, warn
 from halfstep.kernels.choose import load_kernels
-from halfstep.meeting import WRITE_TIME, Alone, Meeting, meeting
+from halfstep.meeting import WRITE_TIME, Meeting
 from halfstep.schema import Each
 from halfstep.schema import check as check_content
 from halfstep.step.arguments import check_saving
@@ -98,15 +98,17 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, work: Callable[[], None], *, wait: bool) -> None:
-        """Do the work, here or in a thread that the interpreter waits for before it exits."""
+    def begin(self, work: Callable[[], None], lock: Lock, *, wait: bool) -> None:
+        """Do the work and release the lock, here or in a thread that the interpreter waits for before it exits."""
         if wait:
-            work()
+            with lock:
+                work()
             return
 
         def background() -> None:
             try:
-                work()
+                with lock:
+                    work()
             except BaseException as error:
                 self._error = error
                 LOG.error("hs.save(wait=False) to %s: %s", self.path, error)
@@ -165,7 +167,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     check("hs.save", CheckpointError, wait=(wait, FLAG))
     root = destination(path)
     previous = step.record.saving
-    room = meeting("hs.save", next(MEETINGS))
+    room = Meeting("hs.save", next(MEETINGS))
     try:
         if previous is not None:
             previous.wait()
@@ -198,12 +200,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
             work = write.shards(state, names, unwrap(step.model), every=plan["stages"], wait=wait)
         else:
             work = write.file(state, names, wait=wait)
-
-        def locked() -> None:
-            with lock:
-                work()
-
-        saving.begin(locked, wait=wait)
+        saving.begin(work, lock, wait=wait)
     except BaseException:
         lock.release()
         raise
@@ -267,7 +264,7 @@ class _Write:
     folder: Path
     saving: Saving
     keep: int | None
-    room: Alone | Meeting
+    room: Meeting
     told: list[dict[str, Any]]  # on rank 0
     kernels: str
 
@@ -400,7 +397,7 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
     """
     check_saving("hs.load", step, path)
     check("hs.load", CheckpointError, missing_ok=(missing_ok, FLAG))
-    room = meeting("hs.load", next(MEETINGS))
+    room = Meeting("hs.load", next(MEETINGS))
     place = Path(path).absolute()
     if step.record.saving is not None:
         step.record.saving.wait()
@@ -432,7 +429,7 @@ def _find(place: Path) -> Any:
     return found or ("foreign" if is_foreign(place) else "nothing")
 
 
-def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
+def _together(room: Meeting, work: Callable[[], Any]) -> Any:
     """Return what `work` returns here, once it has succeeded on all ranks; else raise on all of them."""
     value, mine = None, None
     try:
@@ -448,7 +445,7 @@ def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
     return value
 
 
-def _choose(room: Alone | Meeting, place: Path, found: list[Path], last: Saving | None) -> tuple[Path, list[str]]:
+def _choose(room: Meeting, place: Path, found: list[Path], last: Saving | None) -> tuple[Path, list[str]]:
     """Return the newest checkpoint whose files are as they were written, and notes on newer ones and on other runs."""
     notes: list[str] = []
     for folder in found:
@@ -485,7 +482,7 @@ def _another_run(found: list[Path], last: Saving | None) -> list[str]:
     return [f"{found[0]} was saved by another run, {process}, than {own[1]}: two runs have saved into one folder"]
 
 
-def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: list[str]) -> Loaded:
+def _load_folder(step: TrainStep, folder: Path, room: Meeting, notes: list[str]) -> Loaded:
     """Load a checkpoint whose files are as they were written."""
     manifest = files.manifest_of(folder)
 
@@ -536,7 +533,7 @@ def _device(step: TrainStep) -> torch.device:
 
 
 def _read(
-    step: TrainStep, folder: Path, room: Alone | Meeting, manifest: Mapping[str, Any]
+    step: TrainStep, folder: Path, room: Meeting, manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the state of the step, in the sharding that it has here, and what each rank has saved."""
     model, optimizer = unwrap(step.model), step.optimizer
@@ -602,7 +599,7 @@ def _on_own_device(weights: Mapping[str, Any], step: TrainStep) -> dict[str, Any
     return {**weights, "counts": counts}
 
 
-def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded:
+def _load_foreign(step: TrainStep, place: Path, room: Meeting) -> Loaded:
     """Load a checkpoint of another library; see `checkpoints.foreign`."""
 
     def read() -> tuple[dict[str, Any], tuple[str, ...], Any, Any]:
