@@ -5,9 +5,8 @@ Schedulers of clusters (and torchrun, for its workers) send SIGTERM and, half a 
 Note [the same update]: a signal reaches ranks at different times, or one of them alone, and a rank may be an update
 ahead of another. On the first signal all ranks report how many updates they have finished; the last update is
 T = most + 1, and until T is known a rank ends no update beyond its own count + 1, which T is never below. So all
-ranks make update T and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so
-they need nothing of a main thread that is inside a collective. An update without a signal costs two calls and no
-communication.
+ranks make update T and none begins T + 1. A thread reports, as the main thread may be inside a collective; it waits in
+the store of the process group. An update without a signal costs two calls and no communication.
 """
 
 from __future__ import annotations

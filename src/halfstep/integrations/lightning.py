@@ -1,9 +1,8 @@
 """Lightning and Fabric: `HalfstepPrecision`, a precision plugin that trains under a policy, and a `Fabric` with it.
 
-`Trainer(plugins=[HalfstepPrecision("O2")])` prepares the model when the Trainer sets it up, before a wrapper or an
-optimizer refers to its parameters, and takes the policy off it when the Trainer is done. In between the steps of the
-LightningModule run in the policy's region, losses are scaled and gradients unscaled before hooks and clipping, and a
-step whose gradients are not finite is skipped, logged with its culprits, and advances no scheduler.
+The model is prepared when the Trainer sets it up, before a wrapper or an optimizer refers to its parameters. Steps of
+the LightningModule run in the policy's region; gradients are unscaled before hooks and clipping; a step whose gradients
+are not finite is skipped, logged with its culprits, and advances no scheduler.
 """
 
 from __future__ import annotations

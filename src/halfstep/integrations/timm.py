@@ -1,8 +1,6 @@
 """timm-style loops: `NativeScaler`, with the call of `timm.utils.NativeScaler`, over the scaler of `hs.prepare`.
 
-Scripts of timm and those descended from it (DeiT, Swin, MAE and others) give loss, optimizer and clipping to one
-object, which runs backward, unscales, clips, steps and updates the scale. timm itself is imported for adaptive gradient
-clipping only.
+Scripts of timm, DeiT, Swin, MAE and others use it. timm itself is imported for adaptive gradient clipping only.
 """
 
 from __future__ import annotations

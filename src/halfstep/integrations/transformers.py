@@ -1,9 +1,5 @@
 """Hugging Face Trainer under a policy: ``Trainer(..., policy="O2")`` in the place of ``transformers.Trainer(...)``.
 
-The loop stays Trainer's. `PolicyMixin` makes its Accelerator follow the policy (`integrations.accelerate`), prepares
-the model before a checkpoint is loaded into it, lets a black box explain steps that are not finite, and writes skipped
-steps, their culprits and the loss scale into the log.
-
 Note [moments]: Trainer gives model and optimizer to ``accelerator.prepare`` after the optimizer was created, from
 default or custom code, and before a wrapper is put around the model; there they are prepared. Two moments are earlier:
 weights of a checkpoint are loaded before the optimizer is there, where a model that comes in a low format would round
