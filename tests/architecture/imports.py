@@ -61,7 +61,7 @@ ROOT_IMPORTS = frozenset({*PUBLIC, "advise", "cast", "integrations", "kernels", 
 """Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
-    ("halfstep.compat.apex.optimizers.common", "kernels"): "which of torch's fused kernels do their work stands once",
+    ("halfstep.compat.apex.optimizers", "kernels"): "which of torch's fused kernels do their work stands once",
     ("halfstep.step.parts.verdicts", "lens"): "the black box, inside a function: who looks at a step is above it",
     ("halfstep.step.train_step", "lens"): "the annotation of TrainStep.explain",
 }

@@ -1,4 +1,4 @@
-"""The fused optimizers.
+"""``apex.optimizers``: the fused optimizers with Apex's arguments, for any device.
 
 `FusedAdam` and `FusedSGD` are torch's own, fused where torch has a kernel for the device. LAMB, NovoGrad and Adagrad
 are written with torch's functions.
@@ -11,17 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from halfstep.compat.apex.optimizers.common import (
-    FusedOptimizer,
-    SetGradNone,
-    count_step,
-    evaluated,
-    fuses,
-    materialised,
-    refuse_amsgrad,
-)
+from halfstep.compat.shared import listed
+from halfstep.kernels.eager.torch_fused import fused_works
 from halfstep.torch_private.foreach import (
     foreach_add_,
     foreach_addcmul_,
@@ -33,8 +27,74 @@ from halfstep.torch_private.foreach import (
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
-class FusedAdam(SetGradNone, torch.optim.Adam):
+
+class FusedOptimizer(Optimizer):
+    """Base of all: updates written with torch's functions, one group at a time; `zero_grad` as in Apex."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; `set_to_none` wins over the constructor's `set_grad_none`."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._before_step()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+        return loss
+
+    def _before_step(self) -> None:
+        """Compute what needs the gradients of all groups."""
+
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update the parameters of one group, all of which have gradients."""
+        raise NotImplementedError
+
+
+def fuses(params: list[Any], kind: type[Optimizer]) -> bool:
+    """Return whether torch's fused form of `kind` works on all of `params`."""
+    tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
+    flat = [t for item in tensors for t in ([item] if isinstance(item, Tensor) else item)]
+    return bool(flat) and all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in FUSED_DEVICES and fused_works(kind, t)
+        for t in flat
+    )
+
+
+def materialised(params: Any) -> list[Any]:
+    """Return `params` as a list, groups with their parameters as lists: an iterator could be read only once."""
+    if params is None or isinstance(params, Tensor):
+        what = "None" if params is None else "a single tensor"
+        raise TypeError(f"params is {what}; an optimizer takes a list of tensors or of groups, as model.parameters()")
+    return [{**p, "params": listed(p["params"])} if isinstance(p, dict) else p for p in params]
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    """Raise RuntimeError if `amsgrad` is set."""
+    if amsgrad:
+        raise RuntimeError(f"{name} does not support the AMSGrad variant; use torch.optim.Adam(amsgrad=True)")
+
+
+def count_step(group: dict[str, Any]) -> tuple[float, float]:
+    """Count a step of `group`; return ``1 - beta**step`` for both betas, or 1 without bias correction."""
+    group["step"] = group.get("step", 0) + 1
+    if not group["bias_correction"]:
+        return 1.0, 1.0
+    beta1, beta2 = group["betas"]
+    return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+
+
+class FusedAdam(FusedOptimizer, torch.optim.Adam):
     """Adam and AdamW.
 
     Args:
@@ -78,34 +138,20 @@ class FusedAdam(SetGradNone, torch.optim.Adam):
         self, closure: Callable[[], Any] | None = None, grads: Any = None, output_params: Any = None,
         scale: Any = None, grad_norms: Any = None,
     ) -> Any:  # fmt: skip
-        """Update the parameters.
-
-        Args:
-            closure: evaluates the model again.
-            grads: gone in Apex too, as are the three below; raises RuntimeError.
-            output_params: as `grads`.
-            scale: as `grads`.
-            grad_norms: as `grads`.
-        """
+        """Update the parameters; `grads` and the arguments after it raise RuntimeError, as in Apex."""
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
                 "FusedAdam.step takes no gradients, output parameters, scale or norms any more: make it as you would "
                 "make torch.optim.Adam, and call step()"
             )
         if all(group.get("bias_correction", True) for group in self.param_groups):
-            return super().step(closure)
-        loss = evaluated(closure)
-        for group in self.param_groups:
-            self._plain(group)
-        return loss
+            return torch.optim.Adam.step(self, closure)
+        return super().step(closure)
 
-    @torch.no_grad()
-    def _plain(self, group: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update one group without bias correction, or with it where the group has it."""
         beta1, beta2 = group["betas"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        for parameter in params:
             state, gradient = self.state[parameter], parameter.grad
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
@@ -123,7 +169,7 @@ class FusedAdam(SetGradNone, torch.optim.Adam):
             parameter.addcdiv_(first, (second / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1)
 
 
-class FusedSGD(SetGradNone, torch.optim.SGD):
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """SGD with momentum.
 
     Args:
@@ -162,17 +208,12 @@ class FusedSGD(SetGradNone, torch.optim.SGD):
             for group in self.param_groups:  # parameters may have been lowered since, and a state brings its own form
                 if group["fused"] and not fuses([group], torch.optim.SGD):
                     group["fused"] = None
-            return super().step(closure)
-        loss = evaluated(closure)
-        for group in self.param_groups:
-            self._decay_last(group)
-        return loss
+            return torch.optim.SGD.step(self, closure)
+        return super().step(closure)
 
-    @torch.no_grad()
-    def _decay_last(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update one group with its decay after the momentum."""
+        for parameter in params:
             update = parameter.grad
             if group["momentum"]:
                 state = self.state[parameter]
@@ -225,7 +266,11 @@ class FusedLAMB(FusedOptimizer):
         shrink = (self._norm / limit).clamp(min=1.0) if limit and limit > 0 else torch.ones_like(self._norm)
         grads = [p.grad.float() / shrink.to(p.device) for p in params]
         values = [p.float() for p in params]
-        first, second = _moments(self.state, params)
+        for parameter in params:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         if not self.adam_w_mode and decay:
             foreach_add_(grads, values, alpha=decay)
         foreach_mul_(first, beta1)
@@ -244,15 +289,6 @@ class FusedLAMB(FusedOptimizer):
             rates.append(lr * ratio if self.use_nvlamb or decay else lr * torch.ones_like(size))
         for parameter, value, update, rate in zip(params, values, updates, rates, strict=True):
             parameter.copy_(value - rate * update)
-
-
-def _moments(state: Any, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the two moments of every parameter, made on first use."""
-    for parameter in params:
-        if not state[parameter]:
-            state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-    return [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -334,19 +370,16 @@ class FusedAdagrad(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
         for parameter in params:
-            self._update_one(group, parameter)
-
-    def _update_one(self, group: dict[str, Any], parameter: Any) -> None:
-        if parameter.grad.is_sparse:
-            raise RuntimeError("FusedAdagrad takes no sparse gradients; use torch.optim.Adagrad")
-        value, gradient = parameter.float(), parameter.grad.float()
-        state = self.state[parameter]
-        if not state:
-            state["sum"] = torch.zeros_like(value)
-        if not self.adagrad_w_mode:
-            gradient = gradient + group["weight_decay"] * value
-        state["sum"].addcmul_(gradient, gradient)
-        update = gradient / (state["sum"].sqrt() + group["eps"])
-        if self.adagrad_w_mode:
-            update = update + group["weight_decay"] * value
-        parameter.copy_(value - group["lr"] * update)
+            if parameter.grad.is_sparse:
+                raise RuntimeError("FusedAdagrad takes no sparse gradients; use torch.optim.Adagrad")
+            value, gradient = parameter.float(), parameter.grad.float()
+            state = self.state[parameter]
+            if not state:
+                state["sum"] = torch.zeros_like(value)
+            if not self.adagrad_w_mode:
+                gradient = gradient + group["weight_decay"] * value
+            state["sum"].addcmul_(gradient, gradient)
+            update = gradient / (state["sum"].sqrt() + group["eps"])
+            if self.adagrad_w_mode:
+                update = update + group["weight_decay"] * value
+            parameter.copy_(value - group["lr"] * update)
