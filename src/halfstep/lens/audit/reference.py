@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.calls import place
 from halfstep.lens.tracing import OperatorCall, OperatorSink
 from halfstep.trees import tensors
 
-__all__ = ["BELOW_FP32", "Key", "Reference", "TwinResult", "floats_of", "integers_key", "is_index", "widened_dtypes"]
+__all__ = ["BELOW_FP32", "Reference", "TwinResult", "floats_of", "integers_key", "is_index", "widened_dtypes"]
+
+BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+Key = tuple[str, str, int]
+"""Module, operator, which call of it in that module."""
 
 
 def is_index(tensor: Tensor) -> bool:
@@ -27,15 +32,19 @@ def floats_of(values: Any) -> list[Tensor]:
     return [t for t in tensors(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
 
 
-BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
-
-Key = tuple[str, str, int]
-"""Module, operator, which call of it in that module."""
-
-
 def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
     """Return the key of the next conversion to integers: other conversions come and go with a policy's casts."""
     return call.module, "integers", sink.nth(call.module, "integers")
+
+
+def widened_dtypes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which low dtypes are `wide`."""
+    return (
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
+    )
 
 
 @dataclass(slots=True)
@@ -52,12 +61,22 @@ class Reference(OperatorSink):
 
     Args:
         closed: composites that the policy has a rule for.
+        model: the fp32 twin.
+
+    Attributes:
+        kept: its results; `integers`: those made of floating numbers; `weights`: gradients by name.
+        loss: of the last run.
     """
 
-    def __init__(self, closed: frozenset[str]) -> None:
+    def __init__(self, closed: frozenset[str], model: nn.Module) -> None:
+        self.model, self.loss = model, 0.0
         super().__init__(closed)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        super().begin()
         self.kept: dict[Key, TwinResult] = {}
-        self.integers: dict[Key, Tensor] = {}  # that were made of floating numbers
+        self.integers: dict[Key, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
 
     def line(self) -> str:
@@ -69,8 +88,8 @@ class Reference(OperatorSink):
     ) -> Any:
         """Keep the first floating result."""
         if call.in_place:
-            self._copy_overwritten(args[:1])
-        result = self._wide(func, args, kwargs)
+            self._copy_overwritten({place(t) for t in tensors(args[:1])})
+        result = self.other(func, args, kwargs)
         found = floats_of(result)
         if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
             self.integers[integers_key(self, call)] = result.clone()
@@ -87,29 +106,15 @@ class Reference(OperatorSink):
 
     def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it with fp32 in place of low formats."""
-        return self._wide(func, args, kwargs)
-
-    def _wide(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
             return args[0].to(torch.float32)
         if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
             args, kwargs = widened_dtypes(args, kwargs, torch.float32)
         return func(*args, **kwargs)
 
-    def _copy_overwritten(self, destinations: tuple[Any, ...]) -> None:
+    def _copy_overwritten(self, places: set[int]) -> None:
         """Copy kept results that an operator is about to write into."""
-        places = {place(t) for t in tensors(destinations)}
         for kept in self.kept.values():
             if place(kept.value) in places:
                 kept.value = kept.value.clone()
                 kept.version = kept.value._version
-
-
-def widened_dtypes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in which low dtypes are `wide`."""
-    return (
-        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
-        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
-    )
