@@ -232,10 +232,11 @@ class Tally:
         assert self.sketch is not None
         (sketch,), form, local = self.sketch.read(), self.form, self.local
         count = max(sketch.count + self.masked, 1)
+        shares: dict[str, Any] = {name: part / whole for name, (part, whole) in self.shares.items() if whole}
         return AuditRow(
+            **shares,
             **{name: getattr(self, name) for name in UNCHANGED},
             **{name: round(getattr(self, name) / steps) for name in PER_STEP},
-            **{name: part / whole for name, (part, whole) in self.shares.items() if whole},
             dtype=", ".join(sorted(self.dtypes)),
             format=form.name,
             rule=rule,
