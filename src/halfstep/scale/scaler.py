@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep.arguments import FLAG, Kind, check
 from halfstep.errors import ScaleError, warn
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import FP32, format_of
 from halfstep.mistakes import MISTAKES
-from halfstep.policy.scale_rule import ScaleRule
+from halfstep.policy.scale_rule import ScaleRule, plain
 from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
-from halfstep.scale.arguments import choose_rule, device_type, is_on, map_losses
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
 from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
-from halfstep.scale.state import StoredScale
+from halfstep.scale.state import StoredScale, choose_rule
+from halfstep.trees import opened
 
 __all__ = ["GradScaler"]
 
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 
 _SMALLEST_INVERTIBLE = 2.0**-126
 """The smallest normal fp32 number; 1/scale is inf from 2**-128 down."""
+
+ZERO_OR_ONE = Kind("0 or 1", lambda value: type(value) is int and value in (0, 1))
 
 _READ_EVERY = 16
 """Updates between two reads of the alarm where a read costs a launch and the consequence is only a warning."""
@@ -95,22 +98,28 @@ class GradScaler(StoredScale):
         Raises:
             ScaleError: a value that makes no sense, or numbers given both in `rule` and beside it.
         """
-        enabled = is_on(enabled)
+        enabled = plain(enabled)
+        check("GradScaler", ScaleError, enabled=(enabled, FLAG | ZERO_OR_ONE))
         numbers = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }
-        chosen = choose_rule(numbers, rule, floor=floor, ceiling=ceiling, hysteresis=hysteresis)
-        self._device = device_type(device)
+        chosen = choose_rule(numbers, rule, floor, ceiling, hysteresis)
+        try:
+            self._device = None if device is None else torch.device(device).type
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ScaleError(
+                f"GradScaler: device={device!r} is not a device; expected a type such as 'cuda' or 'cpu'"
+            ) from error
         if enabled and self._device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
                 "GradScaler('cuda') is enabled, but CUDA is not available: it switches itself off, as torch's does. "
                 "GradScaler() works where the loss is",
             )
             enabled = False
-        super().__init__(chosen, enabled=enabled)
+        super().__init__(chosen, enabled=bool(enabled))
         self._warned = False
         self.host_reads = 0
         self.by_hand = False
@@ -169,7 +178,7 @@ class GradScaler(StoredScale):
                 copies[tensor.device] = self.scale_on(tensor.device)
             return self._follow(tensor * copies[tensor.device])
 
-        scaled: _T = map_losses(outputs, multiply)
+        scaled: _T = _map_losses(outputs, multiply)
         return scaled
 
     def _follow(self, scaled: Tensor) -> Tensor:
@@ -535,3 +544,21 @@ class GradScaler(StoredScale):
         """Wait for the device and return a flag; the only wait of `step` and `update`."""
         self.host_reads += 1
         return bool(flag)
+
+
+def _map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "outputs") -> Any:
+    """Return `value`, a tensor or nested containers of tensors, with every tensor replaced by ``function(tensor)``.
+
+    Containers come back as their own type (a generator as a list); `where` names `value` in a message.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if (node := opened(value)) is not None:
+        named, rebuild = node
+        return rebuild([_map_losses(item, function, where + place) for place, item in named])
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [_map_losses(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ScaleError(
+        f"scale: {where} is {value!r} of type {type(value).__name__}; expected a tensor or a (nested) container of "
+        "tensors: pass the loss itself, or only the tensors of what the model returned"
+    )
