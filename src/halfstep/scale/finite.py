@@ -87,15 +87,7 @@ def unscale_(
 
 @torch.no_grad()
 def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None:
-    """Return whether a gradient is not finite; they keep their values and dtypes, and nothing waits for the device.
-
-    Args:
-        pairs: (parameter, gradient) as for `unscale_`.
-        like: 0-dim on the device of the result.
-
-    Returns:
-        0-dim fp32 on the device of `like`, not zero if a gradient was not finite; None without gradients.
-    """
+    """Return what `unscale_` does, on the device of `like` (0-dim), and leave the gradients as they are."""
     found = _FlagPerDevice(torch.zeros_like(like, dtype=torch.float32))
     batches = _Batches()
     for _, gradient in pairs:
@@ -112,25 +104,19 @@ def describe_non_finite(
 ) -> tuple[str, ...]:
     """Name the parameters whose gradient is not finite, with how many values; waits for the device.
 
-    Args:
-        optimizers: the optimizers whose gradients are read, as they are now.
-        names: names by parameter; otherwise ``named_parameters`` given to the optimizer, otherwise the position.
+    Their names are those of `names`, else those that ``named_parameters`` gave the optimizer, else their positions.
 
     Returns:
         At most `NAMES_SHOWN` entries such as ``"head.weight (3 of 20 values)"``, then perhaps ``"and 7 more"``.
     """
-    labels: list[str] = []
-    counts: list[Tensor] = []
-    sizes: list[int] = []
+    found = []
     for optimizer in optimizers:
         for label, parameter in _labelled(optimizer, names):
             if parameter.grad is not None:
                 values = local(_values(parameter.grad))
-                labels.append(label)
-                counts.append(values.isfinite().logical_not().sum().cpu())
-                sizes.append(values.numel())
-    bad = [(label, int(count), size) for label, count, size in zip(labels, counts, sizes, strict=True) if count]
-    return _few([f"{label} ({count} of {size} values)" for label, count, size in bad])
+                count = int(values.isfinite().logical_not().sum())
+                found += [f"{label} ({count} of {values.numel()} values)"] if count else []
+    return _few(found)
 
 
 def names_of(
@@ -218,13 +204,12 @@ def _values(gradient: Tensor) -> Tensor:
 
 def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Put an fp32 copy in the place of each low gradient and return the copies."""
-    plain = all(type(gradient) is Tensor for _, gradient in pairs)
-    if plain:  # one kernel for all
-        copies = [torch.empty_like(gradient, dtype=torch.float32) for _, gradient in pairs]
-        if copies:
-            foreach_copy_(copies, [gradient for _, gradient in pairs])
+    gradients = [gradient for _, gradient in pairs]
+    if gradients and all(type(gradient) is Tensor for gradient in gradients):  # one kernel for all
+        copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+        foreach_copy_(copies, gradients)
     else:
-        copies = [gradient.to(torch.float32) for _, gradient in pairs]
+        copies = [gradient.to(torch.float32) for gradient in gradients]
     for (parameter, _), copy in zip(pairs, copies, strict=True):
         _replace(parameter, copy)
     return copies

@@ -67,16 +67,8 @@ class ScaleState(NamedTuple):
 
 def initial_host(rule: ScaleRule) -> dict[str, Any]:
     """Return the state before the first step as plain numbers."""
-    return {
-        "scale": representable(rule, rule.init),
-        "good": -rule.delay,
-        "slack": rule.hysteresis - 1,
-        "steps": 0,
-        "misses": 0,
-        "streak": 0,
-        "bad": 0,
-        "alarm": False,
-    }
+    first = {"scale": representable(rule, rule.init), "good": -rule.delay, "slack": rule.hysteresis - 1, "alarm": False}
+    return {**dict.fromkeys(ScaleState._fields, 0), **first}
 
 
 def representable(rule: ScaleRule, value: float) -> float:
@@ -107,7 +99,7 @@ def state_to_host(state: ScaleState) -> dict[str, Any]:
     """Copy a state to plain numbers; one wait for the device."""
     wide = widest_dtype(state.scale.device)  # int32 fits float64 exactly
     scale, *counts, alarm = torch.stack([field.to(wide) for field in state]).tolist()
-    return ScaleState(scale, *map(int, counts), bool(alarm))._asdict()  # type: ignore[arg-type]
+    return dict(zip(ScaleState._fields, (scale, *map(int, counts), bool(alarm)), strict=True))
 
 
 def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState:

@@ -194,8 +194,8 @@ class GradScaler(StoredScale):
         begun = [(work, work.begin_pass()) for work in self._iteration.unscaled()]
 
         def end() -> None:
-            for work, one in begun:
-                work.end_pass(one)
+            for work, gradients in begun:
+                work.end_pass(gradients)
 
         return end if begun else None
 

@@ -91,7 +91,8 @@ class Monitor:
         check("Monitor", StepError, every=(every, COUNT), weights=(weights, FLAG), activations=(activations, FLAG))
         model = target.model if isinstance(target, TrainStep) else target
         self.every = every
-        if activations and _is_compiled(model):
+        whole = unwrap(model) is not model and original_of(model) is not None
+        if activations and (whole or any(is_compiled(m) or original_of(m) is not None for m in model.modules())):
             raise StepError(
                 "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
                 "compiled again for each sample); watch the model before it is compiled, or leave activations out"
@@ -102,9 +103,8 @@ class Monitor:
         assert trained is not None
         self._optimizer = trained
         self._scaler = scaler
-        store = store_of(model)
-        self._sampler = Sampler(unwrap(model), trained, store, weights=weights, activations=activations)
-        self._readings = Readings(self._sampler, store, self.format)
+        self._sampler = Sampler(unwrap(model), trained, store_of(model), weights=weights, activations=activations)
+        self._readings = Readings(self._sampler, self.format)
         self._updates = self._samples = 0
         self._scale: Tensor | None = None  # of the last sample
         self._loads: list[Load] = []
@@ -113,19 +113,12 @@ class Monitor:
         self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
-        self._attach()
-        self._arm()
-
-    # ------------------------------------------------------------------ attaching
-
-    def _attach(self) -> None:
         if self._step is not None:
             self._step.watchers.append(self)
-            return
-        self._handles = [
-            hook_weakly(self._optimizer.register_step_pre_hook, self._before_step),
-            hook_weakly(self._optimizer.register_step_post_hook, self._after_step),
-        ]
+        else:
+            before = hook_weakly(self._optimizer.register_step_pre_hook, self._before_step)
+            self._handles = [before, hook_weakly(self._optimizer.register_step_post_hook, self._after_step)]
+        self._arm()
 
     def close(self) -> None:
         """Take the monitor off; what it has seen can still be read."""
@@ -172,11 +165,7 @@ class Monitor:
 
     @torch.no_grad()
     def after_update(self, bad: Tensor | None) -> None:
-        """Compare what the update has changed with the copies, if this update was one to sample.
-
-        Args:
-            bad: 0-dim bool: the update was not applied; None: it was.
-        """
+        """Compare what the update has changed with the copies, if this was one to sample; `bad`: it was not applied."""
         self._updates += 1
         if self._updates % self.every == 0:
             self._samples += 1
@@ -199,11 +188,14 @@ class Monitor:
 
         A call after a sample begins to copy the counts to the host; on a CPU they have arrived at once.
         """
-        return self._read(wait=False)
+        self._receive(wait=False)
+        records, self._records = self._records, []
+        return records
 
     def flush(self) -> list[MonitorRecord]:
         """Return all records, also those still being copied; waits for the device. For the end of a run."""
-        return self._read(wait=True)
+        self._receive(wait=True)
+        return self.poll()
 
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
@@ -214,18 +206,19 @@ class Monitor:
         Records that `poll` has not handed out yet stay for it.
         """
         self._receive(wait=True)
-        self._see_signals()
+        if self._step is not None:
+            signals = self._step.record.signals
+            history = signals.read()
+            risen = rise(history.updates(), partial(signals.growth, unwrap(self._step.model)), EARLY)
+            if risen is not None:
+                batch = outlier(history.inputs, risen, risen.last + 1)
+                self._add(of_rise(risen, batch, learning_rate(self._optimizer)), self._updates)
         made = []
         for step, places in self._found.values():
             worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
             also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
             made.append(replace(worst[0], step=step, also=also))
         return tuple(made)
-
-    def _read(self, *, wait: bool) -> list[MonitorRecord]:
-        self._receive(wait=wait)
-        records, self._records = self._records, []
-        return records
 
     def _receive(self, *, wait: bool) -> None:
         if self._samples and (wait or not self._loads):
@@ -265,17 +258,6 @@ class Monitor:
         found = rise([(step, math.nan, gradient) for step, gradient, *_ in self._course], growth, EARLY)
         if found is not None:
             self._add(of_rise(found, "", learning_rate(self._optimizer)), record.step)
-
-    def _see_signals(self) -> None:
-        """Find out from the losses of a `TrainStep` whether training runs away; waits for the device."""
-        if self._step is None:
-            return
-        signals = self._step.record.signals
-        history = signals.read()
-        found = rise(history.updates(), partial(signals.growth, unwrap(self._step.model)), EARLY)
-        if found is not None:
-            batch = outlier(history.inputs, found, found.last + 1)
-            self._add(of_rise(found, batch, learning_rate(self._optimizer)), self._updates)
 
     def _send(self) -> None:
         load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
@@ -330,9 +312,3 @@ def _low_format(model: nn.Module) -> Format:
         if parameter.dtype in LOW_DTYPES:
             return format_of(parameter.dtype)
     raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    if unwrap(model) is not model and original_of(model) is not None:
-        return True
-    return any(is_compiled(m) or original_of(m) is not None for m in model.modules())

@@ -11,7 +11,6 @@ from torch import Tensor
 from halfstep.formats import Format
 from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, format_name
 from halfstep.lens.sketch import Bounds, ExponentSketch
-from halfstep.weights import WeightStore
 
 __all__ = ["ActivationRecord", "Load", "MonitorRecord", "ParameterRecord", "Readings"]
 
@@ -127,15 +126,9 @@ class MonitorRecord:
         """Return the numbers of the record but `step`, by name: ``scale``, ``underflow/NAME``, ``zeros/NAME``, ..."""
         found = {"scale": self.scale}
         for p in self.parameters:
-            found |= {
-                f"underflow/{p.name}": p.underflow[1],
-                f"subnormal/{p.name}": p.subnormal[1],
-                f"zeros/{p.name}": p.zeros,
-                f"nonfinite/{p.name}": p.nonfinite,
-                f"headroom/{p.name}": p.headroom,
-                f"update_ratio/{p.name}": p.update_ratio,
-                f"swallowed/{p.name}": p.swallowed,
-            }
+            found |= {f"underflow/{p.name}": p.underflow[1], f"subnormal/{p.name}": p.subnormal[1]}
+            for what in ("zeros", "nonfinite", "headroom", "update_ratio", "swallowed"):
+                found[f"{what}/{p.name}"] = getattr(p, what)
         return found
 
     def sketches(self) -> dict[str, ExponentSketch]:
@@ -152,12 +145,8 @@ class MonitorRecord:
         lines = [f"step {self.step}: {self.samples} samples, scale {self.scale:g}"]
         for p in sorted(self.parameters, key=lambda p: (-p.nonfinite, -p.underflow[1] - p.subnormal[1], p.name)):
             parts = [f"inf or nan {p.nonfinite:.1%}"] if p.nonfinite else []
-            parts += [
-                f"underflow {p.underflow[0]:.1%}",
-                f"subnormal {p.subnormal[1]:.1%}",
-                f"zeros {p.zeros:.1%}",
-                f"headroom {p.headroom:.1f} bits",
-            ]
+            parts += [f"underflow {p.underflow[0]:.1%}", f"subnormal {p.subnormal[1]:.1%}"]
+            parts += [f"zeros {p.zeros:.1%}", f"headroom {p.headroom:.1f} bits"]
             if not math.isnan(p.update_ratio):
                 parts.append(f"update/weight {p.update_ratio:.2g}")
             if not math.isnan(p.swallowed):
@@ -178,16 +167,10 @@ class Load:
 
 
 class Readings:
-    """Makes records.
+    """Makes records of what a sampler has gathered; `format` is the low format of shares."""
 
-    Args:
-        sampler: what has gathered the samples.
-        store: the precise values behind low parameters, or None.
-        format: the low format of shares.
-    """
-
-    def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
-        self._sampler, self._store, self._format = sampler, store, format
+    def __init__(self, sampler: Sampler, format: Format) -> None:
+        self._sampler, self._format = sampler, format
         self._largest: dict[str, float] = {}
         self._silent: dict[str, int] = {}
 
@@ -200,25 +183,19 @@ class Readings:
         for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
             seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
             found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
-            for number, sketch, weight, totals in found:
-                if sketch.count:
-                    pace = load.paces.get(number, (0.0, 1.0))
-                    low = bool(states.get(number))
-                    silent = self._silence(sampler.names[number], sketch, load.samples, totals)
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low, silent)
+            for number, gradient, weight, totals in found:
+                if gradient.count:
+                    if not states.get(number):
+                        totals[STATES:] = [math.nan]
+                    parameters[number] = self._parameter(load, number, gradient, weight, totals)
             for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
                 outputs.setdefault(number, ExponentSketch()).merge_(sketch)
             scale = float(rest[0]) if rest else scale
-        activations = (
-            ActivationRecord(
-                module=sampler.leaves[n][0],
-                kind=type(sampler.leaves[n][1]).__name__,
-                dtype=sampler.dtypes[n],
-                sketch=sketch,
-            )
-            for n, sketch in sorted(outputs.items())
-            if sketch.count
-        )
+        activations = []
+        for number, sketch in sorted(outputs.items()):
+            if sketch.count:
+                (path, leaf), dtype = sampler.leaves[number], sampler.dtypes[number]
+                activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
         return MonitorRecord(
             step=load.step,
             samples=load.samples,
@@ -227,29 +204,20 @@ class Readings:
             activations=tuple(activations),
         )
 
-    def _silence(self, name: str, gradient: ExponentSketch, samples: int, sums: list[float]) -> int:
-        """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
-        applied = int(sums[GOOD]) if self._sampler.weights else samples
-        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
-        return self._silent[name]
-
     def _parameter(
-        self,
-        number: int,
-        sketches: tuple[ExponentSketch, ExponentSketch | None],
-        sums: list[float],
-        pace: tuple[float, float],
-        low_state: bool,
-        silent: int,
+        self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
     ) -> ParameterRecord:
-        gradient, weight = sketches
-        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
-        store = self._store if self._store is not None and parameter in self._store else None
+        sampler = self._sampler
+        name, parameter = sampler.names[number], sampler.parameters[number]
+        store = sampler.store if sampler.store is not None and parameter in sampler.store else None
         stochastic = store is not None and store.name == "stochastic"
         dtype = format_name(parameter.dtype)
         before, now = self._largest.get(name, 0.0), gradient.largest
         self._largest[name] = now
         good, movable = sums[GOOD], sums[MOVABLE]
+        applied = int(good) if sampler.weights else load.samples
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        decay, pace = load.paces.get(number, (0.0, 1.0))
         return ParameterRecord(
             name=name,
             dtype=dtype,
@@ -259,10 +227,10 @@ class Readings:
             format=self._format,
             update_ratio=sums[RATIO] / good if good else math.nan,
             swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
-            frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
-            decay=pace[0] if good else 0.0,
-            pace=pace[1],
+            frozen_state=max(sums[STATES:]) / movable if movable else math.nan,
+            decay=decay if good else 0.0,
+            pace=pace,
             drift=math.log2(now / before) if now and before else math.nan,
             stochastic=stochastic,
-            silent=silent,
+            silent=self._silent[name],
         )

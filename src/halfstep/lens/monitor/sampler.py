@@ -70,11 +70,9 @@ class Sampler:
             rate over the largest so far.
 
     Args:
-        model: the user's model.
-        optimizer: what trains it.
+        model: the user's model, which `optimizer` trains.
         store: the precise values behind its low parameters, or None.
-        weights: whether to sample weights and updates.
-        activations: whether leaves may be hooked.
+        weights: whether to sample weights and updates; `activations`: whether leaves may be hooked.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Sampler:
         self.shelves: dict[torch.device, Shelf] = {}
         self.paces: dict[int, tuple[float, float]] = {}
         self.weights, self.activations = weights, activations
-        self._optimizer, self._store = optimizer, store
+        self._optimizer, self.store = optimizer, store
         self._places = {id(p): n for n, p in enumerate(self.parameters)}
         self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._tops: dict[int, float] = {}
@@ -194,8 +192,8 @@ class Sampler:
 
     def _precise(self, parameter: nn.Parameter) -> Tensor:
         """Return a copy of the value that the optimizer moves."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
+        if self.store is not None and parameter in self.store:
+            return self.store.read(parameter)
         return local(parameter.detach()).clone()
 
     def low_states(self) -> dict[int, list[Tensor]]:

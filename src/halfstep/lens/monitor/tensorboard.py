@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from halfstep.errors import HalfstepError
 from halfstep.lens.monitor.records import MonitorRecord
@@ -16,29 +16,7 @@ from halfstep.lens.sketch import ExponentSketch
 
 __all__ = ["SketchWriter"]
 
-
 NEEDED = ("add_scalar", "add_histogram_raw")
-
-
-class EventWriter(Protocol):
-    """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Add a point to a curve."""
-
-    def add_histogram_raw(
-        self,
-        tag: str,
-        min: float,
-        max: float,
-        num: int,
-        sum: float,
-        sum_squares: float,
-        bucket_limits: list[float],
-        bucket_counts: list[int],
-        global_step: int,
-    ) -> object:
-        """Add a histogram, given its bars."""
 
 
 class SketchWriter:
@@ -61,10 +39,10 @@ class SketchWriter:
         ...     writer.add(record)
     """
 
-    def __init__(self, target: str | Path | EventWriter) -> None:
+    def __init__(self, target: Any) -> None:
         if not isinstance(target, (str, Path)) and not all(hasattr(target, name) for name in NEEDED):
             raise HalfstepError(f"SketchWriter takes a folder or a writer with {' and '.join(NEEDED)}, not {target!r}")
-        self.writer: EventWriter = _opened(target) if isinstance(target, (str, Path)) else target
+        self.writer: Any = _opened(target) if isinstance(target, (str, Path)) else target
 
     def add(self, record: MonitorRecord) -> None:
         """Write one record, at its step."""
