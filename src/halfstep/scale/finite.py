@@ -51,8 +51,9 @@ def unscale_(
     """
     inverse = _inverse(scale)
     unusable = inverse.isfinite().logical_not() if check_scale else torch.zeros_like(inverse)
-    found = _FlagPerDevice(unusable.to(torch.float32))
-    batches, again = _Batches(), _Batches()  # again: checked once more after the division
+    flags = {scale.device: unusable.to(torch.float32)}
+    divided: list[Tensor] = []
+    again: list[Tensor] = []  # checked once more after the division
     wide: list[tuple[Tensor, Tensor]] = []  # low parameters and their gradients, to become fp32
     summed: list[tuple[Tensor, Tensor, torch.dtype]] = []  # parameters, gradients in fp32, the dtype to go back to
     for parameter, gradient in pairs:
@@ -61,41 +62,39 @@ def unscale_(
             total = gradient.to(torch.float32)
             total = total.coalesce() if total.is_sparse else total
             summed.append((parameter, total, gradient.dtype))
-            batches.add(total)
+            divided.append(total)
         elif gradient.dtype in LOW_DTYPES and into_fp32:
             wide.append((parameter, gradient))
         else:
             if gradient.is_conj():
                 parameter.grad = gradient = gradient.resolve_conj()
-            batches.add(gradient)
+            divided.append(gradient)
             if gradient.dtype in (torch.float16, torch.complex32):
-                again.add(gradient)  # dividing by a scale below 1 can take it out of range
-    for fresh in _widen(wide):
-        batches.add(fresh)
-
-    batches.run(found, inverse)
+                again.append(gradient)  # dividing by a scale below 1 can take it out of range
+    divided += _widen(wide)
+    _run(divided, flags, inverse)
     for parameter, total, dtype in summed:
         if into_fp32:
             _replace(parameter, total)
         else:
             parameter.grad = total.to(dtype)
-            again.add(parameter.grad)
+            again.append(parameter.grad)
     if again:
-        again.run(found, torch.ones_like(inverse))
-    return found.combined() if batches else None
+        _run(again, flags, torch.ones_like(inverse))
+    return _combined(flags) if divided else None
 
 
 @torch.no_grad()
 def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None:
     """Return what `unscale_` does, on the device of `like` (0-dim), and leave the gradients as they are."""
-    found = _FlagPerDevice(torch.zeros_like(like, dtype=torch.float32))
-    batches = _Batches()
+    flags = {like.device: torch.zeros_like(like, dtype=torch.float32)}
+    checked = []
     for _, gradient in pairs:
         if gradient.is_sparse and gradient.dtype in LOW_DTYPES:
             gradient = gradient.to(torch.float32).coalesce()
-        batches.add(gradient.resolve_conj())
-    batches.run(found, torch.ones_like(like, dtype=torch.float32))
-    return found.combined() if batches else None
+        checked.append(gradient.resolve_conj())
+    _run(checked, flags, torch.ones_like(like, dtype=torch.float32))
+    return _combined(flags) if checked else None
 
 
 @torch.no_grad()
@@ -141,53 +140,33 @@ def _few(texts: list[str]) -> tuple[str, ...]:
     return (*shown, f"and {len(texts) - NAMES_SHOWN} more") if len(texts) > NAMES_SHOWN else tuple(shown)
 
 
-class _FlagPerDevice:
-    """One flag over many devices: a kernel on each device sets its own copy."""
+def _run(gradients: Iterable[Tensor], flags: dict[torch.device, Tensor], factor: Tensor) -> None:
+    """Multiply gradients by `factor` (0-dim fp32) in place; note in the flag of a device what was not finite before.
 
-    def __init__(self, home: Tensor) -> None:
-        self._home = home
-        self._copies: dict[torch.device, Tensor] = {home.device: home}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = torch.zeros((), dtype=torch.float32, device=device)
-        return self._copies[device]
-
-    def combined(self) -> Tensor:
-        """Return one flag on the first device; copies between devices do not wait."""
-        result = self._home
-        for copy in self._copies.values():
-            if copy is not self._home:
-                result = torch.maximum(result, copy.to(result.device, non_blocking=True))
-        return result
-
-
-class _Batches:
-    """Gradients grouped so that each group can go through one multi-tensor kernel."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Hashable, list[Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def add(self, gradient: Tensor) -> None:
+    Each group that one multi-tensor kernel takes goes through it together.
+    """
+    groups: dict[Hashable, list[Tensor]] = {}
+    for gradient in gradients:
         if gradient.layout is not torch.strided or gradient.is_complex():
             gradient = torch.view_as_real(values) if (values := _values(gradient)).is_complex() else values
         key: Hashable = (gradient.device, gradient.dtype)
         if type(gradient) is not Tensor and (mesh := getattr(gradient, "device_mesh", None)) is not None:
             # DTensor: torch's handler for this kernel takes mesh and placements of the first gradient for all of them.
             key = (key, mesh, gradient.placements)  # type: ignore[attr-defined]
-        self._groups.setdefault(key, []).append(gradient)
+        groups.setdefault(key, []).append(gradient)
+    for group in groups.values():
+        device = group[0].device
+        if device not in flags:
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor.to(device, non_blocking=True))
 
-    def run(self, found: _FlagPerDevice, factor: Tensor) -> None:
-        """Multiply every gradient by `factor` (0-dim fp32) in place and note in `found` what was not finite before."""
-        factors: dict[torch.device, Tensor] = {factor.device: factor}
-        for group in self._groups.values():
-            device = group[0].device
-            if device not in factors:
-                factors[device] = factor.to(device, non_blocking=True)
-            amp_foreach_non_finite_check_and_unscale_(group, found.on(device), factors[device])
+
+def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
+    """Return one flag on the first device; copies between devices do not wait."""
+    result, *others = flags.values()
+    for flag in others:
+        result = torch.maximum(result, flag.to(result.device, non_blocking=True))
+    return result
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -161,9 +161,9 @@ def _ratio(difference: float, reference: float) -> float:
 # ------------------------------------------------------------------ rows
 
 
-def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
-    """Return the format whose numbers `tensor` holds; `otherwise` for float64, which has none here."""
-    return otherwise if tensor.dtype is torch.float64 else format_of(tensor.dtype)
+def form_of(tensor: Tensor) -> Format:
+    """Return the format whose numbers `tensor` holds; fp32 for float64, which has none here."""
+    return FP32 if tensor.dtype is torch.float64 else format_of(tensor.dtype)
 
 
 @dataclass(slots=True)
