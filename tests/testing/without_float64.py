@@ -69,7 +69,7 @@ def samples_and_shadows() -> None:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
         optimizer.state[p]["momentum_buffer"] = torch.empty_like(p)
-    sampler = Sampler(model, optimizer, None, weights=True, activations=False)
+    sampler = Sampler(model, optimizer, None, FP16, weights=True, activations=False)
     sampler.before(list(model.parameters()), None)
     sampler.after(torch.empty((), dtype=torch.bool, device="cuda"))
     gradients = {p: float64_of(p.grad) for p in model.parameters() if p.grad is not None}

@@ -32,8 +32,7 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
-from halfstep.lens.audit.record import AuditRecorder
-from halfstep.lens.audit.reference import BELOW_FP32, Reference
+from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import Meter, copy_of_optimizer, precise_of, swallow

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.audit.reference import is_index
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.calls import place
 from halfstep.trees import tensors
 
-__all__ = ["SUMS", "Integers", "note_signs"]
+__all__ = ["SUMS", "Integers", "is_index", "note_signs"]
 
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 
 NEAR_ONE = 2.0**-12
 """A number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be."""
+
+
+def is_index(tensor: Tensor) -> bool:
+    """Return whether `tensor` holds integers or booleans."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def note_signs(

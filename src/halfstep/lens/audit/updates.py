@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from halfstep.binding.prepare import store_of
 from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
-from halfstep.lens.audit.record import AuditRecorder
-from halfstep.lens.audit.reference import BELOW_FP32
+from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.tracing import OperatorCall
 from halfstep.step.train_step import TrainStep

@@ -28,8 +28,8 @@ from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
-from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
-from halfstep.lens.monitor.sampler import Sampler
+from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.sampler import Load, Sampler
 from halfstep.lens.monitor.symptoms import of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
@@ -103,8 +103,9 @@ class Monitor:
         assert trained is not None
         self._optimizer = trained
         self._scaler = scaler
-        self._sampler = Sampler(unwrap(model), trained, store_of(model), weights=weights, activations=activations)
-        self._readings = Readings(self._sampler, self.format)
+        self._sampler = Sampler(
+            unwrap(model), trained, store_of(model), self.format, weights=weights, activations=activations
+        )
         self._updates = self._samples = 0
         self._scale: Tensor | None = None  # of the last sample
         self._loads: list[Load] = []
@@ -231,7 +232,7 @@ class Monitor:
                 elif not event.query():
                     return
             self._loads.pop(0)
-            record = self._readings.record(load)
+            record = self._sampler.record(load)
             self._records.append(record)
             for finding in symptoms(record, self.format):
                 self._add(finding, record.step)

@@ -1,18 +1,14 @@
-"""Records: what `Monitor` has seen, as plain values, and how they are made of what a sampler has gathered."""
+"""Records: what `Monitor` has seen, as plain values."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, format_name
 from halfstep.lens.sketch import Bounds, ExponentSketch
 
-__all__ = ["ActivationRecord", "Load", "MonitorRecord", "ParameterRecord", "Readings"]
+__all__ = ["ActivationRecord", "MonitorRecord", "ParameterRecord"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,84 +149,3 @@ class MonitorRecord:
                 parts.append(f"swallowed {p.swallowed:.1%}")
             lines.append(f"  {p.name} ({p.dtype}): {', '.join(parts)}")
         return "\n".join(lines)
-
-
-@dataclass
-class Load:
-    """The tensors of a record, while they are copied to the host."""
-
-    step: int
-    samples: int
-    paces: dict[int, tuple[float, float]]
-    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-
-
-class Readings:
-    """Makes records of what a sampler has gathered; `format` is the low format of shares."""
-
-    def __init__(self, sampler: Sampler, format: Format) -> None:
-        self._sampler, self._format = sampler, format
-        self._largest: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
-
-    def record(self, load: Load) -> MonitorRecord:
-        """Return the record of `load`, whose tensors have arrived."""
-        sampler, states = self._sampler, self._sampler.low_states()
-        parameters: dict[int, ParameterRecord] = {}
-        outputs: dict[int, ExponentSketch] = {}
-        scale = 1.0
-        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
-            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
-            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
-            for number, gradient, weight, totals in found:
-                if gradient.count:
-                    if not states.get(number):
-                        totals[STATES:] = [math.nan]
-                    parameters[number] = self._parameter(load, number, gradient, weight, totals)
-            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
-                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
-            scale = float(rest[0]) if rest else scale
-        activations = []
-        for number, sketch in sorted(outputs.items()):
-            if sketch.count:
-                (path, leaf), dtype = sampler.leaves[number], sampler.dtypes[number]
-                activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
-        return MonitorRecord(
-            step=load.step,
-            samples=load.samples,
-            scale=scale,
-            parameters=tuple(parameters[n] for n in sorted(parameters)),
-            activations=tuple(activations),
-        )
-
-    def _parameter(
-        self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
-    ) -> ParameterRecord:
-        sampler = self._sampler
-        name, parameter = sampler.names[number], sampler.parameters[number]
-        store = sampler.store if sampler.store is not None and parameter in sampler.store else None
-        stochastic = store is not None and store.name == "stochastic"
-        dtype = format_name(parameter.dtype)
-        before, now = self._largest.get(name, 0.0), gradient.largest
-        self._largest[name] = now
-        good, movable = sums[GOOD], sums[MOVABLE]
-        applied = int(good) if sampler.weights else load.samples
-        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
-        decay, pace = load.paces.get(number, (0.0, 1.0))
-        return ParameterRecord(
-            name=name,
-            dtype=dtype,
-            precise=dtype if store is None or stochastic else "fp32",
-            gradient=gradient,
-            weight=weight,
-            format=self._format,
-            update_ratio=sums[RATIO] / good if good else math.nan,
-            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
-            frozen_state=max(sums[STATES:]) / movable if movable else math.nan,
-            decay=decay if good else 0.0,
-            pace=pace,
-            drift=math.log2(now / before) if now and before else math.nan,
-            stochastic=stochastic,
-            silent=self._silent[name],
-        )
