@@ -100,12 +100,7 @@ class GradScaler(StoredScale):
         """
         enabled = plain(enabled)
         check("GradScaler", ScaleError, enabled=(enabled, FLAG | ZERO_OR_ONE))
-        numbers = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         chosen = choose_rule(numbers, rule, floor, ceiling, hysteresis)
         try:
             self._device = None if device is None else torch.device(device).type
@@ -169,16 +164,7 @@ class GradScaler(StoredScale):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            return self._follow(outputs * self.scale_on(outputs.device))  # type: ignore[return-value]
-        copies: dict[torch.device, Tensor] = {}
-
-        def multiply(tensor: Tensor) -> Tensor:
-            if tensor.device not in copies:
-                copies[tensor.device] = self.scale_on(tensor.device)
-            return self._follow(tensor * copies[tensor.device])
-
-        scaled: _T = _map_losses(outputs, multiply)
+        scaled: _T = _map_losses(outputs, lambda tensor: self._follow(tensor * self.scale_on(tensor.device)))
         return scaled
 
     def _follow(self, scaled: Tensor) -> Tensor:
@@ -222,7 +208,7 @@ class GradScaler(StoredScale):
                 f"unscale_() is called after step() on this {kind}; call it before step(), and "
                 f"{MISTAKES['HS004'].remedy}"
             )
-        work.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
+        self._unscale(work, finite.gradients(optimizer), state)
         if work.found is not None:
             self._found[optimizer] = work.found
         work.mark_unscaled(self._unfollowed)
@@ -233,16 +219,16 @@ class GradScaler(StoredScale):
         work = self._iteration.known(optimizer)
         return work is not None and work.stage is Stage.UNSCALED and work.is_as_unscaled(self._unfollowed)
 
-    def _unscaled(
-        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState
-    ) -> Tensor | None:
-        """Divide gradients of `optimizer` by the scale; see `finite.unscale_`."""
-        return finite.unscale_(
+    def _unscale(self, work: OptimizerWork, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState) -> None:
+        """Divide gradients of an optimizer by the scale, and add to its flag whether they were finite."""
+        found = finite.unscale_(
             pairs,
             state.scale,
-            into_fp32=getattr(optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
+            into_fp32=getattr(work.optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
             check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
         )
+        if found is not None:
+            work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def _work_of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
         work = self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
@@ -283,8 +269,9 @@ class GradScaler(StoredScale):
                 f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
                 f"{MISTAKES['HS004'].remedy}"
             )
-        if work.stage is Stage.UNSCALED:
-            self._unscale_late(work, state)
+        if work.stage is Stage.UNSCALED and work.late:  # parameters that had no gradient when it was unscaled
+            self._unscale(work, [pair for pair in finite.gradients(optimizer) if id(pair[0]) in work.late], state)
+            work.late.clear()
         if takes_scaler(optimizer):
             return self._step_older(work, state, args, kwargs)
         use_working_form(optimizer)
@@ -307,15 +294,6 @@ class GradScaler(StoredScale):
                 result = optimizer.step(*args, **kwargs)
         work.stage = Stage.STEPPED
         return result
-
-    def _unscale_late(self, work: OptimizerWork, state: ScaleState) -> None:
-        """Unscale gradients that scaled losses made after `unscale_` for parameters that had none."""
-        if work.late:
-            late = [(p, gradient) for p, gradient in finite.gradients(work.optimizer) if id(p) in work.late]
-            found = self._unscaled(work.optimizer, late, state)
-            work.late.clear()
-            if found is not None:
-                work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
@@ -397,14 +375,9 @@ class GradScaler(StoredScale):
             self._answer_alarm(state, iteration)
 
     def falls(self, below: float, most: int) -> tuple[int, float] | None:
-        """Return how many bad steps would take the scale below a value, and the scale then; waits for the device.
+        """Return how many bad steps would take the scale below `below`, and the scale then; waits for the device.
 
-        Args:
-            below: the scale that is too high.
-            most: how many bad steps to look ahead.
-
-        Returns:
-            None if it is not below it after `most` of them, or one of them raises the alarm.
+        None if it is not below it after `most` of them, or one of them raises the alarm.
         """
         if not self._enabled or self._rule.is_static:
             return None
@@ -428,16 +401,15 @@ class GradScaler(StoredScale):
 
         Not called without any gradient. If it requested no check, its gradients are checked here, for `update`.
         """
-        optimizer = work.optimizer
+        optimizer, result = work.optimizer, None
         if next(finite.gradients(optimizer), None) is None:
             self._found.pop(optimizer, None)
-            work.stage = Stage.STEPPED
-            return None
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        if work.found is None:
-            work.found = finite.check(finite.gradients(optimizer), state.scale)
-        if work.found is not None:
-            self._found[optimizer] = work.found
+        else:
+            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            if work.found is None:
+                work.found = finite.check(finite.gradients(optimizer), state.scale)
+            if work.found is not None:
+                self._found[optimizer] = work.found
         work.stage = Stage.STEPPED
         return result
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,18 +45,18 @@ FACTORS = {
 
 
 def choose_rule(
-    numbers: Mapping[str, Any],
+    values: Iterable[Any],
     rule: ScaleRule | str | None,
     floor: float | None,
     ceiling: float | None,
     hysteresis: int,
 ) -> ScaleRule:
-    """Return the rule that GradScaler's arguments of the same names describe; `numbers` are those of `TORCH_DEFAULTS`.
+    """Return the rule that GradScaler's arguments of the same names describe; `values` are those of `TORCH_DEFAULTS`.
 
     Raises:
         ScaleError: a value that makes no sense, or numbers beside a rule.
     """
-    numbers = {name: plain(value) for name, value in numbers.items()}
+    numbers = dict(zip(TORCH_DEFAULTS, map(plain, values), strict=True))
     given = {"floor": plain(floor), "ceiling": plain(ceiling)}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     check("GradScaler", ScaleError, hysteresis=(hysteresis, COUNT))
