@@ -79,19 +79,9 @@ class Examination:
         diff = "" if policy is None else self.policy.diff(policy)
         if not diff:
             policy = None
-        return Finding(
-            kind=kind,
-            module=row.module,
-            op=row.op,
-            role=row.role,
-            parameter=row.parameter,
-            line=row.line,
-            severity=min(max(severity, 0.0), 1.0),
-            cause=cause,
-            remedy=remedy,
-            policy=policy,
-            diff=diff,
-        )
+        place = {name: getattr(row, name) for name in ("module", "op", "role", "parameter", "line")}
+        severity = min(max(severity, 0.0), 1.0)
+        return Finding(kind=kind, severity=severity, cause=cause, remedy=remedy, policy=policy, diff=diff, **place)
 
     # ------------------------------------------------------------------ remedies
 
@@ -101,7 +91,7 @@ class Examination:
         if cast and not row.module and self.plan.policy.inputs == "low":
             return "let the inputs come as they are", self.policy.replace(inputs="keep")
         ruled = not cast and bool(row.rule) and RULE_KINDS[row.rule].may_be_low
-        if not ruled and format_of(row.format).bits >= FP32.bits:
+        if not ruled and row.form.bits >= FP32.bits:
             return "its inputs are fp32 already; compute it in float64, or write it in another way", None
         if not cast and row.module:
             everywhere = f", or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])" if ruled else ""
@@ -119,9 +109,7 @@ class Examination:
 
     def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
-        form = format_of(row.format)
-        if not form.is_narrow:
-            form = format_of(self.plan.policy.dtype)
+        form = row.form if row.form.is_narrow else format_of(self.plan.policy.dtype)
         scale = self.plan.policy.scale
         if not isinstance(scale, ScaleRule):
             low = self.policy.dtype != "fp32" and form.is_narrow
@@ -144,20 +132,13 @@ def _with_fp32(policy: Policy, *ops: str) -> Policy | None:
 def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
-    Args:
-        rows: of an audit, in the order in which operators ran.
-        policy: the audited policy.
-        plan: the policy resolved for the model.
-        headroom: bits below the largest number of a format that are a risk.
+    `policy` is the audited one, `plan` that resolved for the model, `headroom` the bits below the largest number of a
+    format that are a risk.
     """
     exam = Examination(tuple(rows), policy, plan, headroom)
     found = [finding for rule in RULES for finding in rule(exam)]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
-
-
-def _unit(form: Format) -> float:
-    return form.eps / 2
 
 
 def _percent(share: float) -> str:
@@ -171,7 +152,7 @@ def _overflow(exam: Examination) -> Iterator[Finding]:
     follows = _consequences(exam)
     for row in exam.of("activation"):
         if row.overflow > 0:
-            form = format_of(row.format)
+            form = row.form
             beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
             cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}{follows}"
             follows = ""  # it is told once, of the first
@@ -209,7 +190,7 @@ def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
         return False
     off = max((error for error in (row.error, accumulated) if not math.isnan(error)), default=0.0)
     drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
-    imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
+    imprecise = row.error >= ROUNDINGS * form.eps / 2 and row.error >= 0.02
     if row.role == "weight gradient":
         return drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
     much = max(row.underflow, row.subnormal / 2) >= MOSTLY
@@ -219,17 +200,16 @@ def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
 
 def _narrow(exam: Examination, row: AuditRow) -> Format:
     """Return the format that a gradient went through: an fp32 one may have been computed in a low format."""
-    form = format_of(row.format)
     low = format_of(exam.plan.policy.dtype)
     passed = row.underflow > 0 or row.missing > 0
-    return low if passed and low.exponent_bits < form.exponent_bits else form
+    return low if passed and low.exponent_bits < row.form.exponent_bits else row.form
 
 
 def _activation_underflow(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("activation"):
-        form = format_of(row.format)
-        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
-            cause = f"{_percent(row.underflow)} of its result is below {form.smallest_subnormal:.3g} and becomes zero"
+        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * row.form.eps / 2):
+            smallest = row.form.smallest_subnormal
+            cause = f"{_percent(row.underflow)} of its result is below {smallest:.3g} and becomes zero"
             yield exam.finding("underflow", row, row.underflow, cause, *exam.wider(row))
 
 
@@ -237,7 +217,7 @@ def _swallowed(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("update"):
         if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
             continue
-        form = format_of(row.format)
+        form = row.form
         if (row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED) or row.error >= MOSTLY:
             cause = (
                 f"{_percent(row.swallowed)} of the updates, {_percent(row.swallowed_mass)} of their size, is smaller "
@@ -248,10 +228,8 @@ def _swallowed(exam: Examination) -> Iterator[Finding]:
             if form.bits >= FP32.bits:
                 remedy = "the learning rate is too small for these weights: raise it"
             elif exam.policy.params == "low":
-                remedy, policy = (
-                    "keep precise weights behind low ones: master='auto'",
-                    exam.policy.replace(master="auto"),
-                )
+                remedy = "keep precise weights behind low ones: master='auto'"
+                policy = exam.policy.replace(master="auto")
             else:
                 remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
             severity = max(row.swallowed_mass, min(row.error, 1.0))
@@ -261,11 +239,11 @@ def _swallowed(exam: Examination) -> Iterator[Finding]:
 def _low_state(exam: Examination) -> Iterator[Finding]:
     trained = {name for p in exam.plan.parameters for name in (p.name, *p.aliases)}
     for row in exam.of("state"):
-        form = format_of(row.format)
+        form = row.form
         if row.reason == "stochastic rounding" or form.bits >= FP32.bits:
             continue
         average = row.op == "buffer"
-        slow = 0.0 < row.pace < _unit(form)
+        slow = 0.0 < row.pace < form.eps / 2
         stuck = row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED
         if row.missing >= FEW:
             why = f"{_percent(row.missing)} of it is zero in {form.name} and would not be in fp32"
@@ -298,9 +276,8 @@ def _low_state(exam: Examination) -> Iterator[Finding]:
 
 def _large_error(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("activation"):
-        form = format_of(row.format)
         low = format_of(exam.plan.policy.dtype)  # an fp32 result may have come from low inputs
-        unit = _unit(min(form, low, key=lambda each: each.mantissa_bits))
+        unit = min(row.form, low, key=lambda each: each.mantissa_bits).eps / 2
         if not row.error >= max(ROUNDINGS * unit, 1e-3) or row.underflow >= FEW or row.overflow > 0:
             continue
         roundings = row.error / unit
@@ -385,7 +362,7 @@ def _saturation(exam: Examination) -> Iterator[Finding]:
 def _risk(exam: Examination) -> Iterator[Finding]:
     dynamic = isinstance(exam.plan.policy.scale, ScaleRule)
     for row in exam.of("activation", "weight", "activation gradient", "weight gradient"):
-        form = format_of(row.format)
+        form = row.form
         if row.headroom >= exam.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
             continue
         if not form.has_inf or not form.is_narrow or row.amax == form.max:

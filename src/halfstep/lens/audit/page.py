@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
-from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
+from halfstep.formats import BF16, E4M3, E5M2, FP16, Format
 from halfstep.lens.audit.rows import COLUMNS, AuditRow, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
 
@@ -62,7 +62,9 @@ def _findings(audit: Audit) -> doc.Section:
     facts = []
     for finding, places in audit.groups():
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-        words = [f"In {', '.join(places[:PLACES])}{more}.", *([f"At {finding.line}"] if finding.line else [])]
+        words = [f"In {', '.join(places[:PLACES])}{more}."]
+        if finding.line:
+            words.append(f"At {finding.line}")
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""
         words.append(f"Remedy: {finding.remedy}.{diff}")
         tone = "bad" if finding.kind in GRAVE else "open"
@@ -118,7 +120,7 @@ def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
 
 
 def _strip(row: AuditRow, name: str) -> doc.Strip:
-    sketch, form = row.sketch, format_of(row.format)
+    sketch, form = row.sketch, row.form
     total = max(sketch.count, 1)
     cells = tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents))
     return doc.Strip(name, f"{form.name}{_largest_loss(row)}", cells, sketch.zeros / total, doc.limits_of(form))

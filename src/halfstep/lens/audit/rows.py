@@ -379,6 +379,11 @@ class AuditRow:
     sketch: ExponentSketch = field(repr=False, compare=False)
     wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def form(self) -> Format:
+        """The format of its numbers."""
+        return format_of(self.format)
+
     def record(self) -> dict[str, Any]:
         """Return the row as plain values, without sketches: a record for a DataFrame."""
         names = (f.name for f in dataclasses.fields(self) if f.name not in {"sketch", "wide"})

@@ -285,10 +285,7 @@ def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
     sketch, carried = (row.sketch, row.scale) if row.wide is None else (row.wide, 1.0)
     factor = (scale if row.role.endswith("gradient") else 1.0) / carried
     return WhatIf(
-        module=row.module,
-        op=row.op,
-        role=row.role,
-        parameter=row.parameter,
+        **{name: getattr(row, name) for name in ("module", "op", "role", "parameter")},
         underflow=sketch.underflow(form, factor),
         subnormal=sketch.subnormal(form, factor),
         overflow=sketch.overflow(form, factor),
