@@ -256,8 +256,7 @@ class Run:
         """Return whether the first micro-batch is not finite in fp32 either."""
         if self.twin is None:
             return False
-        gradients = self.twin.weights.values()
-        return not math.isfinite(self.twin.loss) or not all(bool(g.isfinite().all()) for g in gradients)
+        return not all(bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss), *self.twin.weights.values()))
 
     # ------------------------------------------------------------------ the fp32 twin
 
@@ -265,7 +264,8 @@ class Run:
         twin = self.twin
         if twin is None:
             return
-        before = self._first_loss(twin.model, args, kwargs)
+        before = None if self._twice else self._first_loss(twin.model, args, kwargs)
+        self._twice = True
         self._follow(twin.model)
         twin.begin()
         try:
@@ -299,10 +299,7 @@ class Run:
         return loss
 
     def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return the loss of the fp32 twin, once: the loss that a second run is compared with."""
-        if self._twice:
-            return None
-        self._twice = True
+        """Return the loss of the fp32 twin that a second run is compared with."""
         self._follow(twin)
         try:
             with Snapshot(noted()).returning(), suspended(), torch.no_grad():

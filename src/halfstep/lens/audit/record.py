@@ -99,17 +99,15 @@ class TwinResult:
     version: int
     gradient: Tensor | None = None
 
+    def arrive(self, gradient: Tensor) -> None:
+        """Keep the gradient; the hook that is given it."""
+        self.gradient = gradient.detach()
+
 
 class Reference(OperatorSink):
     """Receives the operators of the fp32 run: low formats in the user's code are fp32 in it, and results are kept.
 
-    Args:
-        closed: composites that the policy has a rule for.
-        model: the fp32 twin.
-
-    Attributes:
-        kept: its results; `integers`: those made of floating numbers; `weights`: gradients by name.
-        loss: of the last run.
+    `closed` are composites that the policy has a rule for, `model` is the fp32 twin.
     """
 
     def __init__(self, closed: frozenset[str], model: nn.Module) -> None:
@@ -120,8 +118,8 @@ class Reference(OperatorSink):
         """Begin a step."""
         super().begin()
         self.kept: dict[Key, TwinResult] = {}
-        self.integers: dict[Key, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}
+        self.integers: dict[Key, Tensor] = {}  # made of floating numbers
+        self.weights: dict[str, Tensor] = {}  # their gradients
 
     def line(self) -> str:
         """Return "": results are found by module, operator and number."""
@@ -141,11 +139,7 @@ class Reference(OperatorSink):
             kept = TwinResult(found[0].detach(), found[0]._version)
             self.kept[call.module, call.op, call.nth] = kept
             if found[0].requires_grad:
-
-                def arrive(gradient: Tensor) -> None:
-                    kept.gradient = gradient.detach()
-
-                found[0].register_hook(arrive)
+                found[0].register_hook(kept.arrive)
         return result
 
     def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,9 +193,6 @@ class AuditRecorder(OperatorSink):
         parameters: id -> name of the audited model's parameters.
         simulated: operator -> format, where the policy simulates one.
         devices: device types of the region.
-
-    Attributes:
-        skipped: calls whose operator does not take arguments of the shadow format.
     """
 
     def __init__(
@@ -218,7 +209,7 @@ class AuditRecorder(OperatorSink):
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.users: dict[str, tuple[str, str, str]] = {}
         self.forms: dict[str, Format] = {}
-        self.skipped = 0
+        self.skipped = 0  # calls whose operator does not take arguments of the shadow format
         self.start(None)
 
     def start(self, twin: Reference | None, *, backward: bool = True) -> None:
@@ -430,13 +421,7 @@ class AuditRecorder(OperatorSink):
         self._running, self._mark = None, time.perf_counter()
 
     def backward_ends(self, scale: float, named: Mapping[str, nn.Parameter], wanted: Mapping[str, Tensor]) -> None:
-        """Measure all gradients, which carry the factor `scale`; see note [order].
-
-        Args:
-            scale: of the loss.
-            named: parameters of the audited model, with their gradients.
-            wanted: gradients of the fp32 twin.
-        """
+        """Measure all gradients, which carry the factor `scale`; `wanted` are the fp32 twin's. See note [order]."""
         self._clock(None)
         for tally, gradient, kept in self._arrived:
             form = self.simulated.get(tally.op) or form_of(gradient)

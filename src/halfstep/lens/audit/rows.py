@@ -295,47 +295,39 @@ class AuditRow:
         module: dotted name, "" for the root or code outside of it.
         op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
             ("Adam.exp_avg_sq"), "buffer" for a low buffer.
-        role: one of `ROLES`: activation (what the operator gives), activation gradient (what comes back to it), weight,
-            weight gradient, update (of a weight), state (of the optimizer, or a low buffer).
+        role: one of `ROLES`: what the operator gives, what comes back to it, and so on.
         parameter: dotted name of the parameter, or "".
         calls: tensors seen in all steps.
         dtype: torch's, as in "bfloat16"; several with a comma where calls differ.
         format: the format of the numbers; differs from dtype where a format is simulated.
-        rule: the policy's rule for the operator, "" for none.
-        reason: why it has that rule.
+        rule, reason: the policy's rule for the operator, "" for none, and why it has it.
         line: the user's line that calls it, "file.py:12 source text".
-        numel: elements a step.
-        bytes: bytes a step.
-        casts: casts of its arguments a step.
-        cast_bytes: bytes written by these casts a step.
+        numel, bytes: elements and bytes a step.
+        casts, cast_bytes: casts of its arguments a step, and bytes that these write.
         time: share of the time of all operators, forward (activation) or backward (activation gradient).
-        amax: largest finite magnitude.
-        smallest: smallest magnitude that is not zero.
+        amax, smallest: largest finite magnitude, smallest one that is not zero.
         headroom: bits between amax and the largest number of the format.
-        zeros: share of zeros.
-        subnormal: share of numbers below the format's smallest normal one.
+        zeros, subnormal: shares of zeros, and of numbers below the format's smallest normal one.
         underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
         overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
         nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
         masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
             what has been added to them. No other number of the row counts them.
-        error: against the same operator in the shadow format on the same inputs: what this operator alone loses. Of an
-            activation gradient: of the gradients that its backward pass makes of it.
-        worst: the largest such error of one call.
+        error, worst: against the same operator in the shadow format on the same inputs: what this operator alone loses,
+            in all calls, and the largest of one. Of an activation gradient: of what its backward pass makes of it.
         accumulated: against the fp32 run of the whole model.
         given: the same of its inputs, the worst of them; nan where they come from nowhere.
         summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
         missing: share of elements that are zero and are not in the fp32 run.
-        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state. Of a sum: the
-            share of the elements of one term that are too small to change the other.
-        swallowed_mass: the same, weighted by the size of the change.
+        swallowed, swallowed_mass: share of changes smaller than half an ulp of what they change, of an update or a
+            state, and of their size. Of a sum: of the elements of one term that are too small to change the other.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
-        sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
+        sketch, wide: of the numbers as stored; as they would be without the format and the loss scale, or None.
     """
 
     module: str

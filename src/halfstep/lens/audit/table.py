@@ -44,12 +44,10 @@ SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What a format would do to one row; shares as (lower, upper) bounds.
+    """What a format would do to one row; shares, of numbers that are not zero, as (lower, upper) bounds.
 
     Attributes:
-        module, op, role, parameter: which row.
-        underflow: share of its numbers, zeros not counted, that would become zero.
-        subnormal: share that would have less than full precision.
+        underflow, subnormal: shares that would become zero, and have less than full precision.
         overflow: share beyond the format's largest number.
         headroom: bits below it; negative beyond.
         best_scale: the power of two that suits these numbers best in this format.

@@ -75,10 +75,7 @@ def intended(
 ) -> dict[nn.Parameter, Change]:
     """Return the step that `optimizer`, which is not changed, is about to make, computed in float64.
 
-    Args:
-        optimizer: about to step.
-        precise: parameter -> its precise value, for every parameter that has a gradient.
-        gradients: parameter -> unscaled gradient, float64.
+    `precise` has the precise value of every parameter that has a gradient, `gradients` unscaled ones in float64.
     """
     twins = {p: nn.Parameter(float64_of(value.detach(), copy=True)) for p, value in precise.items()}
     memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
@@ -117,14 +114,9 @@ def _has_fused(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Format) -> None:
-    """Add to `tally` the intended change of one tensor, and how much of it a format loses.
+    """Add to `tally` the intended change of one tensor, stored in `form`, and how much of it that format loses.
 
-    Args:
-        tally: of role "update" or "state".
-        before: what is stored.
-        after: float64, what it should become.
-        found: what it has become.
-        form: the format it is stored in.
+    `before` is what was stored, `after` (float64) what it should become, `found` what it has become.
     """
     before, found = before.to(after.device), found.to(after.device)
     change = float64_of(before, copy=True)
@@ -132,9 +124,7 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
     narrow = change.float()
     back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
     small = back == before
-    lost = 0
-    if bool(small.any()):
-        lost = int(torch.count_nonzero(small.logical_and_(change != 0)))
+    lost = int(torch.count_nonzero(small.logical_and_(change != 0))) if bool(small.any()) else 0
     tally.see(narrow, FP32)
     tally.form = form
     mass = float(torch.linalg.vector_norm(change, 1))
@@ -167,13 +157,9 @@ def precise_of(model: nn.Module, parameter: nn.Parameter) -> Tensor:
 
 
 class Meter:
-    """Watches the updates of an audited step.
+    """Watches the updates of an audited step; `moves`: there is an optimizer to measure.
 
-    Args:
-        step: the audited step.
-        recorder: keeps the tallies, and names of the parameters.
-        notes: receives what could not be measured.
-        moves: whether there is an optimizer to measure.
+    `notes` receives what could not be measured.
     """
 
     def __init__(self, step: TrainStep, recorder: AuditRecorder, notes: list[str], *, moves: bool) -> None:

@@ -71,16 +71,7 @@ class Shelf:
 
 
 class Sampler:
-    """Gathers samples of one model and its optimizer; waits for nothing.
-
-    Attributes:
-        names: dotted names of the parameters that can have gradients.
-        parameters: these.
-        leaves: (path, module) of every module without children.
-        dtypes: format of each leaf's last output.
-        shelves: what has gathered since `take`.
-        paces: by parameter, for the last sample: what weight decay takes off relative to the weight, and the learning
-            rate over the largest so far.
+    """Gathers samples of one model and its optimizer, without a wait, and makes records of them.
 
     Args:
         model: the user's model, which `optimizer` trains.
@@ -99,12 +90,12 @@ class Sampler:
         weights: bool,
         activations: bool,
     ) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.names = [n for n, _ in named]
-        self.parameters = [p for _, p in named]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = [*named], [*named.values()]
         self.leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
-        self.dtypes = [""] * len(self.leaves)
+        self.dtypes = [""] * len(self.leaves)  # formats of their last outputs
         self.shelves: dict[torch.device, Shelf] = {}
+        # By parameter: what the last sample's weight decay takes off relatively; learning rate over the largest so far.
         self.paces: dict[int, tuple[float, float]] = {}
         self.weights, self.activations = weights, activations
         self._optimizer, self._store, self._format = optimizer, store, format
