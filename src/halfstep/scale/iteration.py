@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from halfstep.errors import ScaleError
 from halfstep.mistakes import MISTAKES
@@ -24,10 +24,6 @@ from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 
 __all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
-
-_ROOM = 16
-"""Weak references kept before dead ones are thrown away."""
-
 
 Gradients = list[tuple[Tensor, Tensor | None, int]]
 """Parameters, and their gradients with their versions, as they were when a backward pass began."""
@@ -39,24 +35,19 @@ class FollowedLosses:
     def __init__(self, begins: Callable[[], Callable[[], None] | None]) -> None:
         """Follow none yet; `begins`, at the begin of a hooked loss's backward pass, returns what to call at its end."""
         self._begins = begins
-        self._waiting: list[TensorWeakRef] = []
-        self._room = _ROOM
+        self._waiting = WeakTensorKeyDictionary()
 
     def add(self, scaled: Tensor, *, now: bool) -> None:
         """Follow a scaled loss: with a hook `now`, or from the next `hook`."""
         if now:
             self._hook(scaled)
-            return
-        if len(self._waiting) >= self._room:
-            self._waiting = [one for one in self._waiting if one() is not None]
-            self._room = 2 * len(self._waiting) + _ROOM
-        self._waiting.append(TensorWeakRef(scaled))
+        else:
+            self._waiting[scaled] = None
 
     def hook(self) -> None:
         """Give a hook to every loss that lives and has none."""
-        for one in self._waiting:
-            if (scaled := one()) is not None:
-                self._hook(scaled)
+        for scaled in list(self._waiting):
+            self._hook(scaled)
         self._waiting.clear()
 
     def _hook(self, scaled: Tensor) -> None:

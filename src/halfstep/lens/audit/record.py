@@ -130,7 +130,11 @@ class Reference(OperatorSink):
     ) -> Any:
         """Keep the first floating result."""
         if call.in_place:
-            self._copy_overwritten({place(t) for t in tensors(args[:1])})
+            written = {place(t) for t in tensors(args[:1])}
+            for kept in self.kept.values():
+                if place(kept.value) in written:
+                    kept.value = kept.value.clone()
+                    kept.version = kept.value._version
         result = self.other(func, args, kwargs)
         found = floats_of(result)
         if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
@@ -149,13 +153,6 @@ class Reference(OperatorSink):
         if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
             args, kwargs = widened_dtypes(args, kwargs, torch.float32)
         return func(*args, **kwargs)
-
-    def _copy_overwritten(self, places: set[int]) -> None:
-        """Copy kept results that an operator is about to write into."""
-        for kept in self.kept.values():
-            if place(kept.value) in places:
-                kept.value = kept.value.clone()
-                kept.version = kept.value._version
 
 
 # ------------------------------------------------------------------ the audited run
@@ -272,8 +269,12 @@ class AuditRecorder(OperatorSink):
             tally = self.tally(call, "activation")
             tally.seconds += took
             form = self.simulated.get(call.op) or form_of(output)
-            made = casts.of_arguments(output)
-            hidden = self._measure(call, tally, before, found, form, made)
+            made = casts.made
+            if output.dtype in BELOW_FP32:  # widening for a low result belongs to the operator
+                made = [(dtype, size) for dtype, size in made if dtype in BELOW_FP32]
+            tally.casts += len(made)
+            tally.cast_bytes += sum(size for _, size in made)
+            hidden = self._measure(call, tally, before, found, form)
             again = None
             low = made or call.op in self.simulated or any(t.dtype in BELOW_FP32 for t in (output, *given))
             if low or self.shadow is torch.float64:
@@ -281,7 +282,9 @@ class AuditRecorder(OperatorSink):
             elif output.dtype is torch.float32:
                 tally.local.count += output.numel()  # what it should be by definition
             self._chosen.discard(place(output))  # its memory has been freed and used again
-            kept = self._twin_of(call, output)
+            kept = self._kept.pop((call.module, call.op, call.nth), None)
+            if kept is not None and (kept.value.shape != output.shape or kept.value._version != kept.version):
+                kept = None
             if kept is not None:
                 off = tally.whole.add(output.detach(), kept.value, form, hidden=hidden)
                 tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
@@ -306,11 +309,9 @@ class AuditRecorder(OperatorSink):
         return result
 
     def _measure(
-        self, call: OperatorCall, tally: Tally, values: Any, found: list[Tensor], form: Format, casts: list[int]
+        self, call: OperatorCall, tally: Tally, values: Any, found: list[Tensor], form: Format
     ) -> Hidden | None:
         """Add results of `form` that an operator has made of `values`; return the masks in the first of them."""
-        tally.casts += len(casts)
-        tally.cast_bytes += sum(casts)
         hidden = [tally.see(tensor.detach(), form) for tensor in found][0]
         if call.op in SUMS and (added := added_masks(values[0])) is not None:
             hidden = added | hidden
@@ -326,12 +327,6 @@ class AuditRecorder(OperatorSink):
             self._integers.choose(taken)
         self._integers.made(found[0], tally)
         return hidden
-
-    def _twin_of(self, call: OperatorCall, output: Tensor) -> TwinResult | None:
-        kept = self._kept.pop((call.module, call.op, call.nth), None)
-        if kept is None or kept.value.shape != output.shape or kept.value._version != kept.version:
-            return None
-        return kept
 
     def _compare(
         self,
@@ -432,22 +427,20 @@ class AuditRecorder(OperatorSink):
                 if form.is_narrow:
                     tally.add_wanted(kept.gradient)
         for pair in self._pairs:
-            self._compare_backward(pair)
+            form = self.simulated.get(pair.tally.op) or form_of(pair.low)
+            for name, found, expected in pair.gradients():
+                tally = pair.tally
+                if name:
+                    tally = self.tally_of(name, "weight gradient")
+                    assert pair.gradient is not None
+                    if expected.dim() == 1 and pair.gradient.dim() > 1:
+                        terms = float(pair.gradient.float().abs().sum())
+                        tally.cancels = float(expected.abs().sum()) < CANCELLED * terms
+                tally.local.add(found, expected, form)
         self._arrived, self._pairs = [], []
         for name, parameter in named.items():
             if parameter.grad is not None:
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
-
-    def _compare_backward(self, pair: Pair) -> None:
-        form = self.simulated.get(pair.tally.op) or form_of(pair.low)
-        for name, found, wanted in pair.gradients():
-            tally = pair.tally
-            if name:
-                tally = self.tally_of(name, "weight gradient")
-                assert pair.gradient is not None
-                if wanted.dim() == 1 and pair.gradient.dim() > 1:
-                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(pair.gradient.float().abs().sum())
-            tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
         tally = self.tally_of(name, "weight gradient")
@@ -537,7 +530,3 @@ class _Casts(Sink):
             if args[0].is_floating_point() and place(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result
-
-    def of_arguments(self, output: Tensor) -> list[int]:
-        """Return the bytes of each cast of the policy; widening for a low result belongs to the operator."""
-        return [size for dtype, size in self.made if not (output.dtype in BELOW_FP32 and dtype not in BELOW_FP32)]

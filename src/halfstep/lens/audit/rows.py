@@ -64,16 +64,15 @@ def hidden_in(tensor: Tensor, largest: float) -> Hidden | None:
     """Return which numbers of a real tensor, whose largest finite magnitude is `largest`, are masks; None: none are."""
     if largest not in ENDS and largest < HUGE:
         return None
-    ends = [side * largest if _is_mask(tensor * side, largest) else side * math.inf for side in (-1, 1)]
-    found = Hidden(ends[0] / 2, ends[1] / 2)
-    return None if found == Hidden() else found
-
-
-def _is_mask(tensor: Tensor, largest: float) -> bool:
-    if largest in ENDS:
-        return bool((tensor == largest).any())
-    near = tensor[(tensor >= largest / 2) & tensor.isfinite()]
-    return near.numel() > 1 and bool((near == largest).all())
+    ends = []
+    for side in (-1, 1):
+        if largest in ENDS:
+            found = bool((tensor == side * largest).any())
+        else:
+            near = tensor[(side * tensor >= largest / 2) & tensor.isfinite()]
+            found = near.numel() > 1 and bool((near == side * largest).all())
+        ends.append(side * (largest if found else math.inf) / 2)
+    return None if ends == [-math.inf, math.inf] else Hidden(*ends)
 
 
 def added_masks(values: Any) -> Hidden | None:

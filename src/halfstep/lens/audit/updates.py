@@ -91,7 +91,9 @@ def intended(
                 if isinstance(p, nn.Parameter) and p in low and format_of(value.dtype).bits < FP32.bits:
                     low[p][name] = float64_of(value.detach())
     wide = copy_of_optimizer(optimizer, memo)
-    forms = {**FORMS, "fused": _has_fused(wide)}
+    fused = type(wide) in FUSED and not any(group.get("differentiable") for group in wide.param_groups)
+    on_cpu = all(p.device.type == "cpu" for group in wide.param_groups for p in group["params"])
+    forms = {**FORMS, "fused": fused and on_cpu}
     for group in (wide.defaults, *wide.param_groups):
         group.update({name: value for name, value in forms.items() if name in group})
     for p, twin in twins.items():
@@ -103,13 +105,6 @@ def intended(
         states = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.shape == twin.shape and v.dim()}
         changes[p] = Change(precise[p].detach(), twin.detach(), low[p], states)
     return changes
-
-
-def _has_fused(optimizer: Optimizer) -> bool:
-    """Return whether a copy of `optimizer` in float64 can take its fused form."""
-    if type(optimizer) not in FUSED or any(group.get("differentiable") for group in optimizer.param_groups):
-        return False
-    return all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
 
 
 @torch.no_grad()
@@ -141,11 +136,6 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
             factor = group[option] if place is None else group[option][place]
             return 1.0 - float(factor)
     return 0.0
-
-
-def is_low(model: nn.Module, parameter: nn.Parameter) -> bool:
-    """Return whether there are precise values behind `parameter`."""
-    return (store := store_of(model)) is not None and parameter in store
 
 
 def precise_of(model: nn.Module, parameter: nn.Parameter) -> Tensor:
@@ -230,12 +220,12 @@ class Meter:
             return
         step = self.train
         kind, strategy = type(step.optimizer).__name__, step.policy.master
-        managed = LowStates.of(step.optimizer) is not None
+        store, managed = store_of(step.model), LowStates.of(step.optimizer) is not None
         for p, change in intended.items():
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
             tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
-            low = is_low(step.model, p)
+            low = store is not None and p in store
             tally.stochastic = low and strategy == "stochastic"
             form = FP32 if low and strategy in PRECISE else form_of(p)
             swallow(tally, change.before, change.after, precise_of(step.model, p), form)

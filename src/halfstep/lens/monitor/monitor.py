@@ -160,7 +160,12 @@ class Monitor:
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
         if self.wants_update():
-            self._scale = self._current_scale()
+            scale = getattr(self._scaler, "_scale", None)  # torch's
+            if self._step is not None:
+                scale = self._step.record.scale
+            elif hasattr(self._scaler, "scale_on"):
+                scale = self._scaler.scale_on(self._sampler.parameters[0].device)
+            self._scale = scale.clone() if isinstance(scale, Tensor) else None  # None without scaling
             unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
             self._sampler.before(parameters, self._scale if unscaled else None)
 
@@ -172,15 +177,6 @@ class Monitor:
             self._samples += 1
             self._sampler.after(bad)
         self._arm()
-
-    def _current_scale(self) -> Tensor | None:
-        """Return a copy of the loss scale of this update's gradients; None without scaling."""
-        if self._step is not None:
-            return self._step.record.scale.clone()
-        scale = getattr(self._scaler, "_scale", None)  # torch's
-        if self._scaler is not None and hasattr(self._scaler, "scale_on"):
-            scale = self._scaler.scale_on(self._sampler.parameters[0].device)
-        return scale.clone() if isinstance(scale, Tensor) else None
 
     # ------------------------------------------------------------------ reading
 
@@ -288,12 +284,12 @@ def _validate(target: object, optimizer: object, scaler: object) -> None:
         raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
     if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
         raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
-    if isinstance(target, nn.Module) and not isinstance(optimizer, Optimizer):
-        raise StepError(
-            "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
-            f"Monitor(model, optimizer), not {type(optimizer).__name__}"
-        )
-    if isinstance(target, nn.Module) and isinstance(optimizer, Optimizer):
+    if isinstance(target, nn.Module):
+        if not isinstance(optimizer, Optimizer):
+            raise StepError(
+                "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
+                f"Monitor(model, optimizer), not {type(optimizer).__name__}"
+            )
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(p) in stepped for p in unwrap(target).parameters()):
             raise StepError(
