@@ -1,11 +1,9 @@
 """Tracing: a `Tracer` hands every operator that a block calls to a `Sink`, with its module and its line.
 
-There are two levels. At the level of functions a call arrives as the user's program makes it, before any rule and any
-autocast: `Sink.function`. At the level of kernels it arrives as torch's dispatcher runs it, forward and backward, with
-the tensors it works on: `Sink.kernel`. A tracer switches on the levels whose method its sink defines.
-
-A sink runs each call itself, so it can change the arguments, look at the result, or refuse. `OperatorSink` sorts
-functions into operators of a policy and other functions. `user_line` is the one way to the line of the user's program.
+At the level of functions a call arrives as the user's program makes it, before any rule and any autocast:
+`Sink.function`. At the level of kernels it arrives as torch's dispatcher runs it, forward and backward, with the
+tensors it works on: `Sink.kernel`. A tracer switches on the levels whose method its sink defines. A sink runs each call
+itself, so it can change the arguments, look at the result, or refuse.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Scale rule: how a loss scale answers good and bad steps, as plain numbers.
 
 A *good* step is one whose gradients are all finite, a *bad* step any other. A `ScaleRule` holds numbers only; the state
-machine that carries it out on device tensors is `halfstep.scale.rule`. `SCALE_RULES` holds halfstep's rule and those of
-its peers under their names, with their defaults.
-
-Sources of the peers' numbers (formulas read in their public repositories, 2025-2026):
-torch.amp https://github.com/pytorch/pytorch, Apex https://github.com/NVIDIA/apex,
-DeepSpeed https://github.com/deepspeedai/DeepSpeed, Megatron-core https://github.com/NVIDIA/Megatron-LM,
-fairseq https://github.com/facebookresearch/fairseq, MindSpore https://gitee.com/mindspore/mindspore,
-MegEngine https://github.com/MegEngine/MegEngine.
+machine that carries it out on device tensors is `halfstep.scale.rule`. The peers' numbers and formulas were read in
+their public repositories, 2025-2026: pytorch/pytorch, NVIDIA/apex, deepspeedai/DeepSpeed, NVIDIA/Megatron-LM,
+facebookresearch/fairseq and MegEngine/MegEngine on GitHub, mindspore/mindspore on Gitee.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Passes over gradients: divide them by the scale, check that they are finite, name those that are not.
 
-One multi-tensor kernel per device, dtype and placement does check and product together
-(``torch._amp_foreach_non_finite_check_and_unscale_``: fp32 arithmetic, one rounding to the gradient's dtype). Complex
-gradients go through it as pairs of reals, sparse ones as their values, sharded ones (DTensor) grouped by mesh and
-placements, so that torch's own handler makes the ranks agree. Only
-`describe_non_finite` waits for the device.
+One multi-tensor kernel per device, dtype and placement does check and product together (fp32 arithmetic, one rounding
+to the gradient's dtype): complex gradients as pairs of reals, sparse ones as their values, sharded ones (DTensor) by
+mesh and placements, so that torch's own handler makes the ranks agree. Only `describe_non_finite` waits for the device.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ def unscale_(
         pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
             are changed in place; sparse low, conjugated and (under `into_fp32`) low ones are replaced.
         scale: 0-dim fp32 or fp64, the factor the loss was multiplied by.
-        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any). Otherwise a
-            gradient keeps its dtype: fp32 arithmetic, one rounding.
+        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any).
         check_scale: the scale may be so small that 1/scale is inf in fp32; that counts as not finite.
 
     Returns:

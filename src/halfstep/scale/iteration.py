@@ -77,15 +77,12 @@ class OptimizerWork:
     ``p.grad`` is replaced by a function of itself.
 
     Attributes:
-        optimizer: kept alive until the next update.
-        stage: how far it has come.
         found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
         bad: what the host read of `found`; None = it has not been read.
-        late: parameters with a late gradient.
-        mixed: parameters with a mixed gradient.
+        late, mixed: parameters with such a gradient.
         running: backward passes of scaled losses that have begun since `unscale_` and not ended.
-        first: the first gradient that was unscaled, as long as it lives.
-        unfollowed: how many losses had been scaled in compiled code by then.
+        first, unfollowed: the first gradient that was unscaled, as long as it lives, and how many losses had been
+            scaled in compiled code by then.
     """
 
     optimizer: torch.optim.Optimizer

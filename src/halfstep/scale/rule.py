@@ -1,11 +1,8 @@
 """The scale rule as a function: (state, found_inf) -> state on 0-dim device tensors.
 
 `advance` defines the rule: a pure function that reads nothing from the device and has no Python branch on a tensor's
-value, so it can be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``.
-`advance_` does the same in place, in one kernel and a clamp where the rule is torch's own kind.
-
-The peers' formulas need no step numbers: "(step - last bad step) % window == 0" is the same as counting good steps in a
-row and starting over after a growth.
+value, so it can be captured in a CUDA graph and compiled. `advance_` does the same in place, in one kernel and a clamp
+where the rule is torch's own kind. The peers' "(step - last bad step) % window == 0" counts good steps in a row too.
 """
 
 from __future__ import annotations
@@ -41,18 +38,17 @@ __all__ = [
 
 
 class ScaleState(NamedTuple):
-    """The state of a scale rule; every field a 0-dim tensor on one device.
+    """The state of a scale rule; every field a 0-dim tensor on one device: a number in `ScaleRule.kept`, int32, bool.
 
     Attributes:
-        scale: the factor a loss is multiplied by, in the format of `ScaleRule.kept`.
-        good: int32, good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
-        slack: int32, bad steps that will still be forgiven (hysteresis less one, when full).
-        steps: int32, steps since the scale last moved; kept only under a `tolerance`.
-        misses: int32, bad steps since the scale last went down; kept only under a `tolerance`.
-        streak: int32, bad steps in a row; kept only under a `patience`.
-        bad: int32, all bad steps so far.
-        alarm: bool, the last step was bad and the scale could not go down for it, or patience ran out. A device cannot
-            raise, so the scaler reads this flag and warns or raises.
+        scale: the factor a loss is multiplied by.
+        good: good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
+        slack: bad steps that will still be forgiven (hysteresis less one, when full).
+        steps, misses: steps since the scale last moved, bad ones since it last went down; only under a `tolerance`.
+        streak: bad steps in a row; kept only under a `patience`.
+        bad: all bad steps so far.
+        alarm: the last step was bad and the scale could not go down for it, or patience ran out. A device cannot raise,
+            so the scaler reads this flag and warns or raises.
     """
 
     scale: Tensor

@@ -1,9 +1,9 @@
 """Record: how an audit measures operators, and what it compares with what.
 
-The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers. Its results wait until the
-audited run (`AuditRecorder`) reaches the same call of the same operator. Every operator of the audited run that touches
-a low format is run again by itself in the shadow format and as the policy runs it, on the same inputs and random
-numbers, forward and backward (`Pair`): what these differ by is that operator's own doing.
+The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers; its results wait until the
+audited run (`AuditRecorder`) reaches the same call. Every operator that touches a low format is run again by itself in
+the shadow format and as the policy runs it, on the same inputs and random numbers, forward and backward (`Pair`): what
+these differ by is that operator's own doing.
 
 Note [order]: gradients arrive by hooks on results. They are compared after the backward pass and before the update,
 because the update changes in place what the shadows have saved.

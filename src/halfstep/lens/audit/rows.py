@@ -92,8 +92,7 @@ class ErrorSums:
     """How far tensors are from what they should be: sums over elements, added up over calls.
 
     Attributes:
-        difference: sum of squared differences, where both are finite.
-        reference: sum of squares of what should be there.
+        difference, reference: sums of squared differences, where both are finite, and of squares of what should be.
         worst: largest relative error of one call.
         count: elements compared.
         flushed: elements that are zero and should not be: too small for the format.
@@ -170,12 +169,10 @@ class Tally:
     """One row while it is made; see `AuditRow`.
 
     Attributes:
-        form: the format of its numbers.
-        local: against the same operator in a wide format on the same inputs.
-        whole: against the fp32 run of the whole model.
+        local, whole: against the same operator in a wide format on the same inputs, and the fp32 run of the model.
         summed: sums of gradients against fp32 sums of the same gradients.
-        sketch: of the numbers as they are stored.
-        wide: of the numbers as they should be, without a loss scale, where the format may have lost some.
+        sketch, wide: of the numbers as they are stored, and as they should be, without a loss scale, where the format
+            may have lost some.
         shares: one of `SHARES` -> its part, and its whole.
     """
 

@@ -1,7 +1,5 @@
 """Monitor: samples gradients, weights and activations of every N-th update of a run.
 
-Inputs: a `TrainStep`, or a model and its optimizer. Outputs: `MonitorRecord`s, and `Finding`s drawn from them.
-
 Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
 updates. A sample is counted on the device, without a wait; `poll` begins to copy the counts to the host and returns
 them once they have arrived. Sketches of a thousand steps take no more memory than those of one.

@@ -49,14 +49,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Shelf:
-    """What has gathered on one device.
+    """What has gathered on one device: sketches of the gradients of the parameters `numbers`, and of their weights.
 
-    Attributes:
-        numbers: of the parameters that live there.
-        gradients: a sketch for each of them.
-        weights: the same, before updates; empty if weights are not watched.
-        sums: (parameters, STATES + KEPT) fp64, fp32 on a device without.
-        outputs: a sketch for each leaf module; empty if activations are not watched.
+    `sums` is (parameters, STATES + KEPT) fp64, fp32 on a device without; `outputs` has a sketch for each leaf module.
+    What is not watched is empty.
     """
 
     numbers: list[int]
