@@ -357,8 +357,8 @@ class ExponentSketch:
         return lower, min(below + here, total - 1)
 
     def _share(self, counts: tuple[int, int]) -> Bounds:
-        total = self.nonzero
-        return (counts[0] / total, counts[1] / total) if total else (0.0, 0.0)
+        total = max(self.nonzero, 1)
+        return counts[0] / total, counts[1] / total
 
     # ------------------------------------------------------------------ keeping
 

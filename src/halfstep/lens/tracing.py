@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Self
 
@@ -282,18 +282,12 @@ class OperatorSink(Sink):
             self._inside = False
 
 
+@lru_cache(maxsize=4096)
 def named(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return the operator that `func` is a spelling of, "" for none, and whether it works in place."""
-    op = operator_name(func)
-    if op is not None:
-        return op, False
-    return _other(getattr(func, "__name__", ""))
-
-
-@cache
-def _other(name: str) -> tuple[str, bool]:
-    if name in CONVERSIONS:
-        return CONVERSIONS[name], False
+    op, name = operator_name(func), getattr(func, "__name__", "")
+    if op is not None or name in CONVERSIONS:
+        return op or CONVERSIONS[name], False
     stem = name.removeprefix("__i").removesuffix("__") if name.startswith("__i") else name.removesuffix("_")
     stem = {"truediv": "div"}.get(stem, stem)
     return (stem, True) if stem != name and not stem.endswith("_") and stem in known() else ("", False)

@@ -81,14 +81,12 @@ def step_with_flag(
     attributes["found_inf"] = found
     try:
         result = optimizer.step(*args, **kwargs)
-    except BaseException:
+        before = {}  # used up
+        return result
+    finally:
         for name in _ATTRIBUTES:
             attributes.pop(name, None)
         attributes.update(before)
-        raise
-    for name in _ATTRIBUTES:
-        attributes.pop(name, None)
-    return result
 
 
 # ------------------------------------------------------------------ leaving the fused form

@@ -15,6 +15,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -57,6 +58,8 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 SAME = 1e-3
 """Relative difference of losses that order of summation alone does not make in fp32."""
+
+LAZY = "parameters that are created by the first batch were created in the copy: the model's own will differ"
 
 ATTEMPTS = 40
 """Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
@@ -131,10 +134,14 @@ def audit(
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if is_bound(twin):
             unprepare(twin)
-        notes = _materialised(twin, taken[0], loss_fn)
+        lazy = any(is_lazy(p) for p in twin.parameters())
+        if lazy:  # gives parameters their values
+            with torch.no_grad(), suspended():
+                loss_fn(twin, *taken[0][0], **taken[0][1])
         settings = {"clip_norm": clip_norm, "accumulate": accumulate, "scaler": copy.deepcopy(scaler)}
         run = Run(twin, stepper, loss_fn, wanted, settings, shadow=SHADOWS[shadow], reference=reference)
-        run.notes += notes
+        if lazy:
+            run.notes.append(LAZY)
         for number, window in enumerate(windows, 1):
             run.step(window, last=number == len(windows))
         return run.result(steps=len(windows))
@@ -206,9 +213,7 @@ class Run:
         self._twice = False  # whether the twin has run the same batch twice
 
     def _watched(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self.looks:
-            return self.loss_fn(model, *args, **kwargs)
-        with self.tracer:
+        with self.tracer if self.looks else nullcontext():
             return self.loss_fn(model, *args, **kwargs)
 
     def step(self, window: list[Batch], *, last: bool) -> None:
@@ -513,12 +518,3 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
     return twin, copy_of_optimizer(optimizer, memo)
-
-
-def _materialised(model: nn.Module, batch: tuple[Any, Any], loss_fn: Callable[..., Any]) -> list[str]:
-    """Give lazily created parameters their values."""
-    if not any(is_lazy(p) for p in model.parameters()):
-        return []
-    with torch.no_grad(), suspended():
-        loss_fn(model, *batch[0], **batch[1])
-    return ["parameters that are created by the first batch were created in the copy: the model's own will differ"]

@@ -168,18 +168,6 @@ class Pair:
     leaves: list[tuple[Tensor, Tensor, str]]  # low, wide, the name of the parameter that it is or ""
     gradient: Tensor | None = None
 
-    def gradients(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Go backward on the gradient that has arrived; yield parameter or "", what it makes of it, what the shadow."""
-        given = self.gradient
-        if given is None:
-            return
-        lows, wides, names = zip(*self.leaves, strict=True)
-        low = torch.autograd.grad(self.low, lows, given.to(self.low.dtype), allow_unused=True)
-        wide = torch.autograd.grad(self.wide, wides, given.to(self.wide.dtype), allow_unused=True)
-        for name, found, wanted in zip(names, low, wide, strict=True):
-            if found is not None and wanted is not None and found.layout is torch.strided:
-                yield name, found, wanted
-
 
 class AuditRecorder(OperatorSink):
     """Receives the operators of the audited run.
@@ -427,20 +415,26 @@ class AuditRecorder(OperatorSink):
                 if form.is_narrow:
                     tally.add_wanted(kept.gradient)
         for pair in self._pairs:
-            form = self.simulated.get(pair.tally.op) or form_of(pair.low)
-            for name, found, expected in pair.gradients():
-                tally = pair.tally
-                if name:
-                    tally = self.tally_of(name, "weight gradient")
-                    assert pair.gradient is not None
-                    if expected.dim() == 1 and pair.gradient.dim() > 1:
-                        terms = float(pair.gradient.float().abs().sum())
-                        tally.cancels = float(expected.abs().sum()) < CANCELLED * terms
-                tally.local.add(found, expected, form)
+            if pair.gradient is not None:
+                self._compare_backward(pair, pair.gradient)
         self._arrived, self._pairs = [], []
         for name, parameter in named.items():
             if parameter.grad is not None:
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
+
+    def _compare_backward(self, pair: Pair, gradient: Tensor) -> None:
+        """Compare what the backward pass of an operator makes of `gradient` with what its shadow makes of it."""
+        form = self.simulated.get(pair.tally.op) or form_of(pair.low)
+        lows, wides, names = zip(*pair.leaves, strict=True)
+        low = torch.autograd.grad(pair.low, lows, gradient.to(pair.low.dtype), allow_unused=True)
+        wide = torch.autograd.grad(pair.wide, wides, gradient.to(pair.wide.dtype), allow_unused=True)
+        for name, found, wanted in zip(names, low, wide, strict=True):
+            if found is None or wanted is None or found.layout is not torch.strided:
+                continue
+            tally = self.tally_of(name, "weight gradient") if name else pair.tally
+            if name and wanted.dim() == 1 and gradient.dim() > 1:
+                tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(gradient.float().abs().sum())
+            tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
         tally = self.tally_of(name, "weight gradient")

@@ -25,8 +25,7 @@ ROLES = ("activation", "activation gradient", "weight", "weight gradient", "upda
 
 UNCHANGED = ("module", "op", "role", "parameter", "line", "calls", "scale", "pace", "cancels", "decides")
 PER_STEP = ("numel", "bytes", "casts", "cast_bytes")
-SHARES = ("swallowed", "swallowed_mass", "otherwise", "saturated")
-"""Numbers of a `Tally` that an `AuditRow` has as they are, divided by the steps, and divided by their wholes."""
+"""Numbers of a `Tally` that an `AuditRow` has as they are, and divided by the steps."""
 
 MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
@@ -173,7 +172,7 @@ class Tally:
         summed: sums of gradients against fp32 sums of the same gradients.
         sketch, wide: of the numbers as they are stored, and as they should be, without a loss scale, where the format
             may have lost some.
-        shares: one of `SHARES` -> its part, and its whole.
+        shares: swallowed, swallowed_mass, otherwise or saturated -> its part, and its whole.
     """
 
     module: str
@@ -219,7 +218,7 @@ class Tally:
         self.wide, _, _ = _merged(self.wide, tensor)
 
     def add_share(self, name: str, part: float, whole: float) -> None:
-        """Add to one of `SHARES`."""
+        """Add to one of the shares."""
         parts, wholes = self.shares.get(name, (0, 0))
         self.shares[name] = parts + part, wholes + whole
 

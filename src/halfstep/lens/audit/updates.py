@@ -133,8 +133,7 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
     option, place = AVERAGES.get(key, ("", None))
     for group in optimizer.param_groups:
         if option in group and any(p is parameter for p in group["params"]):
-            factor = group[option] if place is None else group[option][place]
-            return 1.0 - float(factor)
+            return 1.0 - float(group[option] if place is None else group[option][place])
     return 0.0
 
 

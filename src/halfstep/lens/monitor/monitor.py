@@ -299,11 +299,10 @@ def _validate(target: object, optimizer: object, scaler: object) -> None:
 
 
 def _low_format(model: nn.Module) -> Format:
-    policy = prepared_policy(model)
+    policy, parameters = prepared_policy(model), list(unwrap(model).parameters())
     if policy is not None:
-        first = next(unwrap(model).parameters(), None)
-        return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
-    for parameter in unwrap(model).parameters():
+        return format_of(resolved(policy, parameters[0].device.type if parameters else "cpu").dtype)
+    for parameter in parameters:
         if parameter.dtype in LOW_DTYPES:
             return format_of(parameter.dtype)
     raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")

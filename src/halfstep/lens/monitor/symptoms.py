@@ -75,12 +75,9 @@ def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
 
 
 def of_rise(found: Rise, batch: str, rate: float) -> Finding:
-    """Return the finding of a run that runs away.
+    """Return the finding of a run that runs away at the learning rate `rate`, 0.0 for none.
 
-    Args:
-        found: what has risen.
-        batch: the outlier of a batch with which that began, in words; "" for none.
-        rate: the learning rate; 0.0 if there is none.
+    `batch` says in words with which outlier that began, "" for none.
     """
     if batch:
         cause, remedy = f"{batch}, and then {found}", "leave such batches out, or clamp their values"
@@ -121,9 +118,8 @@ def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     if max((p.amax for p in record.parameters), default=0.0) >= format.smallest_normal:
         return  # the loss gets through: these are experts at rest, or closed gates
     for parameter in silent:
-        cause = (
-            f"all of its gradient is zero, in {len(silent)} of {len(record.parameters)} parameters, sample by sample"
-        )
+        many = f"{len(silent)} of {len(record.parameters)} parameters"
+        cause = f"all of its gradient is zero, in {many}, sample by sample"
         remedy = f"raise the loss scale (scale='auto' does by itself), or use bf16, if {format.name} is too narrow for "
         remedy += "this loss; or the graph is cut: look whether the loss depends on the parameters"
         yield _of(parameter, "underflow", "weight gradient", 1.0, cause, remedy)
