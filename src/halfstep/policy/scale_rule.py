@@ -96,18 +96,7 @@ class ScaleRule:
             floor=(self.floor, between(0.0, FP32_MAX, "0 (no floor) or a positive scale")),
             ceiling=(self.ceiling, between(self.floor, FP32_MAX, "at least floor; FP32_MAX for none")),
             init=(self.init, between(self.floor, self.ceiling, "between floor and ceiling")),
-            growth=(self.growth, between(1.0, FP32_MAX, "at least 1; 2 doubles the scale")),
-            backoff=(self.backoff, between(2.0**-126, 1.0, "above 0 and at most 1; 0.5 halves the scale")),
-            tolerance=(self.tolerance, between(0.0, 1.0, "a share of steps")),
-            interval=(self.interval, steps_from(1)),
-            hysteresis=(self.hysteresis, steps_from(1)),
-            delay=(self.delay, steps_from(0)),
-            patience=(self.patience, steps_from(0)),
-            refill=(self.refill, one_of("growth", "good")),
-            at_floor=(self.at_floor, one_of("warn", "raise", "refuse")),
-            divide=(self.divide, FLAG),
-            guard=(self.guard, FLAG),
-            kept=(self.kept, one_of("fp32", "fp64")),
+            **{name: (getattr(self, name), kind) for name, kind in _KINDS.items()},
         )
         if self.init < 2.0**-149:  # the smallest fp32 number
             raise ScaleError(f"scale rule: init={self.init!r} is 0 in fp32; give a positive scale, 65536.0 is usual")
@@ -156,16 +145,31 @@ _PYTHON_TYPES = frozenset({int, float, bool, str})
 
 
 def between(low: Any, high: Any, meaning: str) -> Kind:
-    """Return the numbers in ``[low, high]``."""
+    """Return the numbers in ``[low, high]``, none of which is negative."""
     words = f"a number in [{low!r}, {high!r}], {meaning},"
-    return Kind(words, lambda value: type(value) in (int, float) and low <= value <= high)
+    return Kind(words, lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and low <= v <= high)
 
 
 def steps_from(low: int) -> Kind:
     """Return the counts of steps in ``[low, MAX_COUNT]``."""
     words = f"a whole number of steps in [{low}, {MAX_COUNT}]"
-    return Kind(words, lambda value: type(value) is int and low <= value <= MAX_COUNT)
+    return Kind(words, lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= MAX_COUNT)
 
+
+_KINDS = {
+    "growth": between(1.0, FP32_MAX, "at least 1; 2 doubles the scale"),
+    "backoff": between(2.0**-126, 1.0, "above 0 and at most 1; 0.5 halves the scale"),
+    "tolerance": between(0.0, 1.0, "a share of steps"),
+    "interval": steps_from(1),
+    "hysteresis": steps_from(1),
+    "delay": steps_from(0),
+    "patience": steps_from(0),
+    "refill": one_of("growth", "good"),
+    "at_floor": one_of("warn", "raise", "refuse"),
+    "divide": FLAG,
+    "guard": FLAG,
+    "kept": one_of("fp32", "fp64"),
+}
 
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
     {

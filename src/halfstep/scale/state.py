@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.arguments import COUNT, NOT_NEGATIVE, Kind, a, check, one_of
+from halfstep.arguments import COUNT, NOT_NEGATIVE, POSITIVE, Kind, a, check, one_of
 from halfstep.errors import ScaleError, warn
 from halfstep.mistakes import MISTAKES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule, plain, steps_from, whole
@@ -38,8 +38,8 @@ TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor":
 
 STATIC = "is usual (a scale that stays: rule=ScaleRule.static(value))"
 FACTORS = {
-    "growth_factor": Kind(f"a number above 1, 2.0 {STATIC}", lambda v: type(v) in (int, float) and 1 < v < math.inf),
-    "backoff_factor": Kind(f"a number above 0 and below 1, 0.5 {STATIC}", lambda v: type(v) is float and 0 < v < 1),
+    "growth_factor": Kind(f"a number above 1, 2.0 {STATIC}", lambda value: POSITIVE.has(value) and value > 1),
+    "backoff_factor": Kind(f"a number above 0 and below 1, 0.5 {STATIC}", lambda v: POSITIVE.has(v) and v < 1),
 }
 """torch's factors and what it takes for them."""
 
@@ -165,12 +165,10 @@ class StoredScale:
         """
         if not self._enabled:
             return
-        rule = _rule_from(self._rule, state_dict)
-        host = _host_from(rule, state_dict)
-        self._rule, self._host = rule, host
+        self._rule, self._host = _loaded(self._rule, state_dict)
         if self._state is not None:
             for name, field in zip(ScaleState._fields, self._state, strict=True):
-                field.fill_(host[name])
+                field.fill_(self._host[name])
 
     def scale_on(self, device: torch.device | str) -> Tensor:
         """Return the current scale as a 0-dim fp32 tensor on `device` (1 if disabled), without waiting.
@@ -212,8 +210,8 @@ class StoredScale:
 # ------------------------------------------------------------------ checkpoints
 
 
-def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
-    """Return `rule` with growth, backoff and interval of a checkpoint; floor, ceiling and the like are not saved."""
+def _loaded(rule: ScaleRule, state: Mapping[str, Any]) -> tuple[ScaleRule, dict[str, Any]]:
+    """Return `rule` with a checkpoint's growth, backoff and interval, and its state as `load_host` takes it."""
     if not isinstance(state, Mapping):
         raise ScaleError(f"load_state_dict: got a {type(state).__name__}; expected what state_dict() returned")
     if not state:
@@ -225,7 +223,7 @@ def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
     if missing:
         raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
     try:
-        return dataclasses.replace(
+        rule = dataclasses.replace(
             rule,
             growth=state["growth_factor"],
             backoff=state["backoff_factor"],
@@ -233,10 +231,6 @@ def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
         )
     except ScaleError as error:
         raise ScaleError(f"load_state_dict: {error}") from error
-
-
-def _host_from(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint, ours or torch's, as `load_host` takes it, to run under `rule`."""
     own = state.get(_OWN_KEY, {})
     if not isinstance(own, Mapping):
         raise ScaleError(f"load_state_dict: {_OWN_KEY!r} is {own!r}; expected a dict of counters")
@@ -248,7 +242,7 @@ def _host_from(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str, Any]:
     host = {**initial_host(rule), **counters, "scale": _bounded(rule, scale)}
     host["slack"] = min(host["slack"], rule.hysteresis - 1)
     host["good"] = min(tracker, rule.interval - 1)  # torch never grows again from a tracker past the interval
-    return host
+    return rule, host
 
 
 def _bounded(rule: ScaleRule, scale: float) -> float:
