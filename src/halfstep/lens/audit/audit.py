@@ -207,7 +207,7 @@ class Run:
             simulated=simulated,
             devices=tuple(dict.fromkeys((plan.device, "cpu"))),
         )
-        self.meter = Meter(self.train, self.recorder, self.notes, moves=moves)
+        self.meter = Meter(self.train, self.recorder, moves=moves)
         self.tracer = Tracer(self.recorder, model)
         self.scale = 1.0
         self._twice = False  # whether the twin has run the same batch twice
@@ -395,7 +395,7 @@ class Run:
             bad=len(self.unfinished),
             bad_in_fp32=self.bad_in_fp32,
             scale=self.scale,
-            notes=(*self.plan.notes, *dict.fromkeys(self.notes)),
+            notes=(*self.plan.notes, *dict.fromkeys((*self.notes, *self.meter.notes))),
         )
 
     def _why(self, tally: Tally) -> tuple[str, str]:

@@ -146,14 +146,11 @@ def precise_of(model: nn.Module, parameter: nn.Parameter) -> Tensor:
 
 
 class Meter:
-    """Watches the updates of an audited step; `moves`: there is an optimizer to measure.
+    """Watches the updates of an audited step; `moves`: there is an optimizer to measure."""
 
-    `notes` receives what could not be measured.
-    """
-
-    def __init__(self, step: TrainStep, recorder: AuditRecorder, notes: list[str], *, moves: bool) -> None:
+    def __init__(self, step: TrainStep, recorder: AuditRecorder, *, moves: bool) -> None:
         self.train, self.recorder, self.names, self.moves = step, recorder, recorder.parameters, moves
-        self.notes = notes
+        self.notes: list[str] = []  # what could not be measured
         self._intended: dict[nn.Parameter, Change] = {}
         self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
         step.watchers.append(self)
