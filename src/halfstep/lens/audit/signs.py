@@ -46,13 +46,11 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
 
     A softmax is one-hot if a probability is 1 that is not in fp32, or if all others are 0 that are not.
     """
-    if op == "softmax" and output.dim():
-        found, wanted = output.amax(dim), wide.amax(dim)
-        alone = ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
-        hit = ((found == 1) & (wanted < 1 - NEAR_ONE)) | alone
-    else:
-        found, wanted = output.abs(), wide.abs()
-        hit = (found == 1) & (wanted < 1 - NEAR_ONE)
+    rows = op == "softmax" and output.dim() > 0
+    found, wanted = (output.amax(dim), wide.amax(dim)) if rows else (output.abs(), wide.abs())
+    hit = (found == 1) & (wanted < 1 - NEAR_ONE)
+    if rows:
+        hit |= ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
     tally.add_share("saturated", int(hit.sum()), found.numel())
 
 

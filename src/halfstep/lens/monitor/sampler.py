@@ -8,7 +8,7 @@ what the optimizer moves: the fp32 value where halfstep keeps one behind a low w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,27 +143,18 @@ class Sampler:
         gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
         for number in gradients:
             self._shelf(self.parameters[number].device)
+        self._before = {}
+        states = self.low_states() if self.weights else {}
         for device, shelf in self.shelves.items():
             given = [gradients.get(number) for number in shelf.numbers]
             none = torch.empty(0, device=device)
             by = None if factor is None else factor.to(device, non_blocking=True)
             shelf.gradients.add_(none if g is None else g if by is None else g * by for g in given)
-        if self.weights:
-            self._copy(gradients)
-
-    def _copy(self, gradients: Mapping[int, Tensor]) -> None:
-        states = self.low_states()
-        self._before = {}
-        for device, shelf in self.shelves.items():
-            values = []
-            for number in shelf.numbers:
-                if number in gradients:
+            if self.weights:
+                for number in gradients.keys() & set(shelf.numbers):
                     value = self._precise(self.parameters[number])
                     self._before[number] = value, [state.clone() for state in states.get(number, ())]
-                    values.append(value)
-                else:
-                    values.append(torch.empty(0, device=device))
-            shelf.weights.add_(values)
+                shelf.weights.add_(self._before.get(number, (none,))[0] for number in shelf.numbers)
 
     def after(self, bad: Tensor | None) -> None:
         """Compare with the copies, if the update was applied (not `bad`) and its learning rate is not 0."""
