@@ -76,9 +76,7 @@ def samples_and_shadows() -> None:
     changes = intended(optimizer, {p: p for p in gradients}, gradients)
     again = in_float64(torch.add, (model.weight, 1.0), {})
     after = [change.after for change in changes.values()]
-    assert {(x.dtype, x.device.type) for x in (again, *after)} == {
-        (torch.float64, "cpu")
-    }
+    assert {(x.dtype, x.device.type) for x in (again, *after)} == {(torch.float64, "cpu")}
 
 
 def steps() -> None:
