@@ -33,9 +33,7 @@ PACKAGE = Path(hs.__file__).parent
 
 USERS = {
     "lens/audit/audit.py": {"Snapshot", "generators_of", "noted"},
-    "lens/audit/record.py": {"torch_states"},
-    "lens/audit/run.py": {"Snapshot", "generators_of", "noted"},
-    "lens/audit/shadow.py": {"same_numbers"},
+    "lens/audit/record.py": {"same_numbers", "torch_states"},
     "lens/box/cures.py": {"Snapshot", "attributes"},
     "lens/box/replay.py": {"Modules", "Snapshot", "contents", "gradients", "noted", "put_buffers"},
     "lens/box/trials.py": {"Snapshot", "attributes"},

@@ -34,7 +34,7 @@ LATE: Mapping[tuple[str, str], str] = {
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",
     ("binding.fsdp", "torch"): FSDP,
     ("lens.box.stepbox", "halfstep.lens"): STORES,
-    ("lens.monitor.tensorboard", "torch"): "optional library: tensorboard",
+    ("lens.monitor.records", "torch"): "optional library: tensorboard",
     ("meeting", "torch"): STORES,
     ("report.html", "jinja2"): PAGE,
     ("report.html", "markupsafe"): PAGE,
