@@ -14,7 +14,7 @@ from halfstep.cli import completion
 from halfstep.cli.options import TASK, Device, Html, Json, split
 from halfstep.cli.pages.comparison import comparison_page, print_comparison
 from halfstep.cli.progress import Live
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, record, say
+from halfstep.cli.terminal import Files, command, command_line, console, device_type, machine_line, record, say
 from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels
@@ -59,13 +59,12 @@ def run_compare(
         check(each, compared, where)
     files = Files(json=json, html=html)
     runs, about = seeds or ENOUGH_SEEDS, machine()
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
+    say(out, machine_line(about))
     comparisons = []
     for each in loaded:
         length = steps or each.steps
         with Live(err, each.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
-            made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.see)
+            made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.step)
         comparisons.append(made)
         print_comparison(out, made)
     chosen = [word for name in task or () for word in ("--task", name)]

@@ -6,7 +6,7 @@ import datetime
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from rich.console import Console
 import halfstep as hs
 from halfstep.cli.options import Device, Html, Json
 from halfstep.cli.pages.comparison import result_table, setting
-from halfstep.cli.pages.conclusions import conclusions
 from halfstep.cli.pages.demo import demo_page, pace_table
+from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.pages.figures import interval
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import (
@@ -29,6 +29,7 @@ from halfstep.cli.terminal import (
     console,
     device_type,
     item,
+    machine_line,
     record,
     say,
     show,
@@ -37,10 +38,9 @@ from halfstep.report import write_page
 from halfstep.report.numbers import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import Comparison, compare
+from halfstep.tasks.compare import compare, pace
 from halfstep.tasks.machine import threads_of_torch
-from halfstep.tasks.overflow import Rescue, rescue
-from halfstep.tasks.pace import Pace, pace
+from halfstep.tasks.overflow import rescue
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
@@ -57,18 +57,6 @@ class Settings:
     seeds: int = 5  # the fewest for a verdict
     steps: tuple[tuple[str, int], ...] = (("lenet5", 120), ("gpt", 50))  # of the tasks whose accuracy is compared
     broken_steps: int = 120  # of the run that goes NaN
-
-
-@dataclass(kw_only=True, slots=True)
-class Measured:
-    """What was measured so far."""
-
-    device: str
-    units: hs.policy.Units
-    paces: list[tuple[Workload, Pace]] = field(default_factory=list)
-    rescue: Rescue | None = None
-    comparisons: list[Comparison] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
 
 OnShare = Callable[[float], None]
@@ -93,9 +81,8 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
     where = device_type(device)
     files = Files(json=json, html=html)
     about = machine()
-    demo = Measured(device=where, units=hs.policy.units(where))
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
+    demo = Demo(device=where, units=hs.policy.units(where))
+    say(out, machine_line(about))
     say(out, demo.units.reason)
     load = load_average()
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
@@ -107,22 +94,19 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
         interrupted = _measure(demo, _parts(demo, settings, out), err)
     say(out)
     say(out, "Conclusions", style="bold")
-    found = conclusions(demo.paces, demo.rescue, demo.comparisons, demo.units, demo.missing)
-    for fact in found:
+    for fact in conclusions(demo):
         item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
     again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
     files.write(
         out,
         json=record(again, machine=about, **_facts(demo)),
-        html=lambda path: write_page(
-            demo_page(demo.paces, demo.rescue, demo.comparisons, found, about=about, command=again, day=day), path
-        ),
+        html=lambda path: write_page(demo_page(demo, about=about, command=again, day=day), path),
     )
     return INTERRUPTED if interrupted else 0
 
 
-def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
+def _measure(demo: Demo, parts: list[Part], err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
     total, done = sum(weight for _, weight, _ in parts), 0.0
     for number, (title, weight, run) in enumerate(parts):
@@ -140,7 +124,7 @@ def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
     return False
 
 
-def _parts(demo: Measured, settings: Settings, out: Console) -> list[Part]:
+def _parts(demo: Demo, settings: Settings, out: Console) -> list[Part]:
     """Return the parts in their order."""
     works = zip(workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True)
     parts: list[Part] = [
@@ -157,58 +141,55 @@ def _parts(demo: Measured, settings: Settings, out: Console) -> list[Part]:
     return parts
 
 
-def _time(
-    demo: Measured, out: Console, workload: Workload, seconds: float, on_share: OnShare
-) -> Callable[[], None]:  # fmt: skip
+def _time(demo: Demo, out: Console, workload: Workload, seconds: float, on_share: OnShare) -> Callable[[], None]:
     timed = candidates(TIMED, demo.device)
     made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
     demo.paces.append((workload, made))
-    return partial(_print_pace, out, workload, made)
+
+    def print_it() -> None:
+        _head(out, f"A model bound by {workload.bound_by}")
+        say(out, f"{made.about}; {made.parameters:,} parameters, on {made.device}")
+        show(out, pace_table(workload, made))
+        rounds, control = made.control.rounds, interval(made.control)
+        say(out, f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
+
+    return print_it
 
 
-def _break(demo: Measured, out: Console, steps: int, on_share: OnShare) -> Callable[[], None]:
-    demo.rescue = rescue(device=demo.device, steps=steps, on_share=on_share)
-    return partial(_print_rescue, out, demo.rescue)
+def _break(demo: Demo, out: Console, steps: int, on_share: OnShare) -> Callable[[], None]:
+    demo.rescue = rescued = rescue(device=demo.device, steps=steps, on_share=on_share)
+
+    def print_it() -> None:
+        _head(out, f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())")
+        for line in str(rescued.verdict).splitlines():
+            say(out, line)
+
+    return print_it
 
 
 def _train(
-    demo: Measured, out: Console, name: str, steps: int, seeds: int, on_share: OnShare
+    demo: Demo, out: Console, name: str, steps: int, seeds: int, on_share: OnShare
 ) -> Callable[[], None]:  # fmt: skip
     compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
-    seen, moments = itertools.count(1), (len(compared) + 1) * steps * seeds
-    on_step = lambda moment: on_share(next(seen) / moments)  # noqa: E731
+    seen, total = itertools.count(1), (len(compared) + 1) * steps * seeds
+    on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
     made = compare(task, compared, steps=steps, seeds=seeds, device=demo.device, on_step=on_step)
     demo.comparisons.append(made)
-    return partial(_print_accuracy, out, made)
+
+    def print_it() -> None:
+        _head(out, f"Accuracy of {made.task}: {made.about}")
+        say(out, setting(made))
+        show(out, result_table(made))
+
+    return print_it
 
 
-def _print_pace(out: Console, workload: Workload, made: Pace) -> None:
-    """Print time and bytes of every candidate."""
+def _head(out: Console, text: str) -> None:
     say(out)
-    say(out, f"A model bound by {workload.bound_by}", style="bold")
-    say(out, f"{made.about}; {made.parameters:,} parameters, on {made.device}")
-    show(out, pace_table(workload, made))
-    rounds, control = made.control.rounds, interval(made.control)
-    say(out, f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
+    say(out, text, style="bold")
 
 
-def _print_accuracy(out: Console, made: Comparison) -> None:
-    """Print the result of every candidate."""
-    say(out)
-    say(out, f"Accuracy of {made.task}: {made.about}", style="bold")
-    say(out, setting(made))
-    show(out, result_table(made))
-
-
-def _print_rescue(out: Console, rescued: Rescue) -> None:
-    """Print the verdict as `step.explain()` prints it."""
-    say(out)
-    say(out, f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())", style="bold")
-    for line in str(rescued.verdict).splitlines():
-        say(out, line)
-
-
-def _facts(demo: Measured) -> dict[str, Any]:
+def _facts(demo: Demo) -> dict[str, Any]:
     """Return what was measured as plain values."""
     rescued = demo.rescue
     names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")

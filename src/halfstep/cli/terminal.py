@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import shlex
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from rich import box
@@ -22,7 +22,7 @@ from halfstep.tasks import TaskError
 
 __all__ = [
     "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command", "command_line", "console", "device_type",
-    "item", "record", "say", "show",
+    "item", "machine_line", "record", "say", "show",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
@@ -142,6 +142,12 @@ def command_line(*words: str, **options: object) -> str:
     given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
     parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
     return shlex.join(["halfstep", *words, *parts])
+
+
+def machine_line(about: Mapping[str, Any]) -> str:
+    """Return the processor, the accelerator and the versions of `machine()` on one line."""
+    on = f", {about['accelerator']}" if about["accelerator"] else ""
+    return f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}"
 
 
 def device_type(wanted: str) -> str:

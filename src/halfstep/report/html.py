@@ -5,15 +5,11 @@ from __future__ import annotations
 import html
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from halfstep.report.charts import Chart
+from halfstep.report.charts import Chart, draw
 from halfstep.report.document import Document
-from halfstep.report.pictures import draw
 from halfstep.report.style import picture_style, style_sheet
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 __all__ = ["picture_file", "render", "write_page"]
 
@@ -112,7 +108,7 @@ def render(document: Document) -> str:
     import jinja2  # here: importing halfstep imports torch and little else
     from markupsafe import Markup
 
-    def picture(chart: Chart, alt: str) -> Markup:
+    def picture(chart: Chart, alt: str) -> Any:
         made = draw(chart)
         head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">\n').format(alt, made.width, made.height)
         return head + Markup(made.body + "\n</svg>")

@@ -27,7 +27,7 @@ from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.trainings import Run, error_line
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
-from halfstep.tasks.loops import Fp32Loop, make_loop
+from halfstep.tasks.loops import TorchLoop, make_loop
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 from halfstep.timing import WARM_UP
@@ -84,7 +84,7 @@ class Lab:
         self.deadline = self.begun + seconds
         self.journal = Journal(path, _about(task, device, seed))
         self.before = self.journal.seconds
-        self._trained: Fp32Loop | None = None
+        self._trained: TorchLoop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
     # ------------------------------------------------------------------ time
@@ -225,9 +225,9 @@ class Lab:
         found: float = self._remember(key, measure)
         return found
 
-    def _train(self, steps: int) -> Fp32Loop:
+    def _train(self, steps: int) -> TorchLoop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-        assert isinstance(loop, Fp32Loop)
+        assert isinstance(loop, TorchLoop)
         for step in range(steps):
             loop(self.task.batch_on(self.device, self.seed, step))
         return loop

@@ -5,27 +5,23 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.cli.pages.figures import Cost, amp_label, galleries, ratio_text
-from halfstep.cli.pages.findings import findings
-from halfstep.cli.terminal import say, show
+from halfstep.cli.pages.facts import findings
+from halfstep.cli.pages.figures import amp_label, galleries, left_out, ratio_text
+from halfstep.cli.terminal import machine_line, say, show
 from halfstep.report.numbers import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison
+from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS
-from halfstep.tasks.pace import PaceRow
 from halfstep.timing import Ratio
 
-__all__ = [
-    "comparison_page", "cost_table", "left_out", "measured", "measured_on", "print_comparison", "result_table",
-    "setting",
-]  # fmt: skip
+__all__ = ["comparison_page", "cost_table", "measured", "measured_on", "print_comparison", "result_table", "setting"]
 
 
 def comparison_page(
@@ -43,12 +39,9 @@ def comparison_page(
 
 def measured_on(about: Mapping[str, Any], day: datetime.date) -> str:
     """Return when and on which machine something was measured."""
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    units = f" ({', '.join(about['instruction_sets'])})" if about["instruction_sets"] else ""
-    return (
-        f"Measured on {day.isoformat()}: {about['cpu']}{units}, {about['cores']} cores{on}; torch {about['torch']}, "
-        f"Python {about['python']}, {about['system']}, halfstep {hs.__version__}."
-    )
+    sets = f" Instruction sets: {', '.join(about['instruction_sets'])}." if about["instruction_sets"] else ""
+    rest = f"{about['system']}, halfstep {hs.__version__}"
+    return f"Measured on {day.isoformat()}: {machine_line(about)}, {rest}.{sets}"
 
 
 def measured(items: tuple[str, ...], about: Mapping[str, Any], command: str) -> doc.Section:
@@ -161,12 +154,9 @@ def _range(values: Sequence[float]) -> str:
 
 
 def cost_table(
-    rows: Sequence[Cost],
-    control: Ratio | None,
-    text: Callable[[Ratio | None, Ratio | None], str] = ratio_text,
-    caption: str = "Time and memory",
+    rows: Sequence[Cost], control: Ratio | None, caption: str = "Time and memory", *, intervals: bool = False
 ) -> doc.Table:
-    """Return what a step takes; `text` writes a ratio and what this machine can resolve."""
+    """Return what a step takes; `control` is what this machine can resolve."""
     state, saved = Size.of(row.state_bytes for row in rows), Size.of(row.saved_bytes for row in rows)
     time = Decimals.of(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
     headers = (
@@ -177,8 +167,8 @@ def cost_table(
         (
             row.label,
             time(row.milliseconds) if math.isfinite(row.milliseconds) else "",
-            left_out(row) or _ratio(row.to_fp32, control, text),
-            _ratio(row.to_amp, control, text),
+            left_out(row) or _ratio(row.to_fp32, control, intervals=intervals),
+            _ratio(row.to_amp, control, intervals=intervals),
             state(row.state_bytes),
             saved(row.saved_bytes),
         )
@@ -187,16 +177,9 @@ def cost_table(
     return doc.table(caption, headers, cells)
 
 
-def left_out(row: Cost) -> str:
-    """Return why a candidate was not timed."""
-    return f"over {row.slow:.0f}, left out" if isinstance(row, PaceRow) and row.slow else ""
-
-
-def _ratio(
-    ratio: Ratio | None, control: Ratio | None, text: Callable[[Ratio | None, Ratio | None], str] = ratio_text
-) -> doc.Cell:
-    finer = ratio is not None and control is not None and ratio.finer_than(control)
-    return doc.Cell(text(ratio, control), "open" if finer else "")
+def _ratio(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> doc.Cell:
+    text = ratio_text(ratio, control, intervals=intervals)
+    return doc.Cell(text, "open" if text.startswith("undecided") else "")
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:

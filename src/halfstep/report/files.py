@@ -1,16 +1,18 @@
-"""SARIF: findings as editors and code hosts read them, the Static Analysis Results Interchange Format 2.1.0.
+"""Files for programs: JSON without nan, and SARIF 2.1.0, findings as editors and code hosts read them.
 
-Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
+Source of SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SarifResult", "sarif_log"]
+__all__ = ["SarifResult", "sarif_log", "strict_json"]
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -71,3 +73,16 @@ def _location(result: SarifResult) -> dict[str, Any]:
     if result.line:
         place["region"] = {"startLine": result.line}
     return {"physicalLocation": place}
+
+
+def strict_json(value: Any) -> str:
+    """Return a tree of dicts, lists, tuples and plain values as JSON text, in which nan and infinity are null."""
+    return json.dumps(_plain(value), indent=1) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
