@@ -143,9 +143,7 @@ def test_bad_input_is_named_and_nothing_runs(words: list[str], complaint: str) -
 
 def test_where_a_low_format_is_faster_it_is_said_with_its_interval() -> None:
     words = said(paces(row("torch.amp bf16", 0.8), row("pure bf16", 0.6), row("O0", 1.001)))
-    assert words.startswith(
-        "Fastest: pure bf16, 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82]."
-    )
+    assert words.startswith("Fastest: pure bf16, 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82].")
     assert "halfstep's step in fp32 (O0): undecided (1.00 [0.98, 1.02])." in words
 
 

@@ -43,7 +43,11 @@ def test_the_fastest_is_named_with_its_interval_and_what_cannot_be_told_from_it(
     near = Ratio(median=0.705, low=0.70, high=0.72, rounds=100)
     _, time, _ = findings(comparison(5, row("a", SAFE, FAST, FAST), row("b", SAFE, near, near)))
     assert (time.text, time.tone) == ("Fastest: a, 0.70 [0.69, 0.71] of fp32's time.", "good")
-    assert time.more == ("Cannot be told from it: b.", "Against torch.amp bf16: 0.70.", "torch.amp bf16: undecided (1.01 [1.00, 1.01]).")
+    assert time.more == (
+        "Cannot be told from it: b.",
+        "Against torch.amp bf16: 0.70.",
+        "torch.amp bf16: undecided (1.01 [1.00, 1.01]).",
+    )
 
 
 def test_a_fast_policy_that_spoilt_the_result_is_not_recommended() -> None:

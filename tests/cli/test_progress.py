@@ -11,7 +11,6 @@ from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare
 from tests.tasks.small import small_task
 
-
 Step = tuple[Any, ...]  # what `compare` gives its `on_step`
 
 

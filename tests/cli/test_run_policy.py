@@ -126,7 +126,7 @@ def test_an_unknown_policy_a_file_that_is_not_there_and_fp32_are_errors(capsys: 
     assert run("mixt", SCRIPT) == run("mixed", Path("missing.py")) == run("fp32", SCRIPT) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and "did you mean 'mixed'?" in said[0]
-    assert "no file and no program 'missing.py'" in said[1] and "without casts: O0" in said[2]
+    assert "no file and no program 'missing.py'" in said[1] and "preset 'O0' keeps everything in fp32" in said[2]
 
 
 # ---------------------------------------------------------------------- names

@@ -15,9 +15,9 @@ from halfstep.cli.options import Device, Html, Json, PolicyLabel, TaskName
 from halfstep.cli.terminal import STYLES, Files, command, command_line, console, device_type, record, say, show
 from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.candidates import policy_named
 
-__all__ = ["policy_of", "run_audit"]
+__all__ = ["run_audit"]
 
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""
@@ -50,7 +50,7 @@ def run_audit(
     Findings come first: underflow, overflow, swallowed updates, low states, large errors, each with its remedy.
     """
     out, where = console(), device_type(device)
-    chosen, loaded = policy_of(policy, where), load_task(task)
+    chosen, loaded = policy_named(policy, where), load_task(task)
     formats = what_if or []
     questions = [_question(text) for text in formats]
     files = Files(json=json, html=html)
@@ -70,18 +70,6 @@ def run_audit(
     ]
     files.write(out, json=record(again, **audit.to_dict(), what_if=asked), html=audit.save_html)
     return 0
-
-
-def policy_of(label: str, device: str) -> hs.Policy:
-    """Return the policy called `label`: a preset or a path, with :fp16 or another format behind it.
-
-    Raises:
-        TaskError: no such policy, or a loop of torch alone.
-    """
-    found = policy_candidate(label, device)
-    if found is None or found.policy is None:
-        raise TaskError(f"{label!r} is a training loop without halfstep; name a preset ('torch' has torch.amp's lists)")
-    return found.policy
 
 
 def _question(text: str) -> tuple[str, float | None]:

@@ -22,7 +22,7 @@ from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
 from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
-from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
+from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, measure_speed, sizes_for
 
 __all__ = ["examine", "run_doctor"]
 
@@ -72,29 +72,17 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
         _print_advice(out, each)
     _print_reads(out, reads, main)
     _print_pitfalls(out, found)
-    records = {
-        name: [dataclasses.asdict(each) for each in those]
-        for name, those in (("units", units), ("advice", advice), ("optimizers", reads))
-    }
+    lists = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
+    records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     again = command_line("doctor", device=device, quick=quick, json=json)
     files.write(
         out,
         json=record(
             again, quick=quick, machine=about, cpu_kernels=hs.step.cpu_kernels(), threads=threads, pitfalls=found,
-            **records, speeds=[_record(each) for each in speeds],
+            **records,
         ),
     )  # fmt: skip
     return 0
-
-
-def _record(speed: DeviceSpeed) -> dict[str, Any]:
-    """Return the plain values of `speed`; each ratio has beside it whether it is decided."""
-    record = dataclasses.asdict(speed)
-    for work, plain in zip(speed.works, record["works"], strict=True):
-        for each, values in zip(work.speeds, plain["speeds"], strict=True):
-            if each.faster is not None:
-                values["decided"] = work.decided(each)
-    return record
 
 
 def _print_machine(out: Console, about: dict[str, Any]) -> None:
@@ -124,7 +112,7 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
         for each in work.speeds:
             name = f"{work.work} {work.size}" if each.faster is None or not out.is_terminal else ""
             gflops = f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}"
-            rows.append((name, each.label, gflops, _ratio(work, each)))
+            rows.append((name, each.label, gflops, _ratio(each)))
         ends.add(len(rows) - 1)
     show(out, table("", ("work", "format", "GFLOP/s", "speed / fp32, 90 %"), rows, words=(1,)), ends=ends)
     say(out, "medians of paired ratios; undecided: finer than fp32 run twice differs")
@@ -136,12 +124,12 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
         say(out, "fp32 is IEEE fp32; unless told, torch runs convolutions in tf32 and matrix products in fp32")
 
 
-def _ratio(work: WorkSpeed, speed: Speed) -> Cell:
+def _ratio(speed: Speed) -> Cell:
     ratio = speed.faster
     if ratio is None:
         return Cell("")
     interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
-    if not work.decided(speed):
+    if not speed.decided:
         return Cell(f"undecided {interval}", "open")
     return Cell(f"{ratio.median:.2f} {interval}", "good" if ratio.median > 1 else "bad")
 

@@ -12,11 +12,11 @@ from rich.console import Console
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
 from halfstep.cli import completion
-from halfstep.cli.audit import policy_of
 from halfstep.cli.options import Json, PolicyLabel, Sarif, split
 from halfstep.cli.terminal import Files, command, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, counted, sarif_log, strict_json
+from halfstep.tasks.candidates import policy_named
 
 __all__ = ["run_lint"]
 
@@ -64,7 +64,7 @@ def run_lint(
         words = f"expected {', '.join(SEVERITIES)}"
         raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
     files = Files(json=json, sarif=sarif)
-    chosen, left_out = policy_of(policy, "cpu"), split(ignore)
+    chosen, left_out = policy_named(policy, "cpu"), split(ignore)
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     _print(out, found)
     again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))

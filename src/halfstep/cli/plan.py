@@ -17,8 +17,8 @@ from halfstep.cli import completion
 from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
 from halfstep.cli.terminal import STYLES, Files, command, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
-from halfstep.tasks import TaskError, load_task
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks import load_task
+from halfstep.tasks.candidates import policy_named
 
 __all__ = ["run_plan"]
 
@@ -103,15 +103,11 @@ def run_plan(
 def _policies(labels: Sequence[str], low: str) -> list[hs.Policy]:
     """Return the policies called `labels`, each once; presets without a format get `low`."""
     wanted = [name for label_ in labels for name in (ALL if label_ == "all" else (label_,))]
+    named = (f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name for name in wanted)
     found: list[hs.Policy] = []
-    for name in wanted:
-        candidate = policy_candidate(f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name, "cpu")
-        if candidate is None or candidate.policy is None:
-            raise TaskError(
-                f"{name!r} is a loop without halfstep; plan a preset: 'O0' is fp32, 'torch' torch.amp's lists"
-            )
-        if candidate.policy not in found:
-            found.append(candidate.policy)
+    for policy in (policy_named(name, "cpu") for name in named):
+        if policy not in found:
+            found.append(policy)
     return found
 
 

@@ -13,10 +13,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import typer
 
@@ -25,7 +25,7 @@ from halfstep.cli import completion
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.errors import HalfstepError
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.candidates import policy_named
 from halfstep.tasks.task import TaskError
 
 __all__ = ["run_run", "run_script", "run_under_policy", "serve_child"]
@@ -83,7 +83,7 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
     try:
         if apex.install(force=force):
             sys.path.insert(0, APEX)
-            with _environment(_on_path(APEX)):
+            with mock.patch.dict(os.environ, _on_path(APEX)):
                 _run(script, args)
         else:
             print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
@@ -121,7 +121,7 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
             print(f"halfstep run: there is no file and no program {str(script)!r}", file=sys.stderr)
             return 2
         _count_forked(served)
-        with _environment(variables):
+        with mock.patch.dict(os.environ, variables):
             try:
                 _run(script, args)
             finally:
@@ -151,10 +151,8 @@ def _policy(label: str) -> hs.Policy:
     Raises:
         TaskError, PolicyError: there is none.
     """
-    found = policy_candidate(label, "cpu")
-    if found is None or found.policy is None:
-        raise TaskError(f"{label!r} is no policy; without casts: O0, with torch's own lists: torch")
-    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else found.policy
+    policy = policy_named(label, "cpu")
+    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else policy
 
 
 def _called(script: Path) -> str:
@@ -176,21 +174,6 @@ def _on_path(folder: str) -> dict[str, str]:
     """Return the variable that puts `folder` first on the path of processes that are started, once."""
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", folder}]
     return {"PYTHONPATH": os.pathsep.join([folder, *rest])}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for a block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _count_forked(served: torch_amp.Served) -> None:

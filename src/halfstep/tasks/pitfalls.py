@@ -19,12 +19,12 @@ NOISE = 0.1  # identical programs that differ by more than this make every ratio
 BUSY = 0.25  # load average a core, before anything was measured
 TF32_GAIN = 1.3
 
+LOWER = "oneDNN may compute fp32 products in a lower format; unset it for a true fp32"
+UNUSED = "oneDNN may leave units of this CPU unused; unset it"
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "ONEDNN_DEFAULT_FPMATH_MODE": "oneDNN may compute fp32 products in a lower format; unset it for a true fp32",
-        "DNNL_DEFAULT_FPMATH_MODE": "oneDNN may compute fp32 products in a lower format; unset it for a true fp32",
-        "ONEDNN_MAX_CPU_ISA": "oneDNN may leave units of this CPU unused; unset it",
-        "DNNL_MAX_CPU_ISA": "oneDNN may leave units of this CPU unused; unset it",
+        **dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), LOWER),
+        **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), UNUSED),
         "ATEN_CPU_CAPABILITY": "torch's own CPU kernels may leave units of this CPU unused; unset it",
         "NVIDIA_TF32_OVERRIDE": "CUDA libraries ignore torch's tf32 settings; unset it",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products on CUDA are computed in tf32 unless the program says no",
@@ -67,13 +67,8 @@ def pitfalls(
 ) -> tuple[str, ...]:  # fmt: skip
     """Return what to know about this machine and process, one line each; nothing if there is nothing.
 
-    Args:
-        speeds: what was measured.
-        load: load average before measuring.
-        threads: torch's threads; default: as they are.
-        cores: cores this process may run on; default: as they are.
-        granted: cores' time a container grants, None for all.
-        environ: environment variables.
+    `load` is the load average before measuring, `threads` are torch's and `cores` those that this process may run on
+    (default: as they are), `granted` is the cores' time that a container grants, None for all.
     """
     threads = torch.get_num_threads() if threads is None else threads
     cores = usable_cores() if cores is None else cores
@@ -129,14 +124,14 @@ def _cuda(speed: DeviceSpeed) -> Iterator[str]:
     if len(capabilities) > 1:
         words = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
         yield f"the GPUs differ (compute capability {words}): the oldest decides; CUDA_VISIBLE_DEVICES chooses"
-    for work in speed.works:
-        for each in work.speeds:
-            if each.label == "tf32" and work.work == "matrix product" and each.faster is not None:
-                if each.faster.median >= TF32_GAIN and torch.get_float32_matmul_precision() == "highest":
-                    yield (
-                        f"what stays fp32 runs without tf32, which is {each.faster.median:.2g} times as fast in matrix "
-                        "products; torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
-                    )
+    tf32 = max(
+        (s.faster.median for w in speed.works[:1] for s in w.speeds if s.label == "tf32" and s.faster), default=0.0
+    )
+    if tf32 >= TF32_GAIN and torch.get_float32_matmul_precision() == "highest":
+        yield (
+            f"what stays fp32 runs without tf32, which is {tf32:.2g} times as fast in matrix products; "
+            "torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
+        )
     if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and hs.policy.units("cuda").fp16:
         yield (
             "partial sums of fp16 products may be added in fp16 (torch's default) and overflow; "
