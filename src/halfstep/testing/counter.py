@@ -21,11 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import halfstep as hs
 from halfstep.lens import Sink, Tracer, user_line
 from halfstep.testing.counts import Counts, Row, Sync
-from halfstep.testing.traffic import Cost, bytes_of, cost_of, tensors_in
+from halfstep.testing.traffic import Cost, bytes_of, cost_of
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.fake import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from halfstep.torch_private.operators import schema_of
+from halfstep.trees import tensors
 
 __all__ = ["CountError", "Counter", "count_step"]
 
@@ -168,7 +169,7 @@ class Counter(Sink):
             return self._read_scalar(phase, func, args[0])
         if _host_must_know(name, args, kwargs):
             self._sync(phase, name)
-        fake = any(isinstance(t, FakeTensor) for t in tensors_in(args))
+        fake = any(isinstance(t, FakeTensor) for t in tensors(args))
         try:
             if fake and name.startswith(UNCOMPUTED):
                 result = args[0] if len(schema_of(func).returns) else None
@@ -288,15 +289,11 @@ def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int =
 
 
 def _in_backward() -> bool:
-    found: int = current_graph_task_id()
-    return found >= 0
+    return int(current_graph_task_id()) >= 0
 
 
 def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    key: int = storage_key(tensor.untyped_storage())
-    return key
+    return int(storage_key(tensor.untyped_storage())) if tensor.layout is torch.strided else id(tensor)
 
 
 def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -304,7 +301,7 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if name in ALWAYS_READ:
         return True
     if name in INDEXED:
-        return any(t.dtype in {torch.bool, torch.uint8} for t in tensors_in(args[1]))
+        return any(t.dtype in {torch.bool, torch.uint8} for t in tensors(args[1]))
     if name == CAST:
         to = kwargs.get("device")
         return to is not None and torch.device(to).type != args[0].device.type and not kwargs.get("non_blocking")

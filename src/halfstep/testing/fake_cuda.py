@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,9 +112,8 @@ class FakeCudaError(DeviceError):
     """The library cannot be built or loaded, or this process was started without it."""
 
 
-def missing() -> str:
-    """Return what is missing to build the library here, "" if nothing."""
-    return building.missing(WHAT)
+missing = partial(building.missing, WHAT)
+"""Return what is missing to build the library here, "" if nothing."""
 
 
 def build() -> Path:

@@ -41,9 +41,8 @@ class HostDeviceError(DeviceError):
     """The device cannot be built, or the process has another device of its kind."""
 
 
-def missing() -> str:
-    """Return what is missing to build the device here, "" if nothing."""
-    return building.missing(WHAT)
+missing = partial(building.missing, WHAT)
+"""Return what is missing to build the device here, "" if nothing."""
 
 
 def host_device(name: str = "npu") -> torch.device:

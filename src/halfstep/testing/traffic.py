@@ -22,8 +22,9 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.torch_private.operators import schema_of
+from halfstep.trees import tensors
 
-__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches", "tensors_in"]
+__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches"]
 
 FREE = frozenset({"_unsafe_view", "device", "is_same_size", "resize_", "set_", "sym_numel", "sym_size", "sym_stride"})
 ALLOCATIONS = ("empty", "new_empty")
@@ -138,14 +139,14 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         return _declared_cost(schema, call, declared)
     read = written = 0
     for argument in schema.arguments:
-        size = sum(map(bytes_of, tensors_in(call.get(argument.name))))
+        size = sum(map(bytes_of, tensors(call.get(argument.name))))
         changed = _written(argument)
         if not (changed and (short in OVERWRITE or argument.is_out)):
             read += size
         if changed and not _kept_gradients(short, argument.name, call):
             written += size
     if not schema.is_mutable:
-        written += sum(map(bytes_of, tensors_in(result)))
+        written += sum(map(bytes_of, tensors(result)))
     return Cost(
         read=read, written=written, launches=1, kernels=_kernels(schema, short, call),
         casts=tuple(_casts(schema.name, call)),
@@ -164,7 +165,7 @@ def _kept_gradients(short: str, name: str, call: Arguments) -> bool:
 def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost:
     _check(schema.name, schema, declared)
     read, written = (
-        sum(bytes_of(t) for name in names for t in tensors_in(call.get(name)))
+        sum(bytes_of(t) for name in names for t in tensors(call.get(name)))
         for names in (declared.reads, declared.writes)
     )
     if declared.extra is not None:
@@ -206,15 +207,6 @@ def _casts(name: str, call: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
         floating = source.is_floating_point() and target.is_floating_point()
         if floating and source.dtype is not target.dtype and target.numel() > 1:
             yield source, target
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an argument: itself, or those in a list of it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -259,14 +251,14 @@ def declare_own() -> None:
     On CUDA norms are two launches, and an update that counts its steps does so in one of its own.
     """
     declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
-    for name in torch.ops.halfstep:
-        arguments = schema_of(_find(f"halfstep::{name}")).arguments
-        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
-        if "beside" in tensors:
+    for operator in torch.ops.halfstep:
+        arguments = schema_of(_find(f"halfstep::{operator}")).arguments
+        names = [a.name for a in arguments if "Tensor" in str(a.type)]
+        if "beside" in names:
             declare_traffic(
-                f"halfstep::{name}", reads=[n for n in tensors if n != "beside"],
+                f"halfstep::{operator}", reads=[n for n in names if n != "beside"],
                 writes=[a.name for a in arguments if _written(a)],
-                extra=_beside, launches=2 if "step" in tensors else 1,
+                extra=_beside, launches=2 if "step" in names else 1,
             )  # fmt: skip
 
 
