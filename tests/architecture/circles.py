@@ -27,8 +27,6 @@ LATE: Mapping[tuple[str, str], str] = {
     ("binding.shard", "torch"): FSDP,
     ("checkpoints.save", "halfstep.checkpoints"): SHARDS,
     ("cli.completion", "halfstep.advise"): COMPLETION,
-    ("cli.completion", "halfstep.tasks"): COMPLETION,
-    ("cli.completion", "torch"): COMPLETION,
     ("cli.shim.sitecustomize", "halfstep.cli"): "start: every Python of a process tree runs this file",
     ("integrations.timm", "timm"): "optional library: of adaptive clipping alone",
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",

@@ -5,22 +5,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import halfstep as hs
+import torch
 
-__all__ = ["devices", "gpus", "operators", "policies", "policy", "severities", "task", "workings"]
+import halfstep as hs
+from halfstep.tasks import task_names
+
+__all__ = ["among", "devices", "gpus", "operators", "policies", "policy", "task"]
 
 FORMATS = ("bf16", "fp16")
+
+Completion = Callable[[str], list[str]]
+
+
+def among(values: Callable[[], Iterable[str]]) -> Completion:
+    """Return a completion that offers some of `values`."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [value for value in values() if value.startswith(incomplete)]
+
+    return offered
 
 
 def policy(incomplete: str) -> list[str]:
     """Return presets, policy files (.toml) and folders; behind a colon the formats."""
     name, colon, _ = incomplete.partition(":")
     if colon and name in hs.policy.PRESETS:
-        return _beginning((f"{name}:{each}" for each in FORMATS), incomplete)
-    return _beginning(hs.policy.PRESETS, incomplete) + _paths(incomplete, ".toml")
+        return among(lambda: (f"{name}:{each}" for each in FORMATS))(incomplete)
+    return among(lambda: hs.policy.PRESETS)(incomplete) + _paths(incomplete, ".toml")
 
 
 def policies(incomplete: str) -> list[str]:
@@ -31,43 +45,21 @@ def policies(incomplete: str) -> list[str]:
 
 def task(incomplete: str) -> list[str]:
     """Return the tasks that halfstep brings, Python files and folders."""
-    from halfstep.tasks import task_names
-
-    return _beginning(task_names(), incomplete) + _paths(incomplete, ".py")
+    return among(task_names)(incomplete) + _paths(incomplete, ".py")
 
 
-def operators(incomplete: str) -> list[str]:
-    """Return the operators that a rule can name."""
-    return _beginning(hs.policy.operator_names("*"), incomplete)
-
-
-def gpus(incomplete: str) -> list[str]:
-    """Return the GPUs that `halfstep plan` has numbers of."""
+def _gpus() -> Iterable[str]:
     from halfstep.advise.plan.gpus import gpu_names
 
-    return _beginning(gpu_names(), incomplete)
+    return gpu_names()
 
 
-def devices(incomplete: str) -> list[str]:
-    """Return the device types of this machine."""
-    import torch
-
+def _devices() -> Iterable[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return _beginning(["cpu", *([accelerator.type] if accelerator else [])], incomplete)
+    return ["cpu", *([accelerator.type] if accelerator else [])]
 
 
-def severities(incomplete: str) -> list[str]:
-    """Return the severities of findings."""
-    return _beginning(("note", "warning", "error"), incomplete)
-
-
-def workings(incomplete: str) -> list[str]:
-    """Return how devices may share the work of a planned step."""
-    return _beginning(("ddp", "fsdp2"), incomplete)
-
-
-def _beginning(values: Iterable[str], incomplete: str) -> list[str]:
-    return [value for value in values if value.startswith(incomplete)]
+devices, gpus, operators = among(_devices), among(_gpus), among(lambda: hs.policy.operator_names("*"))
 
 
 def _paths(incomplete: str, suffix: str) -> list[str]:
@@ -77,5 +69,5 @@ def _paths(incomplete: str, suffix: str) -> list[str]:
         entries = sorted(Path(folder + slash or ".").iterdir())
     except OSError:
         return []
-    names = (f"{folder}{slash}{e.name}{'/' if e.is_dir() else ''}" for e in entries if e.is_dir() or e.suffix == suffix)
-    return [name for name in _beginning(names, incomplete) if not name.rpartition("/")[2].startswith(".")]
+    shown = [e for e in entries if not e.name.startswith(".") and (e.is_dir() or e.suffix == suffix)]
+    return among(lambda: (f"{folder}{slash}{e.name}{'/' if e.is_dir() else ''}" for e in shown))(incomplete)

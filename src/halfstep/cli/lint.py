@@ -42,7 +42,7 @@ def run_lint(
         typer.Option(
             "--severity",
             help="The least severity for exit code 1: note, warning or error.",
-            autocompletion=completion.severities,
+            autocompletion=completion.among(lambda: SEVERITIES[::-1]),
         ),
     ] = "warning",
     ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",

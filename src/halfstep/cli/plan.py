@@ -44,7 +44,11 @@ def run_plan(
     devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
     shard: Annotated[
         str,
-        typer.Option("--shard", help="How they share the work: ddp or fsdp2.", autocompletion=completion.workings),
+        typer.Option(
+            "--shard",
+            help="How they share the work: ddp or fsdp2.",
+            autocompletion=completion.among(lambda: ("ddp", "fsdp2")),
+        ),
     ] = "",
     units: Annotated[
         list[str] | None,

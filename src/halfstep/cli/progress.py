@@ -33,13 +33,7 @@ class Watch(Progress):
         self.add_task("", total=1.0)
 
     def see(self, share: float, phase: str = "", note: str = "") -> None:
-        """Show how far the command has come.
-
-        Args:
-            share: of the whole, from 0 to 1.
-            phase: what it does now; a new one is a new line where there is no bar. "": as before.
-            note: a line that stays.
-        """
+        """Show how far the command has come: a share, its phase ("": as before), and a note, which stays."""
         (task,) = self.tasks
         phase = phase or task.description
         if self.disable and phase != task.description:

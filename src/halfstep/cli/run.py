@@ -72,10 +72,7 @@ def run_run(
 
 
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:
-    """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status.
-
-    Processes that it starts (workers, `torch.multiprocessing.spawn`) find it too, on their path.
-    """
+    """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status."""
     if not script.is_file():
         print(f"halfstep run: there is no {_called(script)} {str(script)!r}", file=sys.stderr)
         return 2
@@ -94,14 +91,9 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
 
 
 def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
-    """Run a script, or a command such as torchrun, with torch.amp's names under a policy; return the exit status.
+    """Run a script, or a program such as torchrun, with torch.amp's names under a policy; return the exit status.
 
     At its end a script's process prints one line to stderr: its steps, how many were skipped, and what was replaced.
-
-    Args:
-        label: a preset or a policy file (.toml), with :bf16 or :fp16 for another format.
-        script: a Python file, which runs in this process, or the name of a program, which takes its place.
-        args: its arguments.
     """
     try:
         policy = _policy(label)
@@ -146,11 +138,7 @@ def serve_child() -> None:
 
 
 def _policy(label: str) -> hs.Policy:
-    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays.
-
-    Raises:
-        TaskError, PolicyError: there is none.
-    """
+    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays."""
     policy = policy_named(label, "cpu")
     return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else policy
 

@@ -52,14 +52,7 @@ def command(run: Callable[P, int]) -> Callable[P, int]:
 
 
 class Files:
-    """The files that a command is to write: checked when it begins, written when it ends.
-
-    Args:
-        paths: name of the option -> path, None if it was not given.
-
-    Raises:
-        TaskError: a file cannot be written, or two options name the same one.
-    """
+    """The files that a command is to write, option -> path: checked when it begins, written when it ends."""
 
     def __init__(self, **paths: Path | None) -> None:
         self.paths = {name: path for name, path in paths.items() if path is not None}
@@ -117,10 +110,7 @@ def item(out: Console, line: str, style: str | None = None) -> None:
 def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
     """Print a table without its caption, in Markdown where the console is no terminal.
 
-    Args:
-        out: where to print.
-        table: its first column and its columns of words are flush left, numbers flush right.
-        ends: numbers of the rows below which a terminal has a line.
+    `ends` are the numbers of the rows below which a terminal has a line.
     """
     made = rich_table.Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
     for place, header in enumerate(table.headers):

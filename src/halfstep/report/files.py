@@ -19,31 +19,17 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SarifResult:
-    """One finding.
+    """One finding."""
 
-    Attributes:
-        rule: name of the rule.
-        level: "error", "warning" or "note".
-        text: what was found; its first line is shown in lists.
-        file: path of the file; "" if it is in none.
-        line: number of the line, from 1; 0 for the whole file.
-    """
-
-    rule: str
-    level: str
-    text: str
-    file: str = ""
-    line: int = 0
+    rule: str  # its name
+    level: str  # "error", "warning" or "note"
+    text: str  # what was found; its first line is shown in lists
+    file: str = ""  # its path; "" if it is in none
+    line: int = 0  # from 1; 0 for the whole file
 
 
 def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult]) -> dict[str, Any]:
-    """Return a SARIF log of plain values.
-
-    Args:
-        rules: name of each rule -> what it means.
-        page: the page on a rule; ``{}`` stands for its name.
-        results: the findings, each of one of the rules.
-    """
+    """Return a SARIF log of plain values; `page` is the page on a rule, in which ``{}`` stands for its name."""
     names = list(rules)
     described = [
         {"id": name, "shortDescription": {"text": rules[name]}, "help": {"text": f"See {page.format(name)}."}}

@@ -42,11 +42,7 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
     """Return the candidates called `labels`, with fp32 and torch.amp before them, each once.
 
     A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or
-    ":fp32" behind it replaces the format.
-
-    Raises:
-        TaskError: unknown name or format (the message names the nearest), or two different policies of one name.
-        PolicyError: a policy's file that makes no sense.
+    ":fp32" behind it replaces the format. TaskError: an unknown one, or two different policies of one name.
     """
     wanted = [_candidate(label, device) for label in (FP32, AMP, *labels)]
     unique: dict[str, Candidate] = {}
@@ -57,12 +53,7 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
 
 
 def policy_named(label: str, device: str) -> hs.Policy:
-    """Return the policy called `label`: a preset or a path, with :fp16 or another format behind it.
-
-    Raises:
-        TaskError: no such policy, or a loop of torch alone.
-        PolicyError: a policy's file that makes no sense.
-    """
+    """Return the policy called `label`; TaskError if there is none, or if it is a loop of torch alone."""
     policy = _candidate(label, device).policy
     if policy is None:
         raise TaskError(

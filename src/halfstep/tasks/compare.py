@@ -98,11 +98,7 @@ class Comparison:
 
 
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
-    """Bind every candidate to the task's model once, so that errors are raised before anything is trained.
-
-    Raises:
-        HalfstepError: a policy cannot be bound to this model, or the task has no metric.
-    """
+    """Bind every candidate to the model once, so that errors are raised before anything is trained."""
     task.margin_around(0.0)
     model = started(task, 0, device)
     for candidate in candidates:
@@ -113,20 +109,9 @@ def compare(
     task: Task, candidates: Sequence[Candidate], *, steps: int, seeds: int, device: str = "cpu",
     on_step: OnStep = lambda training, label, number, seconds: None,
 ) -> Comparison:  # fmt: skip
-    """Train and measure.
+    """Train and measure every candidate (from `candidates()`: fp32 and torch.amp first), with seeds from 0.
 
     Candidates train in turns (`Training`). torch.amp runs twice: what the two differ by is what cannot be resolved.
-
-    Args:
-        task: what to train.
-        candidates: from `candidates()`: fp32 and torch.amp first.
-        steps: of each run.
-        seeds: how many runs of each candidate, with seeds from 0.
-        device: device type to train on.
-        on_step: called after every step of every candidate; reading its loop is not timed.
-
-    Raises:
-        HalfstepError: a policy cannot be bound to this model.
     """
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
@@ -190,7 +175,7 @@ def compare(
 
 
 def thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the means of consecutive values, as many to a mean as leave no more than `CURVE_POINTS`, to six digits.
+    """Return means of consecutive values, at most `CURVE_POINTS` of them, to six digits.
 
     A mean in which a value is not finite is nan: a loss that overflowed is a gap in its curve, not a point.
     """
@@ -247,17 +232,9 @@ def pace(
     task: Task, candidates: Sequence[Candidate], *, device: str, seconds: float,
     on_share: Callable[[float], None] = lambda share: None, clock: Callable[[], float] = time.perf_counter,
 ) -> Pace:  # fmt: skip
-    """Time steps of every candidate in turns; count bytes in a step before.
+    """Time steps of every candidate in turns, for about so many seconds; count bytes in a step before.
 
-    fp32 runs twice: what the two differ by is what cannot be resolved.
-
-    Args:
-        task: what to train; it needs no metric.
-        candidates: from `candidates()`: fp32 and torch.amp first.
-        device: device type to train on.
-        seconds: how long to time, at least for `LEAST` rounds.
-        on_share: called with the share that is done, from 0 to 1.
-        clock: seconds, from any start.
+    fp32 runs twice: what the two differ by is what cannot be resolved. The task needs no metric.
     """
     probes = {c.label: probed(task, c, device, clock) for c in candidates}
     reference = probes[FP32].seconds

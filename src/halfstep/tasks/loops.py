@@ -61,17 +61,9 @@ class Loop(ABC):
 class Training(Race):
     """A race whose rounds are steps: one of every loop on the same batch, with the same state of torch's generator.
 
-    Args:
-        task: what is trained.
-        loops: by label, from the same weights. A loop that leaves the race is deleted from them.
-        device: device type.
-        seed: of batches, random numbers and the order in each round.
-        clock: returns seconds.
-        on_step: called after each step, not timed, with this race, the loop's label, the step's number from 0 and its
-            seconds.
-
-    Attributes:
-        losses: of each loop's steps: 0-dim tensors. Read on the host when all is over: nothing waits for them.
+    `loops` start from the same weights; one that leaves the race is deleted from them. `on_step` is called after each
+    step, not timed, with this race, the loop's label, the step's number from 0 and its seconds. `losses` has the 0-dim
+    loss of every step; it is read on the host when all is over, as nothing waits for it.
     """
 
     def __init__(

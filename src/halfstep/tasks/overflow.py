@@ -57,11 +57,7 @@ class Attention(nn.Module):
 
 
 def rescue(*, device: str = "cpu", steps: int, on_share: Callable[[float], None] = lambda share: None) -> Rescue:
-    """Train in fp16 until a step breaks, explain it, and train on twice: as before, and under the first cure.
-
-    Raises:
-        HalfstepError: no step broke, or no cure was found.
-    """
+    """Train in fp16 until a step breaks, explain it, and train on twice: as before, and under the first cure."""
     batches = [tuple(t.to(device) for t in batch) for batch in _batches(steps)]
     model, optimizer = _start(device)
     step = hs.TrainStep(model, optimizer, _loss_fn, policy=FP16, clip_norm=1.0)

@@ -65,10 +65,9 @@ def pitfalls(
     speeds: Sequence[DeviceSpeed], *, load: float = 0.0, threads: int | None = None, cores: int | None = None,
     granted: float | None = None, environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return what to know about this machine and process, one line each; nothing if there is nothing.
+    """Return what to know about this machine and process, one line each.
 
-    `load` is the load average before measuring, `threads` are torch's and `cores` those that this process may run on
-    (default: as they are), `granted` is the cores' time that a container grants, None for all.
+    `load` is the load average before measuring, `granted` the cores' time that a container grants.
     """
     threads = torch.get_num_threads() if threads is None else threads
     cores = usable_cores() if cores is None else cores

@@ -35,12 +35,10 @@ class Workload:
 
 
 def workloads(device: str, *, units: bool) -> tuple[Workload, ...]:
-    """Return the three models in sizes for a device.
+    """Return the three models in sizes for a device; on an accelerator the first two are larger.
 
-    Args:
-        device: its type. On an accelerator the first two are larger.
-        units: whether the device has units for bf16. Without them torch's own bf16 kernels can take a hundred times
-            fp32's time, so that the model bound by products gets a batch of a sixteenth.
+    Without units for bf16, torch's own bf16 kernels can take a hundred times fp32's time, so that the model bound by
+    products gets a batch of a sixteenth.
     """
     large = device != "cpu"
     width, layers, length, rows = (1024, 8, 512, 8) if large else (384, 2, 128, 8 if units else 1)

@@ -36,17 +36,8 @@ def built(name: str, what: str, source: str, libraries: Sequence[str], error: ty
     """Return the library for this torch, compiled if it is not there yet, once per torch and source.
 
     It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
-    source and of torch's version and place.
-
-    Args:
-        name: the first part of its file's name.
-        what: what it makes, in words for messages.
-        source: its text.
-        libraries: torch's, which it is linked with.
-        error: the class to raise.
-
-    Raises:
-        DeviceError: there is no g++, or it refused; its first error is in the message.
+    source and of torch's version and place. `name` begins its file's name, `what` is what it makes in messages, and
+    `error` is raised if there is no g++, or if it refused, with its first error.
     """
     if not sys.platform.startswith("linux"):  # nothing below was tried elsewhere
         raise error(missing(what))

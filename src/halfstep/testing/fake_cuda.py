@@ -117,11 +117,7 @@ missing = partial(building.missing, WHAT)
 
 
 def build() -> Path:
-    """Return the library for this torch, built if it is not there yet (two seconds; `building.built`).
-
-    Raises:
-        FakeCudaError: there is no g++, or it refused; its first error is in the message.
-    """
+    """Return the library for this torch, built if it is not there yet (two seconds)."""
     return built("fake_cuda", WHAT, SOURCE, ("c10", "torch_cpu"), FakeCudaError)
 
 

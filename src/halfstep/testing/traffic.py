@@ -123,11 +123,7 @@ def _check(operator: str, schema: Any, declared: _Declaration) -> None:
 
 
 def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
-    """Return what a call of `operator` (an overload of torch.ops) cost.
-
-    Raises:
-        DeclarationError: its declaration does not fit.
-    """
+    """Return what a call of `operator` (an overload of torch.ops) cost."""
     schema = schema_of(operator)
     space, _, short = schema.name.partition("::")
     if space in {"profiler", "prim"} or short in FREE or operator.is_view or short.startswith(ALLOCATIONS):
@@ -222,12 +218,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
-    """Return the launches for tensors of `sizes` elements.
-
-    Args:
-        sizes: elements of each tensor of one list; empty ones are left out, as torch leaves them out.
-        lists: how many lists the kernel walks side by side, results that it writes to included.
-    """
+    """Return the launches for tensors of `sizes` elements in `lists` lists side by side, those of results included."""
     most = TENSORS[min(max(lists, 1), len(TENSORS)) - 1]
     launches = tensors = chunks = 0
     for size in filter(None, sizes):
