@@ -31,15 +31,15 @@ def run_audit(
     after: Annotated[int, typer.Option(min=0, help="Training steps before them.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 24,
     sort: Annotated[
-        str, typer.Option("--sort", help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
+        str, typer.Option(help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
     ] = "",
-    module: Annotated[str, typer.Option("--module", help="Pattern of the modules to print.")] = "*",
+    module: Annotated[str, typer.Option(help="Pattern of the modules to print.")] = "*",
     role: Annotated[
-        str, typer.Option("--role", help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
+        str, typer.Option(help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
     ] = "*",
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
+        typer.Option(help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
     ] = None,
     device: Device = "",
     json: Json = None,

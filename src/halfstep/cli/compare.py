@@ -28,12 +28,11 @@ __all__ = ["run_compare"]
 def run_compare(
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", help=f"{TASK} Again for more. Default: all three.", autocompletion=completion.task),
+        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=completion.task),
     ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            "--policies",
             help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
             "between them, or the option again. fp32 and torch.amp always run.",
             autocompletion=completion.policies,

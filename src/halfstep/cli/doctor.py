@@ -63,7 +63,7 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
         status.update("measuring: optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
-    found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
+    found = tuple(pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ))
     for speed in speeds:
         _print_speeds(out, speed, threads)
     if quick:
@@ -72,7 +72,7 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
         _print_advice(out, each)
     _print_reads(out, reads, main)
     _print_pitfalls(out, found)
-    lists = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
+    lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
     records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     again = command_line("doctor", device=device, quick=quick, json=json)
     files.write(

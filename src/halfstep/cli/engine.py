@@ -26,9 +26,7 @@ WRITERS = {
 def run_engine(
     name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
     policy: PolicyLabel = "mixed",
-    accept: Annotated[
-        str, typer.Option("--accept", help="Fields of the policy that the engine may leave out, with commas.")
-    ] = "",
+    accept: Annotated[str, typer.Option(help="Fields of the policy that the engine may leave out, with commas.")] = "",
 ) -> int:
     """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
     try:

@@ -40,13 +40,12 @@ def run_lint(
     severity: Annotated[
         str,
         typer.Option(
-            "--severity",
             help="The least severity for exit code 1: note, warning or error.",
             autocompletion=completion.among(lambda: SEVERITIES[::-1]),
         ),
     ] = "warning",
-    ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",
-    explain: Annotated[str, typer.Option("--explain", help="Show a rule with an example, such as HS001.")] = "",
+    ignore: Annotated[str, typer.Option(help="Codes of rules to leave out, with commas.")] = "",
+    explain: Annotated[str, typer.Option(help="Show a rule with an example, such as HS001.")] = "",
     json: Json = None,
     sarif: Sarif = None,
 ) -> int:

@@ -65,12 +65,11 @@ def run_ops(
     policy: PolicyLabel = "mixed",
     diff: Annotated[
         str,
-        typer.Option("--diff", help="Show what differs from this policy instead.", autocompletion=completion.policy),
+        typer.Option(help="Show what differs from this policy instead.", autocompletion=completion.policy),
     ] = "",
     model: Annotated[
         str,
         typer.Option(
-            "--model",
             help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
         ),
     ] = "",
@@ -146,7 +145,13 @@ def _show_plan(
     """Print a policy, or a model's plan under it; return what the JSON file has of it."""
     used, problem = _used(source, policy, plan.device)
     chosen = bool(names)
-    names = [name for name in names if not used or name in used] if chosen else list(used or dict(plan.operators))
+    names = (
+        [name for name in names if not used or name in used]
+        if chosen
+        else [*used]
+        if used
+        else [name for name, _ in plan.operators]
+    )
     rows = [_ruled(name, plan, used) for name in names]
     sizes = Counter((row.rule, row.reason) for row in rows)  # reasons that many operators share come first
     rows.sort(key=lambda row: (RULES.index(row.rule), -sizes[row.rule, row.reason], row.reason, row.operator))
@@ -338,10 +343,10 @@ def _print_changes(
     count = counted(len(changes), "operator")
     say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
     why = [] if out.is_terminal else [f"why in {title}" for title in titles]  # reasons would leave no shared row
-    lines = (
-        (pair[0].operator, *(_rule(each.rule) for each in pair), *(each.reason for each in pair if why))
-        for pair in changes
-    )
+    lines: list[Row] = []
+    for before, after in changes:
+        reasons = (before.reason, after.reason) if why else ()
+        lines.append((before.operator, _rule(before.rule), _rule(after.rule), *reasons))
     _show(out, ("operator", *titles, *why), lines, shared=True)
 
 

@@ -36,7 +36,6 @@ def run_plan(
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            "--policies",
             help="More of them, side by side, with commas between; 'all': every preset.",
             autocompletion=completion.policies,
         ),
@@ -45,19 +44,17 @@ def run_plan(
     shard: Annotated[
         str,
         typer.Option(
-            "--shard",
             help="How they share the work: ddp or fsdp2.",
             autocompletion=completion.among(lambda: ("ddp", "fsdp2")),
         ),
     ] = "",
     units: Annotated[
         list[str] | None,
-        typer.Option("--units", help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
+        typer.Option(help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
     ] = None,
     gpu: Annotated[
         str,
         typer.Option(
-            "--gpu",
             help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
             autocompletion=completion.gpus,
         ),

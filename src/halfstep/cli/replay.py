@@ -19,9 +19,7 @@ __all__ = ["run_replay"]
 @command
 def run_replay(
     file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
-    model: Annotated[
-        str, typer.Option("--model", help="path/to/file.py:function, which returns the hs.Task of that run.")
-    ],
+    model: Annotated[str, typer.Option(help="path/to/file.py:function, which returns the hs.Task of that run.")],
     json: Json = None,
     sarif: Sarif = None,
     html: Html = None,

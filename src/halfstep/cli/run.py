@@ -51,7 +51,6 @@ def run_run(
     policy: Annotated[
         str,
         typer.Option(
-            "--policy",
             help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
             "for another format. Before the script.",
             autocompletion=completion.policy,

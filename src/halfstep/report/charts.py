@@ -331,7 +331,10 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def _lines(chart: LineChart) -> _Axes:
     finite = [y for s in chart.series for y in s.y if math.isfinite(y)]
     log = chart.log and bool(finite) and min(finite) > 0
-    height = lambda y: math.log10(y) if log and math.isfinite(y) else y  # noqa: E731
+
+    def height(y: float) -> float:
+        return math.log10(y) if log and math.isfinite(y) else y
+
     ends = _ends([*map(height, finite), *([0.0] if chart.zero_line else [])], 0.05)
     across = _ends((x for s in chart.series for x in s.x), 0.01)
     axes = _Axes(250, (58, 10, 24), across, ends, chart.x_label)

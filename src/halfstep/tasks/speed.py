@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -209,15 +209,9 @@ def _cast_seconds(device: str, sizes: Sizes) -> float:
 @contextmanager
 def _tf32(device: str, *, allowed: bool) -> Iterator[None]:
     """Set whether CUDA may compute fp32 products and convolutions in tf32; restore the setting afterwards."""
-    if device != "cuda":
-        yield
-        return
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "tf32" if allowed else "ieee"
-    try:
+    with ExitStack() as stack:
+        for setting in settings if device == "cuda" else ():
+            stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+            setting.fp32_precision = "tf32" if allowed else "ieee"
         yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
