@@ -70,8 +70,7 @@ def host_device(name: str = "npu") -> torch.device:
         raise HostDeviceError(f"this process has a device of this kind, {now!r}; register {name!r} in another process")
     if not name.isidentifier() or hasattr(torch, name):
         raise HostDeviceError(f"name={name!r}: expected a word that torch does not use, such as 'npu'")
-    source = SOURCE.read_text(encoding="utf-8")
-    path = built("host_device", WHAT, source, ("c10", "torch_cpu", "torch_python"), HostDeviceError)
+    path = built(WHAT, SOURCE, ("c10", "torch_cpu", "torch_python"), HostDeviceError)
     library = ctypes.PyDLL(str(path))
     library.halfstep_host_device()
     library.halfstep_host_generator.restype = ctypes.py_object
