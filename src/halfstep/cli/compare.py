@@ -12,9 +12,19 @@ from rich.console import Console
 
 from halfstep.cli import completion
 from halfstep.cli.options import TASK, Device, Html, Json, split
-from halfstep.cli.pages.comparison import comparison_page, print_comparison
+from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, machine_line, record, say
+from halfstep.cli.terminal import (
+    Files,
+    command,
+    command_line,
+    console,
+    device_type,
+    machine_line,
+    print_section,
+    record,
+    say,
+)
 from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels
@@ -65,7 +75,7 @@ def run_compare(
         with Live(err, each.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
             made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.step)
         comparisons.append(made)
-        print_comparison(out, made)
+        print_section(out, comparison_section(made))
     chosen = [word for name in task or () for word in ("--task", name)]
     again = command_line(
         "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json,

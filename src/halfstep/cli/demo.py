@@ -28,13 +28,12 @@ from halfstep.cli.terminal import (
     command_line,
     console,
     device_type,
-    item,
     machine_line,
+    print_section,
     record,
     say,
-    show,
 )
-from halfstep.report import write_page
+from halfstep.report import Code, Facts, Paragraph, Section, write_page
 from halfstep.report.numbers import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
@@ -62,8 +61,8 @@ class Settings:
 OnShare = Callable[[float], None]
 """Takes the share of a part that is done."""
 
-Part = tuple[str, float, Callable[[OnShare], Callable[[], None]]]
-"""Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns how to print that."""
+Part = tuple[str, float, Callable[[OnShare], Section]]
+"""Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns what is printed."""
 
 
 @command
@@ -91,11 +90,8 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
                  f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
-        interrupted = _measure(demo, _parts(demo, settings, out), err)
-    say(out)
-    say(out, "Conclusions", style="bold")
-    for fact in conclusions(demo):
-        item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
+        interrupted = _measure(demo, _parts(demo, settings), out, err)
+    print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
     again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
     files.write(
@@ -106,15 +102,15 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
     return INTERRUPTED if interrupted else 0
 
 
-def _measure(demo: Demo, parts: list[Part], err: Console) -> bool:
+def _measure(demo: Demo, parts: list[Part], out: Console, err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
     total, done = sum(weight for _, weight, _ in parts), 0.0
     for number, (title, weight, run) in enumerate(parts):
         try:
             with Watch(err) as watch:  # ends before its result is printed: a bar would divert what goes to stdout
                 watch.see(done / total, f"{number + 1}/{len(parts)} {title}")
-                show_it = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
-            show_it()
+                section = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
+            print_section(out, section)
         except KeyboardInterrupt:
             demo.missing += [f"{title} (interrupted)", *(later for later, _, _ in parts[number + 1 :])]
             return True
@@ -124,69 +120,46 @@ def _measure(demo: Demo, parts: list[Part], err: Console) -> bool:
     return False
 
 
-def _parts(demo: Demo, settings: Settings, out: Console) -> list[Part]:
+def _parts(demo: Demo, settings: Settings) -> list[Part]:
     """Return the parts in their order."""
     works = zip(workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True)
     parts: list[Part] = [
-        (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, out, w, seconds))
+        (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, w, seconds))
         for w, seconds in works
     ]
-    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, out, settings.broken_steps)))
+    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, settings.broken_steps)))
     for name, steps in settings.steps:
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
         else:
-            run = partial(_train, demo, out, name, steps, settings.seeds)
+            run = partial(_train, demo, name, steps, settings.seeds)
             parts.append((f"accuracy of {name} beside fp32", 25, run))
     return parts
 
 
-def _time(demo: Demo, out: Console, workload: Workload, seconds: float, on_share: OnShare) -> Callable[[], None]:
+def _time(demo: Demo, workload: Workload, seconds: float, on_share: OnShare) -> Section:
     timed = candidates(TIMED, demo.device)
     made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
     demo.paces.append((workload, made))
-
-    def print_it() -> None:
-        _head(out, f"A model bound by {workload.bound_by}")
-        say(out, f"{made.about}; {made.parameters:,} parameters, on {made.device}")
-        show(out, pace_table(workload, made))
-        rounds, control = made.control.rounds, interval(made.control)
-        say(out, f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
-
-    return print_it
+    rounds, control = made.control.rounds, interval(made.control)
+    about = Paragraph(f"{made.about}; {made.parameters:,} parameters, on {made.device}")
+    how = Paragraph(f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
+    return Section(f"A model bound by {workload.bound_by}", (about, pace_table(workload, made), how))
 
 
-def _break(demo: Demo, out: Console, steps: int, on_share: OnShare) -> Callable[[], None]:
+def _break(demo: Demo, steps: int, on_share: OnShare) -> Section:
     demo.rescue = rescued = rescue(device=demo.device, steps=steps, on_share=on_share)
-
-    def print_it() -> None:
-        _head(out, f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())")
-        for line in str(rescued.verdict).splitlines():
-            say(out, line)
-
-    return print_it
+    heading = f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())"
+    return Section(heading, (Code(str(rescued.verdict)),))
 
 
-def _train(
-    demo: Demo, out: Console, name: str, steps: int, seeds: int, on_share: OnShare
-) -> Callable[[], None]:  # fmt: skip
+def _train(demo: Demo, name: str, steps: int, seeds: int, on_share: OnShare) -> Section:
     compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
     seen, total = itertools.count(1), (len(compared) + 1) * steps * seeds
     on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
     made = compare(task, compared, steps=steps, seeds=seeds, device=demo.device, on_step=on_step)
     demo.comparisons.append(made)
-
-    def print_it() -> None:
-        _head(out, f"Accuracy of {made.task}: {made.about}")
-        say(out, setting(made))
-        show(out, result_table(made))
-
-    return print_it
-
-
-def _head(out: Console, text: str) -> None:
-    say(out)
-    say(out, text, style="bold")
+    return Section(f"Accuracy of {made.task}", (Paragraph(setting(made)), result_table(made)))
 
 
 def _facts(demo: Demo) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
+from halfstep import report as doc
 from halfstep.errors import did_you_mean
-from halfstep.report import Table, strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
     "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command", "command_line", "console", "device_type",
-    "item", "machine_line", "record", "say", "show",
+    "item", "machine_line", "print_section", "record", "say", "show",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
@@ -85,7 +85,7 @@ def _check_writable(path: Path, option: str) -> None:
 
 def record(command: str, **facts: object) -> Callable[[Path], object]:
     """Return the writer of ``--json``: the command, the version and what was found."""
-    text = strict_json({"command": command, "halfstep": hs.__version__, **facts})
+    text = doc.strict_json({"command": command, "halfstep": hs.__version__, **facts})
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
@@ -107,7 +107,7 @@ def item(out: Console, line: str, style: str | None = None) -> None:
         say(out, part, style)
 
 
-def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
+def show(out: Console, table: doc.Table, *, ends: Collection[int] = ()) -> None:
     """Print a table without its caption, in Markdown where the console is no terminal.
 
     `ends` are the numbers of the rows below which a terminal has a line.
@@ -119,6 +119,28 @@ def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
         cells = (Text(cell.text, style=STYLES.get(cell.tone, "")) for cell in row)
         made.add_row(*cells, end_section=out.is_terminal and number in ends)
     out.print(made)
+
+
+def print_section(out: Console, section: doc.Section) -> None:
+    """Print what of a page's section is text or a table; pictures, and what a page shows on demand, need a page."""
+    say(out)
+    say(out, section.heading, style="bold")
+    for block in section.blocks:
+        match block:
+            case doc.Paragraph() | doc.Note():
+                say(out, block.text, "yellow" if isinstance(block, doc.Note) else None)
+            case doc.Code():
+                say(out, block.text)
+            case doc.Bullets():
+                for line in block.items:
+                    item(out, line)
+            case doc.Facts():
+                for fact in block.facts:
+                    item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
+            case doc.Table():
+                show(out, block)
+            case _:
+                pass
 
 
 def complain(error: BaseException) -> int:

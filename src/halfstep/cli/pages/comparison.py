@@ -8,20 +8,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 import halfstep as hs
 from halfstep import report as doc
 from halfstep.cli.pages.facts import findings
 from halfstep.cli.pages.figures import amp_label, galleries, left_out, ratio_text
-from halfstep.cli.terminal import machine_line, say, show
+from halfstep.cli.terminal import machine_line
 from halfstep.report.numbers import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS
 from halfstep.timing import Ratio
 
-__all__ = ["comparison_page", "cost_table", "measured", "measured_on", "print_comparison", "result_table", "setting"]
+__all__ = [
+    "comparison_page", "comparison_section", "cost_table", "measured", "measured_on", "result_table", "setting",
+]  # fmt: skip
 
 
 def comparison_page(
@@ -32,7 +32,12 @@ def comparison_page(
         f"halfstep compare: {', '.join(c.task for c in comparisons)}",
         "What each precision policy did to the result, to the time of a step and to memory, beside fp32 and torch.amp. "
         f"{measured_on(about, day)}",
-        [*_glance(comparisons), *map(_task, comparisons), _policies(comparisons), _method(comparisons, about, command)],
+        [
+            *_glance(comparisons),
+            *map(comparison_section, comparisons),
+            _policies(comparisons),
+            _method(comparisons, about, command),
+        ],
         "halfstep compare --html",
     )
 
@@ -79,13 +84,9 @@ def _few_seeds(comparison: Comparison) -> tuple[doc.Note, ...]:
     return (doc.Note(f"An indication, not a verdict: {runs} of each policy. A verdict takes {ENOUGH_SEEDS}."),)
 
 
-def _task(comparison: Comparison) -> doc.Section:
-    about = f"{doc.sentence(comparison.about)} " if comparison.about else ""
-    steps, seeds = counted(comparison.steps, "step"), counted(len(comparison.seeds), "seed")
-    blocks: list[doc.Block] = [
-        doc.Paragraph(f"{about}{steps}, {seeds}, on {comparison.device}."),
-        *_few_seeds(comparison),
-    ]
+def comparison_section(comparison: Comparison) -> doc.Section:
+    """Return what was found in a task, for the page and for the terminal."""
+    blocks: list[doc.Block] = [doc.Paragraph(setting(comparison)), *_few_seeds(comparison)]
     if not comparison.repeatable:
         blocks.append(
             doc.Note(
@@ -93,10 +94,30 @@ def _task(comparison: Comparison) -> doc.Section:
                 "repeatable, so part of every difference is chance."
             )
         )
-    tables = (result_table(comparison), cost_table(comparison.rows, comparison.control))
-    notes: list[doc.Block] = [doc.Bullets(found)] if (found := _notes(comparison)) else []
-    facts = doc.Facts(findings(comparison))
-    return doc.Section(comparison.task, (*blocks, facts, *galleries(comparison), *tables, *notes))
+    control, margin = comparison.control, f"{comparison.margin:.3g}"
+    times = "No times: a run is too short for more than its warm-up."
+    if control is not None:
+        equal = "the same result, bit for bit" if comparison.repeatable else "NOT the same result"
+        times = (
+            "Times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = "
+            f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}] ({equal})."
+        )
+    blocks += [
+        doc.Facts(findings(comparison)),
+        *galleries(comparison),
+        result_table(comparison),
+        doc.Paragraph(f"Within noise: the 90 % interval of the difference lies inside ±{margin}, fixed beforehand."),
+        cost_table(comparison.rows, control),
+        doc.Paragraph(times),
+    ]
+    return doc.Section(comparison.task, [*blocks, doc.Bullets(notes)] if (notes := _notes(comparison)) else blocks)
+
+
+def setting(comparison: Comparison) -> str:
+    """Return in words what was trained, how long, how often, and where."""
+    about = f"{doc.sentence(comparison.about)} " if comparison.about else ""
+    steps, seeds = counted(comparison.steps, "step"), counted(len(comparison.seeds), "seed")
+    return f"{about}{steps}, {seeds}, on {comparison.device}; same weights, same batches, steps in turns."
 
 
 def _policies(comparisons: Sequence[Comparison]) -> doc.Section:
@@ -195,35 +216,3 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
             "--policies torch.amp:fp16 adds it"
         )
     return tuple(lines)
-
-
-# ------------------------------------------------------------------ on a terminal
-
-
-def print_comparison(out: Console, comparison: Comparison) -> None:
-    """Print both tables and how to read them."""
-    seeds, control = len(comparison.seeds), comparison.control
-    say(out)
-    say(out, f"{comparison.task}: {comparison.about}", style="bold")
-    say(out, setting(comparison))
-    show(out, result_table(comparison))
-    margin = f"{comparison.margin:.3g}"
-    say(out, f"within noise: the 90 % interval of the difference lies inside +-{margin}, fixed beforehand")
-    if seeds < ENOUGH_SEEDS:
-        say(out, f"with {seeds} of {ENOUGH_SEEDS} seeds this is only an indication", style="yellow")
-    show(out, cost_table(comparison.rows, control))
-    if control is None:
-        say(out, "no times: a run is too short for more than its warm-up")
-    else:
-        equal = "the same result, bit for bit" if comparison.repeatable else "NOT the same result"
-        more = "" if comparison.repeatable else ": runs are not repeatable"
-        say(out, "times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = "
-                 f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}] ({equal}{more})")  # fmt: skip
-    for line in _notes(comparison):
-        say(out, line)
-
-
-def setting(comparison: Comparison) -> str:
-    """Return in words how long the runs were, how many, and where."""
-    runs = f"{counted(comparison.steps, 'step')}, {counted(len(comparison.seeds), 'seed')}, on {comparison.device}"
-    return f"{runs}; same weights, same batches, steps in turns"
