@@ -12,7 +12,7 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Device, Html, Json, PolicyLabel, TaskName
-from halfstep.cli.terminal import STYLES, Files, command, command_line, console, device_type, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, record, say, show
 from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_named
@@ -23,7 +23,6 @@ HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 
 
-@command
 def run_audit(
     task: TaskName,
     policy: PolicyLabel = "mixed",

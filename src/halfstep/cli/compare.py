@@ -16,7 +16,6 @@ from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
 from halfstep.cli.terminal import (
     Files,
-    command,
     command_line,
     console,
     device_type,
@@ -34,7 +33,6 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 __all__ = ["run_compare"]
 
 
-@command
 def run_compare(
     task: Annotated[
         list[str] | None,

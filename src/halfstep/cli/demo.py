@@ -24,7 +24,6 @@ from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import (
     INTERRUPTED,
     Files,
-    command,
     command_line,
     console,
     device_type,
@@ -65,7 +64,6 @@ Part = tuple[str, float, Callable[[OnShare], Section]]
 """Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns what is printed."""
 
 
-@command
 def run_demo(html: Html = None, json: Json = None, device: Device = "") -> int:
     """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Json
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, item, record, say, show
+from halfstep.cli.terminal import Files, command_line, console, device_type, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
@@ -27,7 +27,6 @@ from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, measure_speed, sizes
 __all__ = ["examine", "run_doctor"]
 
 
-@command
 def run_doctor(
     device: Annotated[
         str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")

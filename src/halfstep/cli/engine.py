@@ -8,7 +8,7 @@ import typer
 
 import halfstep as hs
 from halfstep.cli.options import PolicyLabel, split
-from halfstep.cli.terminal import WRONG_USE, command
+from halfstep.cli.terminal import WRONG_USE
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 from halfstep.tasks.candidates import policy_named
@@ -22,7 +22,6 @@ WRITERS = {
 }
 
 
-@command
 def run_engine(
     name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
     policy: PolicyLabel = "mixed",

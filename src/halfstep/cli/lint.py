@@ -13,7 +13,7 @@ import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
 from halfstep.cli import completion
 from halfstep.cli.options import Json, PolicyLabel, Sarif, split
-from halfstep.cli.terminal import Files, command, command_line, console, record, say
+from halfstep.cli.terminal import Files, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, counted, sarif_log, strict_json
 from halfstep.tasks.candidates import policy_named
@@ -26,7 +26,6 @@ FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-@command
 def run_lint(
     targets: Annotated[
         list[str] | None,

@@ -21,7 +21,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.cli import completion
 from halfstep.cli.options import Device, Json, PolicyLabel
-from halfstep.cli.terminal import STYLES, Files, command, command_line, console, device_type, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, item, record, say, show
 from halfstep.formats import DTYPES
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
@@ -52,7 +52,6 @@ class Ruled:
     gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
 
-@command
 def run_ops(
     patterns: Annotated[
         list[str] | None,

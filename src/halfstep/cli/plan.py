@@ -15,7 +15,7 @@ from halfstep.advise.plan.page import plan_page
 from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
 from halfstep.cli import completion
 from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
-from halfstep.cli.terminal import STYLES, Files, command, command_line, console, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
 from halfstep.tasks import load_task
 from halfstep.tasks.candidates import policy_named
@@ -29,7 +29,6 @@ MODULES = 8
 """Rows of the table of modules, so that the answer stays on the screen."""
 
 
-@command
 def run_plan(
     task: TaskName,
     policy: PolicyLabel = "mixed",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from rich import box
@@ -21,7 +20,7 @@ from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command", "command_line", "console", "device_type",
+    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command_line", "complain", "console", "device_type",
     "item", "machine_line", "print_section", "record", "say", "show",
 ]  # fmt: skip
 
@@ -34,21 +33,6 @@ STYLES = {
     "low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "none": "dim",
 }  # fmt: skip
 """Tone of a cell or line, or the rule in it -> style of its text."""
-
-P = ParamSpec("P")
-
-
-def command(run: Callable[P, int]) -> Callable[P, int]:
-    """Make a function a command: an error of halfstep is one line of stderr and the exit code for bad input."""
-
-    @functools.wraps(run)
-    def guarded(*args: P.args, **options: P.kwargs) -> int:
-        try:
-            return run(*args, **options)
-        except hs.HalfstepError as error:
-            return complain(error)
-
-    return guarded
 
 
 class Files:

@@ -13,16 +13,15 @@ import halfstep as hs
 from halfstep.advise.tune import Tuning
 from halfstep.cli.options import Device, Html, Json, TaskName, split
 from halfstep.cli.progress import Watch
-from halfstep.cli.terminal import INTERRUPTED, Files, command, command_line, console, device_type, record, say
+from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, device_type, record, say
 from halfstep.tasks import TaskError, load_task
 
 __all__ = ["run_tune"]
 
 
-@command
 def run_tune(
     task: TaskName,
-    output: Annotated[Path, typer.Option("-o", help="Write the policy to this file (.toml).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
     target: Annotated[str, typer.Option(help="time, memory, or the weights of both, such as 0.7:0.3.")] = "time",
     max_loss_rise: Annotated[
         float | None,
