@@ -60,7 +60,10 @@ def run_audit(
     for line, style in audit.lines():
         say(out, line, STYLES.get(style))
     say(out)
-    _print_rows(out, shown, rows)
+    headers, *lines = shown.table()
+    show(out, table("", headers, lines[:rows], words=(1, 2, 3)))
+    if len(lines) > rows:
+        say(out, f"{len(lines) - rows} more rows; --rows {len(lines)} prints them all, --json and --html write them")
     for text, answer in zip(formats, answers, strict=True):
         _print_answer(out, text, answer, rows)
     again = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
@@ -106,13 +109,6 @@ def _asked(
     shown = audit.filter(module=module, role=role)
     shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
     return shown, [audit.what_if(form, scale) for form, scale in questions]
-
-
-def _print_rows(out: Console, audit: hs.lens.Audit, count: int) -> None:
-    headers, *lines = audit.table()
-    show(out, table("", headers, lines[:count], words=(1, 2, 3)))
-    if len(lines) > count:
-        say(out, f"{len(lines) - count} more rows; --rows {len(lines)} prints them all, --json and --html write them")
 
 
 def _print_answer(out: Console, question: str, answers: Sequence[Any], count: int) -> None:

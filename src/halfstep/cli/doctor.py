@@ -52,7 +52,9 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
     units = [hs.policy.units(each) for each in devices]
-    _print_units(out, units)
+    headers = ("device", "bf16 units", "fp16 units", "how this is known")
+    there = {True: Cell("yes", "good"), False: Cell("no", "open")}
+    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if not err.is_terminal:
         say(err, "measuring ...")
@@ -70,7 +72,10 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
     for each in advice:
         _print_advice(out, each)
     _print_reads(out, reads, main)
-    _print_pitfalls(out, found)
+    say(out)
+    say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
+    for line in found:
+        item(out, line, style="yellow")
     lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
     records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     again = command_line("doctor", device=device, quick=quick, json=json)
@@ -93,12 +98,6 @@ def _print_machine(out: Console, about: dict[str, Any]) -> None:
     versions = [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
     say(out, ", ".join([*versions, f"halfstep {hs.__version__}"]))
     say(out, f"CPU kernels: {hs.step.cpu_kernels()}")
-
-
-def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:
-    headers = ("device", "bf16 units", "fp16 units", "how this is known")
-    there = {True: Cell("yes", "good"), False: Cell("no", "open")}
-    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
 
 
 def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
@@ -165,10 +164,3 @@ def _meaning(later: int, first: int, problem: str) -> str:
     if later == 0:
         return "no, 0 reads a step" + (f" ({first} in the first)" if first else "")
     return f"yes, the host makes {counted(later, 'read')} a step"
-
-
-def _print_pitfalls(out: Console, found: Sequence[str]) -> None:
-    say(out)
-    say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
-    for line in found:
-        item(out, line, style="yellow")

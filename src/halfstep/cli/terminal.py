@@ -46,7 +46,14 @@ class Files:
             if first != name:
                 raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
         for name, path in self.paths.items():
-            _check_writable(path, name)
+            new = not path.exists()
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a", encoding="utf-8").close()
+                if new:
+                    path.unlink()
+            except OSError as error:
+                raise TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
         """Call the writers of those that were asked for with their paths, and print these."""
@@ -54,17 +61,6 @@ class Files:
             if name in self.paths:
                 write(self.paths[name])
                 say(out, f"written: {self.paths[name]}")
-
-
-def _check_writable(path: Path, option: str) -> None:
-    new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise TaskError(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def record(command: str, **facts: object) -> Callable[[Path], object]:

@@ -28,7 +28,10 @@ def render(document: Document) -> str:
         head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">\n').format(alt, made.width, made.height)
         return head + Markup(made.body + "\n</svg>")
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_kept_together)
+    def kept_together(value: Any) -> Any:  # no line ends between a number and its unit
+        return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=kept_together)
     template = environment.from_string(PAGE.read_text(encoding="utf-8"))
     page = template.render(document=document, style=Markup(style_sheet()), picture=picture)
     return f"{page}\n"
@@ -48,8 +51,3 @@ def picture_file(chart: Chart, alt: str) -> str:
         f"<title>{html.escape(alt)}</title>\n<style>\n{picture_style()}</style>\n"
         f'<rect width="{made.width}" height="{made.height}" rx="8" style="fill: var(--paper)"/>\n{made.body}\n</svg>\n'
     )
-
-
-def _kept_together(value: Any) -> Any:
-    """Return text in which no line ends between a number and its unit; markup stays as it is."""
-    return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value

@@ -38,8 +38,6 @@ LIMIT = "limit"
 GPT_5M: Mapping[str, int] = {"vocabulary": 4096, "width": 256, "layers": 4, "heads": 4, "length": 128}
 """A decoder of 5.29M parameters in 53 tensors."""
 
-Batch = tuple[Tensor, Tensor]
-
 
 class Residual(nn.Module):
     """Two convolutions with BatchNorm beside a shortcut."""
@@ -78,19 +76,11 @@ class ResNet18(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 
-def _gpt_batch() -> Batch:
-    words = torch.empty(8, 128, dtype=torch.long, device="cuda")
-    return words, torch.empty_like(words)
-
-
-def _picture_batch() -> Batch:
-    return torch.empty(32, 3, 32, 32, device="cuda"), torch.empty(32, dtype=torch.long, device="cuda")
-
-
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "gpt": (lambda: GPT(**GPT_5M), _gpt_batch),
-    "resnet18": (ResNet18, _picture_batch),
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, tuple[int, ...]]] = {
+    "gpt": (lambda: GPT(**GPT_5M), (8, 128), torch.long, (8, 128)),
+    "resnet18": (ResNet18, (32, 3, 32, 32), torch.float32, (32,)),
 }
+"""Name -> the model, the shape and format of its inputs, and the shape of its targets."""
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -103,10 +93,9 @@ def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
     name, _, form = program.partition(":")
     if model not in MODELS or form not in LOW_FORMATS:
         raise SystemExit(f"{model} {program}: expected one of {', '.join(MODELS)} and NAME:fp16 or NAME:bf16")
-    make, make_batch = MODELS[model]
+    make, shape, kind, targets = MODELS[model]
     with torch.device("cuda"):
-        made = make()
-    x, y = make_batch()
+        made, x, y = make(), torch.empty(shape, dtype=kind), torch.empty(targets, dtype=torch.long)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
     if name == "torch.amp":
         return count_step(_torch_amp(made, optimizer, DTYPES[form], clip=clip), x, y)

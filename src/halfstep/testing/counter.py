@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,7 @@ class Counter(Sink):
         cast = self._raised.pop(_storage(gradient), None)
         if cast is not None:
             for kind, sign in (("up", -1), ("gradient", 1)):
-                row = self._row("backward", CAST, kind)
-                for i, amount in enumerate((1, 1, 1, *cast[:2])):
-                    row[i] += sign * amount
+                self._add("backward", CAST, kind, *(sign * amount for amount in (1, 1, 1, *cast[:2])))
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if not _in_backward() and tensor.layout is torch.strided:
@@ -190,21 +189,18 @@ class Counter(Sink):
         read, written, launches, kernels = cost.read, cost.written, cost.launches, cost.kernels
         for source, target in cost.casts:
             kind = self._kind(source, target)
-            row = self._row(phase, name, kind)
             amounts = (1, launches, kernels, bytes_of(source), bytes_of(target))
-            for i, amount in enumerate(amounts):
-                row[i] += amount
+            self._add(phase, name, kind, *amounts)
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
             if phase == "backward" and kind == "up" and name == CAST:
                 # keeps the storage alive, so that no address comes twice; autograd still sees one owner of the tensor
                 self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
-            row = self._row(phase, name, "")
-            for i, amount in enumerate((0, launches, kernels, read, written)):
-                row[i] += amount
+            self._add(phase, name, "", 0, launches, kernels, read, written)
 
-    def _row(self, phase: str, name: str, kind: str) -> list[int]:
-        return self._rows.setdefault((phase, name, kind), [0, 0, 0, 0, 0])
+    def _add(self, phase: str, name: str, kind: str, *amounts: int) -> None:
+        row = self._rows.setdefault((phase, name, kind), [0] * len(amounts))
+        row[:] = map(add, row, amounts)
 
     def _kind(self, source: Tensor, target: Tensor) -> str:
         keys = {_storage(source), _storage(target)}

@@ -139,7 +139,9 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         changed = _written(argument)
         if not (changed and (short in OVERWRITE or argument.is_out)):
             read += size
-        if changed and not _kept_gradients(short, argument.name, call):
+        # fused optimizers mark gradients as written, and write them only to unscale
+        kept = short.startswith("_fused_") and argument.name == "grads" and call.get("grad_scale") is None
+        if changed and not kept:
             written += size
     if not schema.is_mutable:
         written += sum(map(bytes_of, tensors(result)))
@@ -151,11 +153,6 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _kept_gradients(short: str, name: str, call: Arguments) -> bool:
-    """Return whether an argument is marked as written and stays: fused optimizers write gradients only to unscale."""
-    return short.startswith("_fused_") and name == "grads" and call.get("grad_scale") is None
 
 
 def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost:
