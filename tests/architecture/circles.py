@@ -26,7 +26,7 @@ LATE: Mapping[tuple[str, str], str] = {
     ("advise.plan.ranks", "torch"): "start, and builds of torch without distributed: a process group without processes",
     ("binding.shard", "torch"): FSDP,
     ("checkpoints.save", "halfstep.checkpoints"): SHARDS,
-    ("cli.completion", "halfstep.advise"): COMPLETION,
+    ("cli.options", "halfstep.advise"): COMPLETION,
     ("cli.shim.sitecustomize", "halfstep.cli"): "start: every Python of a process tree runs this file",
     ("integrations.timm", "timm"): "optional library: of adaptive clipping alone",
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",

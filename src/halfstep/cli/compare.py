@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.cli.options import TASK, Device, Html, Json, split
 from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
@@ -36,14 +36,14 @@ __all__ = ["run_compare"]
 def run_compare(
     task: Annotated[
         list[str] | None,
-        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=completion.task),
+        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task),
     ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
             help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
             "between them, or the option again. fp32 and torch.amp always run.",
-            autocompletion=completion.policies,
+            autocompletion=options.policies,
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: the task's.")] = None,

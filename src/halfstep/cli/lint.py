@@ -11,7 +11,7 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.cli.options import Json, PolicyLabel, Sarif, split
 from halfstep.cli.terminal import Files, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
@@ -40,7 +40,7 @@ def run_lint(
         str,
         typer.Option(
             help="The least severity for exit code 1: note, warning or error.",
-            autocompletion=completion.among(lambda: SEVERITIES[::-1]),
+            autocompletion=options.among(lambda: SEVERITIES[::-1]),
         ),
     ] = "warning",
     ignore: Annotated[str, typer.Option(help="Codes of rules to leave out, with commas.")] = "",

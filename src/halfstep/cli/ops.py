@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 
 import halfstep as hs
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.cli.options import Device, Json, PolicyLabel
 from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, item, record, say, show
 from halfstep.formats import DTYPES
@@ -58,13 +58,13 @@ def run_ops(
         typer.Argument(
             metavar="PATTERN",
             help="Operators, such as softmax or 'conv*'. Default: all with a rule.",
-            autocompletion=completion.operators,
+            autocompletion=options.OPERATORS,
         ),
     ] = None,
     policy: PolicyLabel = "mixed",
     diff: Annotated[
         str,
-        typer.Option(help="Show what differs from this policy instead.", autocompletion=completion.policy),
+        typer.Option(help="Show what differs from this policy instead.", autocompletion=options.policy),
     ] = "",
     model: Annotated[
         str,

@@ -13,7 +13,7 @@ from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
 from halfstep.advise.plan.drawing import drawing
 from halfstep.advise.plan.page import plan_page
 from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
@@ -36,7 +36,7 @@ def run_plan(
         list[str] | None,
         typer.Option(
             help="More of them, side by side, with commas between; 'all': every preset.",
-            autocompletion=completion.policies,
+            autocompletion=options.policies,
         ),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
@@ -44,7 +44,7 @@ def run_plan(
         str,
         typer.Option(
             help="How they share the work: ddp or fsdp2.",
-            autocompletion=completion.among(lambda: ("ddp", "fsdp2")),
+            autocompletion=options.among(lambda: ("ddp", "fsdp2")),
         ),
     ] = "",
     units: Annotated[
@@ -55,7 +55,7 @@ def run_plan(
         str,
         typer.Option(
             help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
-            autocompletion=completion.gpus,
+            autocompletion=options.GPUS,
         ),
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,

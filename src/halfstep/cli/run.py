@@ -21,7 +21,7 @@ from unittest import mock
 import typer
 
 import halfstep as hs
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.errors import HalfstepError
@@ -53,7 +53,7 @@ def run_run(
         typer.Option(
             help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
             "for another format. Before the script.",
-            autocompletion=completion.policy,
+            autocompletion=options.policy,
         ),
     ] = "",
     force: Annotated[
