@@ -29,36 +29,34 @@ def task_names() -> tuple[str, ...]:
 
 def load_task(name: str) -> Task:
     """Return the task called `name`, or the one that ``path/to/file.py:function`` returns; else TaskError."""
-    task = _loaded(name, "task")
-    if not isinstance(task, Task):
-        raise TaskError(f"{name} must return an hs.Task and returned {type(task).__name__}")
+    task = _loaded(name, "task", "an hs.Task", Task)
+    assert isinstance(task, Task)
     return task
 
 
 def load_model(name: str) -> Task | nn.Module:
     """Return the task called `name`, or what ``path/to/file.py:function`` returns: an hs.Task or a model."""
-    made = _loaded(name, "model")
-    if not isinstance(made, (Task, nn.Module)):
-        raise TaskError(f"{name} must return an hs.Task or a torch.nn.Module and returned {type(made).__name__}")
+    made = _loaded(name, "model", "an hs.Task or a torch.nn.Module", Task, nn.Module)
+    assert isinstance(made, (Task, nn.Module))
     return made
 
 
-def _loaded(name: str, what: str) -> object:
+def _loaded(name: str, what: str, returned: str, *kinds: type) -> object:
     """Return the task called `name`, or what a function in a file returns; `what`: what the user asked for."""
     path, colon, _ = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return call_function(name)
-    returned = "an hs.Task" if what == "task" else "an hs.Task or a torch.nn.Module"
+        made = call_function(name)
+        if not isinstance(made, kinds):
+            raise TaskError(f"{name} must return {returned} and returned {type(made).__name__}")
+        return made
     if name.endswith(".py"):
         raise TaskError(f"{what} {name!r} names no function; write {name}:function, one that returns {returned}")
     if name not in TASKS:
-        unknown = f"unknown task {name!r}" if what == "task" else f"unknown model {name!r}"
         raise TaskError(
-            f"{unknown}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+            f"unknown {what} {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
             f"and path/to/file.py:function, a function that returns {returned}"
         )
-    made: object = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
-    return made
+    return getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
 
 
 def call_function(name: str) -> object:

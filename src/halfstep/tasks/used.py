@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
 
 
 def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
-    model = copy.deepcopy(task.model()).to(device)
-    batch = task.batch_on(device, 0, 0)
+    model, batch = task.model().to(device), task.batch_on(device, 0, 0)
     counter = _OperatorCounter()
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:

@@ -7,8 +7,8 @@ operators and formats are those of a GPU and nothing is computed. Compiled funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,9 @@ class Counter(Sink):
         """Stop counting."""
         self._exits.close()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Count what autograd keeps for the backward pass meanwhile; open it around the forward pass."""
-        with saved_tensors_hooks(self._keep, lambda tensor: tensor):
-            yield
+    def saving(self) -> saved_tensors_hooks:
+        """Return a block in which what autograd keeps for the backward pass is counted: around the forward pass."""
+        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def begin_forward(self) -> None:
         """Mark the begin of the forward pass, where no module is called."""
