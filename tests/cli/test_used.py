@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.tasks.used import Used, used_operators
+from halfstep.cli.ops import Used, used_operators
 from tests.tasks.small import small_task
 
 
