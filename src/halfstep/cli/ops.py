@@ -123,16 +123,16 @@ def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _ruled(name: str, plan: hs.policy.Plan, used: dict[str, Used] | None = None) -> Ruled:
+def _ruled(name: str, plan: hs.policy.Plan, used: dict[str, Counter[str]] | None = None) -> Ruled:
     decision = dict(plan.operators).get(name)
-    calls = used.get(name) if used else None
+    gives = used.get(name, Counter()) if used else Counter[str]()
     return Ruled(
         operator=name,
         rule=decision.rule if decision else "",
         decided_by=decision.origin if decision else "",
         reason=decision.reason if decision else "no rule: runs in its inputs' format",
-        calls=calls.calls if calls else 0,
-        gives=calls.gives if calls else (),
+        calls=gives.total(),
+        gives=tuple(gives.most_common()),
     )
 
 
@@ -177,7 +177,9 @@ def _show_plan(
     return shown
 
 
-def _used(source: Task | nn.Module | None, policy: hs.Policy, device: str) -> tuple[dict[str, Used] | None, str]:
+def _used(
+    source: Task | nn.Module | None, policy: hs.Policy, device: str
+) -> tuple[dict[str, Counter[str]] | None, str]:
     """Return the operators that a task's first step calls, or None and why they are not known."""
     if source is None:
         return None, ""
@@ -304,15 +306,6 @@ def _sizes(name: str, members: Sequence[Any]) -> tuple[str, str, str, str]:
 # ------------------------------------------------------------------ the operators that a task calls
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Used:
-    """One operator in one forward pass."""
-
-    calls: int  # how often it was called
-    # (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch
-    gives: tuple[tuple[str, int], ...]
-
-
 class _OperatorCounter(Sink):
     """Counts operators while it is `on`, as the rules of a region call them: cast, and with composites taken apart."""
 
@@ -337,8 +330,8 @@ def _format(result: Any) -> str:
     return "none"
 
 
-def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
-    """Train a new model of `task` for one step under `policy` and return what forward pass and loss called.
+def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
+    """Train a new model of `task` for one step under `policy`; return what forward pass and loss called, with formats.
 
     fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
     """
@@ -349,7 +342,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
         return _count(task, policy, device)
 
 
-def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
+def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
     model, batch = task.model().to(device), task.batch_on(device, 0, 0)
     counter = _OperatorCounter()
 
@@ -363,9 +356,7 @@ def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
     step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
     with Tracer(counter, above=False):
         step(*batch)
-    return {
-        name: Used(calls=found.total(), gives=tuple(found.most_common())) for name, found in counter.results.items()
-    }
+    return counter.results
 
 
 # ------------------------------------------------------------------ two policies
