@@ -73,19 +73,15 @@ def run_run(
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:
     """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status."""
     if not script.is_file():
-        print(f"halfstep run: there is no {_called(script)} {str(script)!r}", file=sys.stderr)
+        what = "option" if str(script).startswith("-") else "file"
+        print(f"halfstep run: there is no {what} {str(script)!r}", file=sys.stderr)
         return 2
-    path = list(sys.path)
-    try:
-        if apex.install(force=force):
-            sys.path.insert(0, APEX)
-            with mock.patch.dict(os.environ, _on_path(APEX)):
-                _run(script, args)
-        else:
-            print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
-            _run(script, args)
-    finally:
-        sys.path[:] = path
+    if apex.install(force=force):
+        with mock.patch.dict(os.environ, _on_path(APEX)):
+            _run(script, args, APEX)
+    else:
+        print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
+        _run(script, args)
     return 0
 
 
@@ -142,19 +138,11 @@ def _policy(label: str) -> hs.Policy:
     return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else policy
 
 
-def _called(script: Path) -> str:
-    """Return what the first word that is no option of ``halfstep run`` was taken for."""
-    return "option" if str(script).startswith("-") else "file"
-
-
-def _run(script: Path, args: Sequence[str]) -> None:
-    """Run `script` as ``__main__``, with its arguments and its folder first on the path."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script), *args], [str(script.resolve().parent)]
-    try:
+def _run(script: Path, args: Sequence[str], *folders: str) -> None:
+    """Run `script` as ``__main__``, with its arguments, and its folder and `folders` first on the path."""
+    argv, path = [str(script), *args], [str(script.resolve().parent), *folders, *sys.path]
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
         runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path
 
 
 def _on_path(folder: str) -> dict[str, str]:

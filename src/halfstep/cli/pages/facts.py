@@ -201,7 +201,7 @@ def _demo_memory(paces: Sequence[Pace], units: hs.policy.Units) -> list[Fact]:
     heavy, deep = max(paces, key=lambda made: made.parameters), max(paces, key=lambda made: made.rows[0].saved_bytes)
     text, _ = _saved(deep.rows)
     text = f"{text.rstrip('.')}, in the step of {deep.about}."
-    more = [*_between(heavy.rows), f"The model with the most parameters, of which this is: {heavy.about}."]
+    more = [*_between(heavy.rows), f"Bytes between steps are those of {heavy.about}."]
     more += [] if units.bf16 else ["They are saved on any machine, also without units for bf16, as here."]
     return [Fact("Bytes, counted", text, tuple(more), "good")]
 
