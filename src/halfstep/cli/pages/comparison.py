@@ -153,7 +153,7 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
 
 def result_table(comparison: Comparison) -> doc.Table:
     """Return what became of the result under every policy."""
-    decimals = Decimals.of(comparison.margin)
+    decimals = Decimals(comparison.margin)
     headers = ("policy", comparison.metric, "minus fp32, 90 % interval", "verdict", "steps skipped", "loss scale")
 
     def cells(row: CandidateRow) -> tuple[str | doc.Cell, ...]:
@@ -178,8 +178,8 @@ def cost_table(
     rows: Sequence[Cost], control: Ratio | None, caption: str = "Time and memory", *, intervals: bool = False
 ) -> doc.Table:
     """Return what a step takes; `control` is what this machine can resolve."""
-    state, saved = Size.of(row.state_bytes for row in rows), Size.of(row.saved_bytes for row in rows)
-    time = Decimals.of(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
+    state, saved = Size(row.state_bytes for row in rows), Size(row.saved_bytes for row in rows)
+    time = Decimals(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
     headers = (
         "policy", "ms a step", "time / fp32", f"time / {amp_label(rows)}", f"between steps, {state.unit}",
         f"saved for backward, {saved.unit}",

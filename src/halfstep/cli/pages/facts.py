@@ -163,7 +163,7 @@ def _saved(rows: Sequence[Cost]) -> tuple[str, list[Cost]]:
     """Return what saves least for backward, in words, and the rows that do; [] if none saves less than fp32."""
     fp32, *others = rows
     least = min(others, key=lambda row: row.saved_bytes)
-    size = Size.of(row.saved_bytes for row in rows)
+    size = Size(row.saved_bytes for row in rows)
     if least.saved_bytes >= fp32.saved_bytes:
         return f"None saves less for backward than fp32's {size(fp32.saved_bytes)} {size.unit}.", []
     alike = [row for row in others if row.saved_bytes <= ALIKE * least.saved_bytes]
@@ -180,7 +180,7 @@ def _between(rows: Sequence[Cost]) -> list[str]:
         groups.setdefault(_change(row.state_bytes, fp32.state_bytes), []).append(row)
     if set(groups) == {SAME}:
         return ["Between steps all hold as much as fp32."]
-    size = Size.of(row.state_bytes for row in rows)
+    size = Size(row.state_bytes for row in rows)
     return [
         f"Between steps {change}: {listed([row.label for row in found])}, {size(found[0].state_bytes)} {size.unit}."
         for change, found in groups.items()

@@ -89,7 +89,7 @@ def _keys(rows: Iterable[Cost]) -> dict[str, doc.Key]:
 
 
 def _result_figure(comparison: Comparison, keys: Mapping[str, doc.Key]) -> doc.Figure:
-    decimals = Decimals.of(comparison.margin)
+    decimals = Decimals(comparison.margin)
     dots = []
     for row in comparison.rows:
         found, key = row.difference, keys[row.label]
@@ -135,7 +135,7 @@ def time_figure(heading: str, caption: str, rows: Sequence[Cost], baseline: str,
 def bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) -> doc.Figure:
     """Return the bytes in a field of each row as bars, fp32's, the first ones, as a line across them."""
     keys, counts = _keys(rows), {row.label: getattr(row, field) for row in rows}
-    size, reference = Size.of(counts.values()), counts[FP32]
+    size, reference = Size(counts.values()), counts[FP32]
     bars = tuple(
         doc.Bar(label, f"{size(n)} {size.unit}{_share(n, reference)}", n / size.bytes, key=keys[label])
         for label, n in counts.items()
