@@ -76,7 +76,7 @@ def _task(
     def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
         source = torch.Generator().manual_seed(step % BATCHES)
         if text:
-            return tuple(torch.randint(0, VOCABULARY, (2, *shape), generator=source))  # type: ignore[return-value]
+            return tuple(torch.randint(0, VOCABULARY, (2, *shape), generator=source))
         return torch.randn(shape, generator=source), torch.randint(0, CLASSES, shape[:1], generator=source)
 
     return Task(
