@@ -45,6 +45,8 @@ class Commands(TyperGroup):
             try:
                 code = run(*args, **options)
             except hs.HalfstepError as error:
+                if name in SETTINGS:
+                    raise  # it is the script's, whose errors are shown as Python shows them
                 code = complain(error)
             raise typer.Exit(code)
 
