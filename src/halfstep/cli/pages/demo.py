@@ -11,7 +11,7 @@ from typing import Any
 from halfstep import report as doc
 from halfstep.cli.pages.comparison import cost_table, measured, measured_on, result_table
 from halfstep.cli.pages.facts import Demo, conclusions
-from halfstep.cli.pages.figures import bytes_figure, galleries, interval, time_figure
+from halfstep.cli.pages.figures import galleries, interval, memory_gallery, time_figure
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import Comparison, Pace
 from halfstep.tasks.overflow import Rescue
@@ -76,15 +76,8 @@ def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
 def _bytes(paces: Sequence[Pace]) -> doc.Section:
     """Return the bytes between steps of the model with most parameters, and those for backward of the deepest."""
     heavy, deep = max(paces, key=lambda p: p.parameters), max(paces, key=lambda p: p.rows[0].saved_bytes)
-    state = bytes_figure(
-        "Between steps", f"Weights, optimizer states, fp32 masters and gradients that stay. {heavy.about}.",
-        heavy.rows, "state_bytes",
-    )  # fmt: skip
-    saved = bytes_figure(
-        "Saved for backward", f"What autograd keeps for the backward pass; it grows with the batch. {deep.about}.",
-        deep.rows, "saved_bytes",
-    )  # fmt: skip
-    return doc.Section("Bytes, counted", (doc.Gallery((state, saved)),))
+    gallery = memory_gallery(heavy.rows, deep.rows, f" {heavy.about}.", f" {deep.about}.")
+    return doc.Section("Bytes, counted", (gallery,))
 
 
 def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:

@@ -12,7 +12,7 @@ from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio
 
-__all__ = ["amp_label", "bytes_figure", "galleries", "interval", "left_out", "ratio_text", "time_figure"]
+__all__ = ["amp_label", "galleries", "interval", "left_out", "memory_gallery", "ratio_text", "time_figure"]
 
 MARKS = {"within noise": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
 SMOOTHED = 20  # the curve of differences is a moving mean over one part in this many of its points
@@ -33,22 +33,7 @@ def galleries(comparison: Comparison) -> tuple[doc.Gallery, ...]:
         times = (time_figure(f"Time of a step over {amp}'s", caption, rows, amp, control),)
     return (
         doc.Gallery((_result_figure(comparison, keys), *times)),
-        doc.Gallery(
-            (
-                bytes_figure(
-                    "Memory between steps",
-                    "Parameters, buffers, optimizer state and fp32 masters.",
-                    rows,
-                    "state_bytes",
-                ),
-                bytes_figure(
-                    "Memory saved for backward",
-                    "What autograd keeps from forward to backward in one step; it grows with the batch.",
-                    rows,
-                    "saved_bytes",
-                ),
-            )
-        ),
+        memory_gallery(rows, rows),
         doc.Gallery(_loss_figures(comparison, keys), tuple((row.label, keys[row.label]) for row in rows)),
     )
 
@@ -132,7 +117,19 @@ def time_figure(heading: str, caption: str, rows: Sequence[Cost], baseline: str,
     return doc.Figure(heading, caption, doc.spoken(f"Time of a step over that of {baseline}", bars), chart)
 
 
-def bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) -> doc.Figure:
+def memory_gallery(state: Sequence[Cost], saved: Sequence[Cost], of_state: str = "", of_saved: str = "") -> doc.Gallery:
+    """Return the bytes between steps, and those kept for backward, of models that are named if they are not one."""
+    between = f"Parameters, buffers, optimizer states, fp32 masters and gradients that stay.{of_state}"
+    kept = f"What autograd keeps from forward to backward in one step; it grows with the batch.{of_saved}"
+    return doc.Gallery(
+        (
+            _bytes_figure("Memory between steps", between, state, "state_bytes"),
+            _bytes_figure("Memory saved for backward", kept, saved, "saved_bytes"),
+        )
+    )
+
+
+def _bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) -> doc.Figure:
     """Return the bytes in a field of each row as bars, fp32's, the first ones, as a line across them."""
     keys, counts = _keys(rows), {row.label: getattr(row, field) for row in rows}
     size, reference = Size(counts.values()), counts[FP32]
