@@ -46,6 +46,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("advise", "tasks"): "what is decided is decided for a task, and measured with its tools",
     ("advise", "report"): "a decision, a plan and findings are written as pages",
     ("advise", "testing"): "a plan for a GPU is traced on the fake GPU",
+    ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "tasks"): "the command line works on tasks",

@@ -186,7 +186,9 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
         pytest.skip(missing())
     module = sys.modules[FakeCudaError.__module__]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "SOURCE", "#error out of order\n")
+    source = tmp_path / "fake_cuda.cpp"
+    source.write_text("#error out of order\n")
+    monkeypatch.setattr(module, "SOURCE", source)
     with pytest.raises(FakeCudaError, match="g.. cannot build the fake CUDA device for torch .*out of order"):
         build()
     assert not list(tmp_path.rglob("*.so"))

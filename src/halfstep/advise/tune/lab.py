@@ -30,7 +30,7 @@ from halfstep.advise.tune.result import TuneError
 from halfstep.schema import Each, number, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
-from halfstep.tasks.loops import Fp32Loop, make_loop
+from halfstep.tasks.loops import TorchLoop, make_loop
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 from halfstep.timing import WARM_UP
@@ -80,7 +80,7 @@ class Lab:
         self.before = 0.0  # seconds that measuring took before this process
         if path is not None and path.exists():
             self._read(path)
-        self._trained: Fp32Loop | None = None
+        self._trained: TorchLoop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
     @property
@@ -211,9 +211,9 @@ class Lab:
             return math.nan
         return float(self._remember(key, measure))
 
-    def _train(self, steps: int) -> Fp32Loop:
+    def _train(self, steps: int) -> TorchLoop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-        assert isinstance(loop, Fp32Loop)
+        assert isinstance(loop, TorchLoop)
         for step in range(steps):
             loop(self.task.batch_on(self.device, self.seed, step))
         return loop
