@@ -1,20 +1,9 @@
-"""``mindspore.amp``: levels, lists, training networks; halfstep carries them out.
-
-The table of levels is MindSpore 2.10's:
-
-    level  keep_batchnorm_fp32  cast_model_type  loss_scale_manager
-    O0     False                float32          None
-    O1     False                float32          None
-    O2     True                 float16          DynamicLossScaleManager()
-    O3     False                float16          None
-    auto   False                float32          None
-"""
+"""``mindspore.amp``: levels, lists, training networks; halfstep carries them out."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +30,7 @@ from halfstep.compat.mindspore.nn.loss_scale import (
 )
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
-from halfstep.compat.mindspore.policies import LEVELS, O1_WHITE, level_policy, low_name, low_policy
+from halfstep.compat.mindspore.policies import O1_WHITE, level_policy, low_name, low_policy
 from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import did_you_mean
@@ -54,16 +43,10 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-CELLS: Mapping[type, str] = MappingProxyType(
-    {
-        layers.Conv1d: "Conv1d", layers.Conv2d: "Conv2D", layers.Conv3d: "Conv3D",
-        layers.Conv1dTranspose: "Conv1dTranspose", layers.Conv2dTranspose: "Conv2DTranspose",
-        layers.Conv3dTranspose: "Conv3DTranspose", layers.Dense: "Dense", layers.LSTMCell: "LSTMCell",
-        layers.RNNCell: "RNNCell", layers.GRUCell: "GRUCell",
-    }
+CELLS: tuple[type[layers.Layer], ...] = (
+    layers.Conv1d, layers.Conv2d, layers.Conv3d, layers.Conv1dTranspose, layers.Conv2dTranspose,
+    layers.Conv3dTranspose, layers.Dense, layers.LSTMCell, layers.RNNCell, layers.GRUCell,
 )  # fmt: skip
-"""The cells of the white list, and the row of `O1_WHITE` with their operators."""
-
 WHITE_LIST: tuple[type, ...] = (
     *CELLS, operations.Conv2D, operations.Conv3D, operations.Conv2DTranspose, operations.Conv3DTranspose,
     operations.Conv2DBackpropInput, operations.MatMul, operations.BatchMatMul, operations.PReLU, operations.ReLU,
@@ -73,20 +56,16 @@ BLACK_LIST: tuple[type, ...] = (layers.BatchNorm1d, layers.BatchNorm2d, layers.B
 
 
 class _Level(NamedTuple):
-    keep_batchnorm_fp32: bool
-    cast_model_type: torch.dtype
-    dynamic: bool
+    keep_batchnorm_fp32: bool = False
+    cast_model_type: torch.dtype = torch.float32
+    dynamic: bool = False  # whether the loss scale is a DynamicLossScaleManager()
 
 
-CONFIG: Mapping[str, _Level] = MappingProxyType(
-    {
-        "O0": _Level(False, torch.float32, False),
-        "O1": _Level(False, torch.float32, False),
-        "O2": _Level(True, torch.float16, True),
-        "O3": _Level(False, torch.float16, False),
-        "auto": _Level(False, torch.float32, False),
-    }
-)
+CONFIG = {
+    "O0": _Level(), "O1": _Level(), "O2": _Level(True, torch.float16, True), "O3": _Level(False, torch.float16),
+    "auto": _Level(),
+}  # fmt: skip
+"""MindSpore 2.10's table of levels."""
 
 
 def get_white_list() -> list[type]:
@@ -183,44 +162,41 @@ def build_train_network(
     Returns:
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
     """
-    _check_network(network, optimizer, loss_fn)
-    _check_level("build_train_network: level", level)
-    _check_boost(boost_level)
-    settings = CONFIG[level]
-    keep, cast, manager = _overrides(settings, kwargs)
+    where = "build_train_network"
+    check_module(where, network)
+    check_optimizer_class(where, optimizer)
+    own = {id(parameter) for parameter in network.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise MindSporeValueError(
+            f"{where}: {type(optimizer).__name__} holds parameters that are not the network's; build it from "
+            "network.trainable_params()"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
+    _check_level(f"{where}: level", level)
+    if boost_level != "O0":
+        why = " (MindSpore's boost is about communication and dimensions, not precision)"
+        raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
+    keep, cast, manager = _overrides(CONFIG[level], kwargs)
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
-    _convert(target, level, keep, cast)
+    if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
+        if not _converted(target, level):
+            black = _patterns(BLACK_LIST) if keep else ()
+            mark_level(target, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
+    elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
+        auto_mixed_precision(target, level)
     trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)
-    low = low_format_in(trained)
-    if low == "fp16" and manager is None:
+    if low_format_in(trained) == "fp16" and manager is None:
         warnings.warn(
             f"build_train_network(level={level!r}): fp16 is trained without a loss scale, so small gradients are 0; "
             "pass loss_scale_manager=DynamicLossScaleManager()",
             stacklevel=2,
         )
-    cell: TrainOneStepCell | TrainOneStepWithLossScaleCell
     if update is None:
-        cell = TrainOneStepCell(trained, optimizer, scale)
-    else:
-        cell = TrainOneStepWithLossScaleCell(trained, optimizer, update)
-    cell.set_train()
-    return cell
-
-
-# -------------------------------------------------------------------------------------------------------------- details
-
-
-def _convert(network: nn.Module, level: str, keep_batchnorm_fp32: bool, cast: torch.dtype) -> None:
-    """Convert `network` to the level, or to `cast` where that is given."""
-    if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
-        if _converted(network, level):
-            return
-        black = _patterns(BLACK_LIST) if keep_batchnorm_fp32 else ()
-        mark_level(network, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
-    elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
-        auto_mixed_precision(network, level)
+        return TrainOneStepCell(trained, optimizer, scale).set_train()
+    return TrainOneStepWithLossScaleCell(trained, optimizer, update).set_train()
 
 
 def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dtype, LossScaleManager | None]:
@@ -249,50 +225,25 @@ def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dt
     return keep, cast, manager
 
 
-def _check_network(network: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: object) -> None:
-    check_module("build_train_network", network)
-    check_optimizer_class("build_train_network", optimizer)
-    own = {id(parameter) for parameter in network.parameters()}
-    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise MindSporeValueError(
-            f"build_train_network: {type(optimizer).__name__} holds parameters that are not the network's; build it "
-            "from network.trainable_params()"
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise MindSporeTypeError(f"build_train_network: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
-
-
 def _check_level(where: str, level: object) -> None:
     if not isinstance(level, str):
-        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(LEVELS)}")
-    if level not in LEVELS:
+        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(CONFIG)}")
+    if level not in CONFIG:
         raise MindSporeValueError(
-            f"{where}={level!r}; expected one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}"
+            f"{where}={level!r}; expected one of {', '.join(CONFIG)}{did_you_mean(level, CONFIG)}"
         )
-
-
-def _check_boost(level: object) -> None:
-    if level == "O0":
-        return
-    if level in ("O1", "O2"):
-        raise MindSporeValueError(
-            f"build_train_network: boost_level={level!r}: MindSpore's boost (less communication, dimension "
-            "reduction) is not about precision and does not exist here; use 'O0'"
-        )
-    raise MindSporeValueError(f"build_train_network: boost_level={level!r}; expected 'O0'")
 
 
 def _converted(network: nn.Module, level: str) -> bool:
     """Return whether `network` has been converted before, and warn if so."""
-    mark = mark_of(network)
-    if mark is None or not mark.level:
-        return False
-    warnings.warn(
-        f"{type(network).__name__} was converted with level {mark.level!r} before and stays as it is; {level!r} is not "
-        "applied. network.add_flags_recursive(fp16=False) takes a level away",
-        stacklevel=3,
-    )
-    return True
+    before = mark_of(network).level
+    if before:
+        warnings.warn(
+            f"{type(network).__name__} was converted with level {before!r} before and stays as it is; {level!r} is not "
+            "applied. network.add_flags_recursive(fp16=False) takes a level away",
+            stacklevel=3,
+        )
+    return bool(before)
 
 
 def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
@@ -310,9 +261,7 @@ def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
 
 def _torch_class(kind: type) -> type:
     """Return torch's class behind one of MindSpore's layers, so that a torch network's layers count too."""
-    if kind.__module__.startswith(f"{layers.__name__}."):
-        return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
-    return kind
+    return kind.kind if kind.__module__ == layers.__name__ and issubclass(kind, layers.Layer) else kind
 
 
 def _patterns(kinds: Iterable[type]) -> tuple[str, ...]:
@@ -325,10 +274,8 @@ def _meaning(white_list: list[type]) -> tuple[tuple[str, ...], tuple[type, ...]]
     operators: list[str] = []
     cells: list[type] = []
     for kind in white_list:
-        row = next((row for cell, row in CELLS.items() if kind is cell or kind is _torch_class(cell)), "")
-        if not row and kind.__name__ in O1_WHITE:
-            row = kind.__name__
-        if row:
+        row = next((cell.__name__ for cell in CELLS if kind in (cell, cell.kind)), kind.__name__).lower()
+        if row in O1_WHITE:
             operators += O1_WHITE[row]
         elif issubclass(kind, operations.Primitive):
             operators += kind.operators

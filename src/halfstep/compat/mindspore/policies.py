@@ -6,8 +6,8 @@ A primitive here stands for every way torch spells it: function, method, operato
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -15,118 +15,75 @@ import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.shared import LOW_NAMES
 
-__all__ = [
-    "AUTO_BLACK", "AUTO_PROMOTE", "AUTO_WHITE", "LEVELS", "O1_WHITE", "PREFIX", "as_built_policy", "fp32_policy",
-    "is_low_everywhere", "level_policy", "low_name", "low_policy",
-]  # fmt: skip
+__all__ = ["ALL_LOW", "O1_WHITE", "PREFIX", "fp32_policy", "level_policy", "low_name", "low_policy", "new_policy"]
 
 PREFIX = "mindspore-"
 """How the names of these policies begin; a policy without it was bound by the user."""
 
-LEVELS = ("O0", "O1", "O2", "O3", "auto")
+O1_WHITE: Mapping[str, tuple[str, ...]] = {
+    "conv1d": ("conv1d",), "conv2d": ("conv2d",), "conv3d": ("conv3d",), "conv1dtranspose": ("conv_transpose1d",),
+    "conv2dtranspose": ("conv_transpose2d",), "conv3dtranspose": ("conv_transpose3d",),
+    "dense": ("linear", "bilinear"), "lstmcell": ("lstm_cell", "lstm"),
+    "rnncell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "grucell": ("gru_cell", "gru"),
+    "matmul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
+    "batchmatmul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "prelu": ("prelu",),
+    "relu": ("relu",), "ger": ("outer",),
+}  # fmt: skip
+"""O1's white list: primitive or cell, in small letters -> torch's operators."""
 
-O1_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Conv1d": ("conv1d",), "Conv2D": ("conv2d",), "Conv3D": ("conv3d",), "Conv1dTranspose": ("conv_transpose1d",),
-        "Conv2DTranspose": ("conv_transpose2d",), "Conv3DTranspose": ("conv_transpose3d",),
-        "Dense": ("linear", "bilinear"), "LSTMCell": ("lstm_cell", "lstm"),
-        "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "GRUCell": ("gru_cell", "gru"),
-        "MatMul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "PReLU": ("prelu",),
-        "ReLU": ("relu",), "Ger": ("outer",),
-    }
-)  # fmt: skip
-"""O1's white list: primitive or cell -> torch's operators."""
-
-AUTO_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Conv2D": ("conv1d", "conv2d"), "Conv3D": ("conv3d",),
-        "Conv2DTranspose": ("conv_transpose1d", "conv_transpose2d"), "Conv3DTranspose": ("conv_transpose3d",),
-        "MatMul": ("matmul", "mm", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "scaled_dot_product_attention"), "PReLU": ("prelu",), "Einsum": ("einsum",),
-        "Dense": ("linear", "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell"),
-        "LSTM": ("lstm", "rnn_tanh", "rnn_relu", "gru"), "Addmm": ("addmm",), "Addbmm": ("addbmm",),
-        "Addmv": ("addmv",), "Baddbmm": ("baddbmm",), "Mv": ("mv",),
-    }
+AUTO_WHITE = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "matmul", "mm",
+    "tensordot", "inner", "linalg.multi_dot", "bmm", "scaled_dot_product_attention", "prelu", "einsum", "linear",
+    "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm", "rnn_tanh", "rnn_relu", "gru",
+    "addmm", "addbmm", "addmv", "baddbmm", "mv",
 )  # fmt: skip
 """The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
 
-AUTO_BLACK: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Pow": ("pow",), "ACos": ("acos",), "Asin": ("asin",), "Cosh": ("cosh",), "Erfinv": ("erfinv",),
-        "Exp": ("exp",), "Expm1": ("expm1",), "Log": ("log",), "Log10": ("log10",), "Log1p": ("log1p",),
-        "Log2": ("log2",), "Reciprocal": ("reciprocal",), "Rsqrt": ("rsqrt",), "Sinh": ("sinh",), "Tan": ("tan",),
-        "Softplus": ("softplus",), "LayerNorm": ("layer_norm",), "BatchNorm": ("batch_norm",),
-        "GroupNorm": ("group_norm",), "Norm": ("norm", "linalg.norm", "linalg.vector_norm", "linalg.matrix_norm"),
-        "KLDivLoss": ("kl_div",), "SmoothL1Loss": ("smooth_l1_loss",),
-        "MultilabelMarginLoss": ("multilabel_margin_loss",), "SoftMarginLoss": ("soft_margin_loss",),
-        "TripletMarginLoss": ("triplet_margin_loss",), "MultiMarginLoss": ("multi_margin_loss",),
-        "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits",), "Pdist": ("pdist",), "Cdist": ("cdist",),
-        "Renorm": ("renorm",), "ReduceProd": ("prod",), "Softmax": ("softmax",), "LogSoftmax": ("log_softmax",),
-        "CumProd": ("cumprod",), "CumSum": ("cumsum",), "SumExt": ("sum",), "L1LossExt": ("l1_loss",),
-        "MSELossExt": ("mse_loss",), "NLLLoss": ("nll_loss", "cross_entropy"),
-    }
+AUTO_BLACK = (
+    "pow", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt",
+    "sinh", "tan", "softplus", "layer_norm", "batch_norm", "group_norm", "norm", "linalg.norm", "linalg.vector_norm",
+    "linalg.matrix_norm", "kl_div", "smooth_l1_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "pdist", "cdist", "renorm", "prod",
+    "softmax", "log_softmax", "cumprod", "cumsum", "sum", "l1_loss", "mse_loss", "nll_loss", "cross_entropy",
 )  # fmt: skip
-
-AUTO_PROMOTE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Addcdiv": ("addcdiv",), "Addcmul": ("addcmul",), "Cross": ("cross", "linalg.cross"),
-        "GridSampler2D": ("grid_sample",), "BiasAdd": ("add",), "Dot": ("dot",), "Concat": ("cat",),
-    }
-)  # fmt: skip
+AUTO_PROMOTE = ("addcdiv", "addcmul", "cross", "linalg.cross", "grid_sample", "add", "dot", "cat")
 
 
-def _rules(table: Mapping[str, tuple[str, ...]], rule: str) -> tuple[tuple[str, str], ...]:
-    return tuple((operator, rule) for operators in table.values() for operator in operators)
+def _rules(operators: Iterable[str], rule: str) -> tuple[tuple[str, str], ...]:
+    return tuple((operator, rule) for operator in operators)
 
 
 FP32_RULES = (("*", "fp32"),)
-O1_RULES = (*FP32_RULES, *_rules(O1_WHITE, "low"))
 AUTO_RULES = (*_rules(AUTO_WHITE, "low"), *_rules(AUTO_BLACK, "fp32"), *_rules(AUTO_PROMOTE, "widest"))
 ALL_LOW = (("", "low"),)
+"""How the modules of a policy begin that runs everything low but modules it names: O2, O3, the flags fp16 and bf16."""
+
+
+def new_policy(name: str, dtype: str, **fields: Any) -> hs.Policy:
+    """Return a policy of this front-end; MindSpore's loss scales are not policies."""
+    return hs.Policy(name=PREFIX + name, dtype=dtype, table="none", scale="none", **fields)
 
 
 def fp32_policy(dtype: str) -> hs.Policy:
     """Return the policy of the flag fp32: operators take fp32; `dtype`, the low format around, keeps the region on."""
-    return hs.Policy(name=PREFIX + "fp32", dtype=dtype, table="none", ops=FP32_RULES, scale="none")
+    return new_policy("fp32", dtype, ops=FP32_RULES)
 
 
 def low_policy(dtype: str) -> hs.Policy:
     """Return the policy of the flags fp16 and bf16: every operator low, parameters fp32, loss functions fp32."""
-    return hs.Policy(name=PREFIX + dtype, dtype=dtype, table="none", modules=ALL_LOW, outputs="fp32", scale="none")
+    return new_policy(dtype, dtype, modules=ALL_LOW, outputs="fp32")
 
 
-def level_policy(
-    level: str, dtype: str, black: tuple[str, ...] = (), white: tuple[str, ...] | None = None
-) -> hs.Policy:
+def level_policy(level: str, dtype: str, black: Iterable[str] = (), white: Iterable[str] | None = None) -> hs.Policy:
     """Return the policy of an amp level."""
-    base = hs.Policy(name=PREFIX + level, dtype=dtype, table="none", outputs="fp32", scale="none")
     if level == "O0":
-        return base.replace(dtype="fp32", loss="keep", outputs="keep")
+        return new_policy(level, "fp32", loss="keep")
     if level == "O1":
-        rules = O1_RULES if white is None else (*FP32_RULES, *((operator, "low") for operator in white))
-        return base.replace(ops=rules)
+        operators = (operator for row in O1_WHITE.values() for operator in row) if white is None else white
+        return new_policy(level, dtype, outputs="fp32", ops=(*FP32_RULES, *_rules(operators, "low")))
     if level == "auto":
-        return base.replace(ops=AUTO_RULES)
-    return base.replace(modules=(*ALL_LOW, *((pattern, "fp32") for pattern in black)))
-
-
-def as_built_policy(dtype: str, modules: tuple[tuple[str, str], ...]) -> hs.Policy:
-    """Return O0's policy of a network built with low parameters: they stay low, and optimizers step them as they are.
-
-    Args:
-        dtype: the low format.
-        modules: (path, "low" or "fp32") of every module with parameters of its own, outer ones first.
-    """
-    return hs.Policy(
-        name=PREFIX + "O0", dtype=dtype, params="low", norms="low", master="none", table="none", scale="none",
-        modules=modules,
-    )  # fmt: skip
-
-
-def is_low_everywhere(policy: hs.Policy) -> bool:
-    """Return whether `policy` runs everything low but modules it names: O2, O3 and the flags fp16 and bf16."""
-    return policy.modules[:1] == ALL_LOW
+        return new_policy(level, dtype, outputs="fp32", ops=AUTO_RULES)
+    return new_policy(level, dtype, outputs="fp32", modules=(*ALL_LOW, *_rules(black, "fp32")))
 
 
 def low_name(dtype: object, where: str) -> str:

@@ -20,14 +20,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.policies import (
-    PREFIX,
-    as_built_policy,
-    fp32_policy,
-    is_low_everywhere,
-    level_policy,
-    low_policy,
-)
+from halfstep.compat.mindspore.policies import ALL_LOW, PREFIX, fp32_policy, level_policy, low_policy, new_policy
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.torch_private.modules import TorchLoss, forward_hooks
 
@@ -53,23 +46,23 @@ class Mark:
     casts: bool = False  # whether it was bound to a low policy: fp64 inputs, which regions leave alone, become fp32
 
 
-def mark_of(module: nn.Module) -> Mark | None:
-    """Return the mark of `module` itself."""
-    mark = module.__dict__.get(KEY)
-    return mark if isinstance(mark, Mark) else None
+UNMARKED = Mark()
+
+
+def mark_of(module: nn.Module) -> Mark:
+    """Return the mark of `module` itself; `_marked` makes one that can be changed."""
+    mark: Mark = module.__dict__.get(KEY, UNMARKED)
+    return mark
+
+
+def _marked(module: nn.Module) -> Mark:
+    mark: Mark = module.__dict__.setdefault(KEY, Mark())
+    return mark
 
 
 def flags_of(module: nn.Module) -> dict[str, bool]:
     """Return a copy of the precision flags of `module` itself."""
-    mark = mark_of(module)
-    return {} if mark is None else dict(mark.flags)
-
-
-def _marked(module: nn.Module) -> Mark:
-    mark = mark_of(module)
-    if mark is None:
-        mark = module.__dict__[KEY] = Mark()
-    return mark
+    return dict(mark_of(module).flags)
 
 
 def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
@@ -99,15 +92,15 @@ def add_flags(module: ModuleT, **flags: bool) -> ModuleT:
         module: any torch module.
         **flags: fp16, bf16 or fp32, each True or False. fp32 wins over the others, whatever the order of the calls.
     """
-    return _flag(module, [module] if isinstance(module, nn.Module) else [], flags)
+    return _flag(module, flags, recursive=False)
 
 
 def add_flags_recursive(module: ModuleT, **flags: bool) -> ModuleT:
     """Set precision flags of `module` and of every module in it, in place; see `add_flags`."""
-    return _flag(module, list(module.modules()) if isinstance(module, nn.Module) else [], flags)
+    return _flag(module, flags, recursive=True)
 
 
-def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> ModuleT:
+def _flag(module: ModuleT, flags: dict[str, bool], *, recursive: bool) -> ModuleT:
     if not isinstance(module, nn.Module):
         raise MindSporeTypeError(f"add_flags: expected a Cell or a torch module, not {type(module).__name__}")
     for name, value in flags.items():
@@ -120,7 +113,7 @@ def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> 
     if flags.get("fp16") and flags.get("bf16"):
         raise MindSporeValueError("add_flags(fp16=True, bf16=True): a cell has one low format; give one of the two")
     _refuse_foreign(module)
-    for member in members:
+    for member in module.modules() if recursive else (module,):
         mark = _marked(member)
         mark.level, mark.policy = "", None
         if flags.get("fp16") or flags.get("bf16"):  # the other low format gives way; fp32 never does
@@ -138,28 +131,23 @@ def mark_level(module: nn.Module, level: str, policy: hs.Policy | None) -> None:
     bind(module)
 
 
-def low_format_in(module: nn.Module) -> str:
+def low_format_in(module: nn.Module, around: hs.Policy | None = None) -> str:
     """Return the low format in which something in `module` runs, "" if all of it is fp32."""
-    return _low_format_in(module, None)
-
-
-def _low_format_in(module: nn.Module, around: hs.Policy | None) -> str:
     wanted = _wanted(module, around)
     if wanted is not None and wanted.name != PREFIX + "fp32":
         return wanted.dtype
-    return next((found for child in module.children() if (found := _low_format_in(child, wanted))), "")
+    return next((found for child in module.children() if (found := low_format_in(child, wanted))), "")
 
 
 def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
     """Return the policy `module` runs under, given that of the module around it."""
     mark = mark_of(module)
-    flags = {} if mark is None else mark.flags
-    level = around if mark is None or mark.policy is None else mark.policy
-    low = next((name for name in LOW_NAMES.values() if flags.get(name)), "")
-    if flags.get("fp32"):
+    level = around if mark.policy is None else mark.policy
+    low = next((name for name in LOW_NAMES.values() if mark.flags.get(name)), "")
+    if mark.flags.get("fp32"):
         return fp32_policy(low or (level.dtype if level is not None else "fp16"))
     if low:
-        same = level is not None and is_low_everywhere(level) and level.dtype == low
+        same = level is not None and level.modules[:1] == ALL_LOW and level.dtype == low
         return level if same else low_policy(low)
     if isinstance(module, TorchLoss) and level is not None and level.dtype in LOW_NAMES.values():
         return fp32_policy(level.dtype)
@@ -169,11 +157,7 @@ def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
 def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | None, *, listed: bool = False) -> None:
     """Bind `module` and the modules in it, outer ones first, wherever the policy differs from that bound around it.
 
-    Args:
-        module: a network or a part of it.
-        around: the policy of the module around it.
-        bound: the policy that was bound around it.
-        listed: whether it is inside a cell of the black list of `around`.
+    `listed`: it is inside a cell of the black list of `around`, the policy of the module around it.
     """
     mark, wanted = _marked(module), _wanted(module, around)
     mark.around, mark.casts = around, wanted is not None and wanted.dtype in LOW_NAMES.values()
@@ -181,19 +165,17 @@ def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | N
     if wanted is not None and wanted != bound and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         if hs.prepared_policy(module) is not None:
             hs.unprepare(module)
-        hs.prepare(module, policy=_without_absent(wanted, module))
+        # a pattern must match something
+        classes = {f"class:{kind.__name__}" for part in module.modules() for kind in type(part).__mro__}
+        modules = tuple(rule for rule in wanted.modules if not rule[0] or rule[0] in classes)
+        hs.prepare(module, policy=wanted.replace(modules=modules))
         bound = wanted
-    black = wanted is not None and wanted == around and _is_black(wanted, module)
+    own = {f"class:{kind.__name__}" for kind in type(module).__mro__}
+    black = wanted is not None and wanted == around and any(r == "fp32" and p in own for p, r in wanted.modules)
     if black and not listed:
         module.register_forward_hook(_lowered)
     for child in module.children():
         _carry_out(child, wanted, bound, listed=wanted == around and (listed or black))
-
-
-def _is_black(policy: hs.Policy, module: nn.Module) -> bool:
-    """Return whether `module` is a cell of the black list of `policy`."""
-    classes = {f"class:{kind.__name__}" for kind in type(module).__mro__}
-    return any(rule == "fp32" and pattern in classes for pattern, rule in policy.modules)
 
 
 def _lowered(module: nn.Module, args: object, output: Any) -> Any:
@@ -202,18 +184,8 @@ def _lowered(module: nn.Module, args: object, output: Any) -> Any:
     return hs.trees.map_tensors(output, lambda tensor: tensor.to(taken) if tensor.dtype is torch.float32 else tensor)
 
 
-def _without_absent(policy: hs.Policy, module: nn.Module) -> hs.Policy:
-    """Return `policy` without patterns for classes that do not occur in `module`: a pattern must match something."""
-    classes = {f"class:{kind.__name__}" for part in module.modules() for kind in type(part).__mro__}
-    return policy.replace(modules=tuple(rule for rule in policy.modules if not rule[0] or rule[0] in classes))
-
-
 def _refuse_foreign(module: nn.Module) -> None:
-    """Refuse to overwrite what the user has bound with hs.prepare.
-
-    Raises:
-        MindSporeRuntimeError: the user prepared a part of `module`; nothing was changed.
-    """
+    """Refuse, before anything is changed, to overwrite what the user has bound with hs.prepare."""
     for path, part in module.named_modules():
         policy = hs.prepared_policy(part)
         if policy is not None and not policy.name.startswith(PREFIX):
@@ -225,18 +197,14 @@ def _refuse_foreign(module: nn.Module) -> None:
 
 def bind(module: nn.Module) -> None:
     """Carry out the marks of `module` and of all in it; what surrounds it stays as it is."""
-    mark = mark_of(module)
     _release(module)
-    _carry_out(module, None if mark is None else mark.around, None)
+    _carry_out(module, mark_of(module).around, None)
 
 
 def bind_for_training(network: nn.Module) -> None:
     """Bind a training network that is not bound as a whole: what is in it keeps its policy, the rest runs in fp32.
 
-    A network that the user gave to hs.prepare stays as it is.
-
-    Raises:
-        MindSporeRuntimeError: a part of it was given to hs.prepare.
+    A network that the user gave to hs.prepare stays as it is; a part of it that was given there is refused.
     """
     if hs.prepared_policy(network) is not None:
         return
@@ -252,7 +220,7 @@ def bind_for_training(network: nn.Module) -> None:
 
 
 def _as_built(network: nn.Module) -> hs.Policy | None:
-    """Return the policy under which the low parameters of `network` stay low; None if it has none."""
+    """Return O0's policy of a network built with low parameters, which stay low and are stepped so; or None."""
     low = next((LOW_NAMES[p.dtype] for p in network.parameters() if p.dtype in LOW_NAMES), "")
     rules = []
     for path, module in network.named_modules():
@@ -260,7 +228,9 @@ def _as_built(network: nn.Module) -> hs.Policy | None:
         if own:
             pattern = "".join(f"[{c}]" if c in "*?[" else c for c in path)  # matches `path` alone
             rules.append((pattern, "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
-    return as_built_policy(low, tuple(rules)) if low else None
+    if not low:
+        return None
+    return new_policy("O0", low, params="low", norms="low", master="none", modules=tuple(rules))
 
 
 def _release(module: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -60,14 +59,15 @@ class Cell(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""
-        mark = precision.mark_of(self)
-        if mark is not None and mark.casts:
+        if precision.mark_of(self).casts:
             inputs, named = hs.trees.map_tensors(
                 (inputs, named), lambda x: x.float() if x.dtype is torch.float64 else x
             )
         if self._recomputed and torch.is_grad_enabled():
-            contexts = partial(_recomputing, self)
-            return checkpoint(self.construct, *inputs, use_reentrant=False, context_fn=contexts, **named)
+            return checkpoint(
+                self.construct, *inputs, use_reentrant=False,
+                context_fn=lambda: (nullcontext(), _keep_statistics(self)), **named,
+            )  # fmt: skip
         return self.construct(*inputs, **named)
 
     def recompute(self, **kwargs: bool) -> None:
@@ -86,21 +86,8 @@ class Cell(nn.Module):
             check_bool(f"recompute: {name}", value)
         self._recomputed = True
 
-    def to_float(self: Self, dst_type: torch.dtype) -> Self:
-        """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
-        return precision.to_float(self, dst_type)
-
-    def add_flags(self: Self, **flags: bool) -> Self:
-        """Set the precision flags of this cell; see `halfstep.compat.mindspore.add_flags`."""
-        return precision.add_flags(self, **flags)
-
-    def add_flags_recursive(self: Self, **flags: bool) -> Self:
-        """Set the precision flags of this cell and all in it; see `halfstep.compat.mindspore.add_flags_recursive`."""
-        return precision.add_flags_recursive(self, **flags)
-
-    def get_flags(self) -> dict[str, bool]:
-        """Return the precision flags of this cell."""
-        return precision.flags_of(self)
+    to_float, get_flags = precision.to_float, precision.flags_of
+    add_flags, add_flags_recursive = precision.add_flags, precision.add_flags_recursive
 
     def set_train(self: Self, mode: bool = True) -> Self:
         """Set training mode, here and below."""
@@ -149,13 +136,9 @@ class Cell(nn.Module):
         self.add_module(child_name, child)
 
 
-def _recomputing(cell: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a recomputed cell's two forward passes; the second leaves norms' statistics alone."""
-    return nullcontext(), _keep_statistics(cell)
-
-
 @contextmanager
 def _keep_statistics(cell: nn.Module) -> Iterator[None]:
+    """Leave the statistics of norms alone in the second of a recomputed cell's forward passes."""
     norms = [module for module in cell.modules() if isinstance(module, NormBase)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
@@ -196,10 +179,4 @@ class CellList(nn.ModuleList):
         nn.ModuleList.__init__(self, _given("CellList", cells))
         self.training = False
 
-    def to_float(self, dst_type: torch.dtype) -> CellList:
-        """Run every cell in a format, in place."""
-        return precision.to_float(self, dst_type)
-
-    def add_flags_recursive(self, **flags: bool) -> CellList:
-        """Set the precision flags of every cell."""
-        return precision.add_flags_recursive(self, **flags)
+    to_float, add_flags_recursive = precision.to_float, precision.add_flags_recursive

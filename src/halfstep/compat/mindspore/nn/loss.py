@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.formats import LOW_DTYPES
@@ -135,14 +136,8 @@ class BCEWithLogitsLoss(LossBase):
 
 
 def as_fp32(value: Any) -> Any:
-    """Return `value` with its low tensors in fp32; nested lists, tuples and dicts keep their types."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW_DTYPES else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(as_fp32, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(as_fp32, value))
-    return {key: as_fp32(item) for key, item in value.items()} if isinstance(value, dict) else value
+    """Return `value` with its low tensors in fp32; containers keep their types."""
+    return hs.trees.map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor)
 
 
 class WithLossCell(Cell):
