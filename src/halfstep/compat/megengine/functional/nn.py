@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional import conv, loss
-from halfstep.compat.megengine.functional.conv import *  # noqa: F403  # each file lists its functions
+from halfstep.compat.megengine.functional import loss
 from halfstep.compat.megengine.functional.elemwise import (
     gelu,
     hsigmoid,
@@ -21,43 +20,139 @@ from halfstep.compat.megengine.functional.elemwise import (
     silu,
     softplus,
 )  # fmt: skip
-from halfstep.compat.megengine.functional.loss import *  # noqa: F403
+from halfstep.compat.megengine.functional.loss import *  # noqa: F403  # the file lists its functions
 from halfstep.compat.megengine.functional.vision import interpolate
+from halfstep.compat.shared import public
 from halfstep.errors import StepError
 
 __all__ = [
-    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "dropout", "embedding", "gelu",
-    "group_norm", "hsigmoid", "hswish", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
-    "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu",
-    "relu6", "sigmoid", "silu", "softmax", "softplus",
+    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv2d", "conv3d",
+    "conv_transpose2d", "conv_transpose3d", "dropout", "embedding", "gelu", "group_norm", "hsigmoid", "hswish",
+    "instance_norm", "interpolate", "layer_norm", "leaky_relu", "linear", "local_response_norm", "logsigmoid",
+    "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax",
+    "softplus",
 ]  # fmt: skip
-__all__ += conv.__all__
 __all__ += loss.__all__
 
 
-def prelu(x: Tensor, y: Tensor) -> Tensor:
-    """Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1)."""
-    return torch.where(x > 0, x, x * y)
+def check_modes(where: str, compute_mode: object, conv_mode: object = "cross_correlation") -> None:
+    """Refuse other modes than MegEngine has; products of low formats are summed in fp32 in either compute mode."""
+    if str(conv_mode).lower() != "cross_correlation":
+        raise StepError(f"{where}(conv_mode={conv_mode!r}): expected 'cross_correlation'; flip the kernel for others")
+    if str(compute_mode).lower() not in ("default", "float32"):
+        raise StepError(f"{where}(compute_mode={compute_mode!r}): expected 'default' or 'float32'")
 
 
-def adaptive_avg_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return means of `oshp` windows: a number or (height, width)."""
-    return F.adaptive_avg_pool2d(inp, _output_size(oshp))
+def linear(inp: Tensor, weight: Tensor, bias: Tensor | None = None, compute_mode: str = "default") -> Tensor:
+    """Return ``inp @ weight.T + bias``."""
+    check_modes("linear", compute_mode)
+    return F.linear(inp, weight, bias)
 
 
-def adaptive_max_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return the largest elements of `oshp` windows: a number or (height, width)."""
-    largest: Tensor = F.adaptive_max_pool2d(inp, _output_size(oshp))
-    return largest
+def _convolve(
+    name: str, inp: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any,
+    conv_mode: object = "cross_correlation", compute_mode: object = "default",
+) -> Any:  # fmt: skip
+    """Call torch's function `name`, with MegEngine's shapes of the bias and of a weight in groups."""
+    check_modes(name, compute_mode, conv_mode)
+    dims = int(name[-2])
+    weight = weight.flatten(0, 1) if weight.dim() == dims + 3 else weight
+    bias = bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
+    return getattr(F, name)(inp, weight, bias, *settings)
 
 
-def _output_size(oshp: Any) -> Any:
-    return oshp.tolist() if isinstance(oshp, Tensor) else oshp
+def conv1d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
+) -> Any:  # fmt: skip
+    """Return the convolution of sequences (batch, channels, length).
+
+    Args:
+        inp: the input.
+        weight: (out, in, kernel), or (groups, out / groups, in / groups, kernel) in either spelling of groups.
+        bias: one number for each output channel, of shape (1, out, 1) or (out,).
+        stride: number of elements between two windows.
+        padding: zeros before and after.
+        dilation: distance of the window's elements.
+        groups: groups of channels that do not see each other.
+        conv_mode: "cross_correlation".
+        compute_mode: "default" or "float32".
+    """
+    settings, modes = (stride, padding, dilation, groups), {"conv_mode": conv_mode, "compute_mode": compute_mode}
+    return _convolve("conv1d", inp, weight, bias, *settings, **modes)
 
 
-def max_pool2d(inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
-    """Return the largest element of each window."""
-    return F.max_pool2d(inp, kernel_size, stride, padding)
+def conv2d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
+) -> Any:  # fmt: skip
+    """Return the convolution of images; as `conv1d`, the bias of shape (1, out, 1, 1) or (out,)."""
+    settings, modes = (stride, padding, dilation, groups), {"conv_mode": conv_mode, "compute_mode": compute_mode}
+    return _convolve("conv2d", inp, weight, bias, *settings, **modes)
+
+
+def conv3d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1, conv_mode: str = "cross_correlation",
+) -> Any:  # fmt: skip
+    """Return the convolution of volumes; as `conv1d`, the bias of shape (1, out, 1, 1, 1) or (out,)."""
+    return _convolve("conv3d", inp, weight, bias, stride, padding, dilation, groups, conv_mode=conv_mode)
+
+
+def conv_transpose2d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, dilation: Any = 1, groups: int = 1, conv_mode: str = "cross_correlation",
+    compute_mode: str = "default",
+) -> Any:  # fmt: skip
+    """Return the transposed convolution of images; MegEngine puts `dilation` before `groups`.
+
+    The weight is (in, out, height, width), or (groups, in / groups, out / groups, height, width).
+    """
+    settings = (stride, padding, output_padding, groups, dilation)
+    modes = {"conv_mode": conv_mode, "compute_mode": compute_mode}
+    return _convolve("conv_transpose2d", inp, weight, bias, *settings, **modes)
+
+
+def conv_transpose3d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Any:  # fmt: skip
+    """Return the transposed convolution of volumes; as `conv_transpose2d`."""
+    return _convolve("conv_transpose3d", inp, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+prelu = public(
+    "prelu", lambda x, y: torch.where(x > 0, x, x * y),
+    "Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1).",
+)  # fmt: skip
+leaky_relu = public(
+    "leaky_relu", lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope),
+    "Return `inp`, and `negative_slope` times it where it is negative.",
+)  # fmt: skip
+logsumexp = public(
+    "logsumexp", lambda inp, axis, keepdims=False: torch.logsumexp(inp, axis, keepdim=keepdims),
+    "Return the logarithm of the sum of exponentials.",
+)  # fmt: skip
+one_hot = public(
+    "one_hot", lambda inp, num_classes: F.one_hot(inp.long(), num_classes).to(inp.dtype),
+    "Return one row for each label, with a one at its place, in the labels' dtype.",
+)  # fmt: skip
+max_pool2d = public(
+    "max_pool2d", lambda inp, kernel_size, stride=None, padding=0: F.max_pool2d(inp, kernel_size, stride, padding),
+    "Return the largest element of each window.",
+)  # fmt: skip
+
+
+def _pooled(name: str, meaning: str) -> Any:
+    """Return torch's function `name`; the output size may be a tensor."""
+    function = getattr(F, name)
+    return public(name, lambda inp, oshp: function(inp, oshp.tolist() if isinstance(oshp, Tensor) else oshp), meaning)
+
+
+adaptive_avg_pool2d = _pooled("adaptive_avg_pool2d", "Return means of `oshp` windows: a number or (height, width).")
+adaptive_max_pool2d = _pooled(
+    "adaptive_max_pool2d", "Return the largest elements of `oshp` windows: a number or (height, width)."
+)
 
 
 def avg_pool2d(
@@ -83,16 +178,6 @@ def logsoftmax(inp: Tensor, axis: Any) -> Tensor:
     return inp - torch.logsumexp(inp, tuple(axis), keepdim=True)
 
 
-def logsumexp(inp: Tensor, axis: Any, keepdims: bool = False) -> Tensor:
-    """Return the logarithm of the sum of exponentials."""
-    return torch.logsumexp(inp, axis, keepdim=keepdims)
-
-
-def leaky_relu(inp: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """Return `inp`, and `negative_slope` times it where it is negative."""
-    return F.leaky_relu(inp, negative_slope)
-
-
 def dropout(inp: Tensor, drop_prob: float, training: bool = True) -> Tensor:
     """Set elements to zero with probability `drop_prob` and enlarge the others."""
     if not 0 <= drop_prob < 1:
@@ -116,11 +201,6 @@ def embedding(
     if max_norm is not None or norm_type is not None:
         raise StepError("embedding: rows are not scaled to a norm (MegEngine refuses it too); leave out max_norm")
     return F.embedding(inp, weight, padding_idx)
-
-
-def one_hot(inp: Tensor, num_classes: int) -> Tensor:
-    """Return one row for each label, with a one at its place, in the labels' dtype."""
-    return F.one_hot(inp.long(), num_classes).to(inp.dtype)
 
 
 def pad(src: Tensor, pad_width: Any, mode: str = "constant", constant_value: float = 0.0) -> Tensor:
@@ -190,9 +270,8 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalise over the last axes; with `affine` by `weight` and `bias` too."""
-    _check_affine("layer_norm", affine, weight, bias)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    return F.layer_norm(inp, shape, weight if affine else None, bias if affine else None, eps)
+    return F.layer_norm(inp, shape, *_affine("layer_norm", affine, weight, bias), eps)
 
 
 def group_norm(
@@ -200,16 +279,14 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalise over groups of channels; with `affine` by `weight` and `bias` too."""
-    _check_affine("group_norm", affine, weight, bias)
-    return F.group_norm(inp, num_groups, weight if affine else None, bias if affine else None, eps)
+    return F.group_norm(inp, num_groups, *_affine("group_norm", affine, weight, bias), eps)
 
 
 def instance_norm(
     inp: Tensor, affine: bool, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Normalise each channel of each sample; with `affine` by `weight` and `bias` too."""
-    _check_affine("instance_norm", affine, weight, bias)
-    return F.instance_norm(inp, weight=weight if affine else None, bias=bias if affine else None, eps=eps)
+    return F.instance_norm(inp, None, None, *_affine("instance_norm", affine, weight, bias), eps=eps)
 
 
 def local_response_norm(
@@ -219,6 +296,9 @@ def local_response_norm(
     return F.local_response_norm(inp.float(), kernel_size, alpha * kernel_size, beta, k).to(inp.dtype)
 
 
-def _check_affine(where: str, affine: bool, weight: Tensor | None, bias: Tensor | None) -> None:
+def _affine(
+    where: str, affine: bool, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     if affine and (weight is None or bias is None):
         raise StepError(f"{where}(affine=True): pass weight and bias, or affine=False")
+    return (weight, bias) if affine else (None, None)
