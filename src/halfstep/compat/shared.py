@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,10 @@ def alias(name: str, doc: str, *, of: str = "") -> Any:
     return property(lambda instance: getattr(owner(instance), name), change, doc=doc)
 
 
-def public(name: str, function: Callable[..., Any], meaning: str) -> Callable[..., Any]:
-    """Return torch's function under a peer's names: `function`, a lambda, has the peer's arguments and defaults."""
+def public(original: Any, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """Return torch's `original` under a peer's names: `function`, a lambda, has the peer's arguments and defaults."""
+    name = name or original.__name__
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = meaning
+    signature = inspect.signature(function)
+    function.__doc__ = f"``{name}{signature}``: torch's `{original.__name__}`.\n\n{original.__doc__}"
     return function

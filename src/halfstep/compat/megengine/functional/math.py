@@ -28,30 +28,42 @@ def _high(inp: Tensor) -> Tensor:
 
 
 def _product(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Return the product."""
     for one in sorted({one % inp.dim() for one in axes}, reverse=True):  # torch takes one axis at a time
         inp = torch.prod(inp, one, keepdim=keepdim)
     return inp
 
 
-def _reduction(name: str, function: Callable[..., Tensor], meaning: str) -> Callable[..., Any]:
+def _reduction(function: Callable[..., Tensor], name: str = "") -> Callable[..., Any]:
     def reduce(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
         axes = tuple(range(inp.dim())) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
         return function(inp, axes, keepdim=keepdims)
 
-    return public(name, reduce, meaning)
+    return public(function, reduce, name)
 
 
-def _moment(name: str, function: Callable[..., Tensor], meaning: str, **settings: int) -> Callable[..., Any]:
-    return _reduction(name, lambda inp, axes, keepdim: function(_high(inp), axes, keepdim=keepdim, **settings), meaning)
+def _mean(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Return the mean, in fp32."""
+    return torch.mean(_high(inp), axes, keepdim=keepdim)
 
 
-mean = _moment("mean", torch.mean, "Return the mean, in fp32.")
-var = _moment("var", torch.var, "Return the variance (of the population), in fp32.", correction=0)
-std = _moment("std", torch.std, "Return the standard deviation (of the population), in fp32.", correction=0)
-sum = _reduction("sum", torch.sum, "Return the sum.")
-prod = _reduction("prod", _product, "Return the product.")
-max = _reduction("max", torch.amax, "Return the largest element.")
-min = _reduction("min", torch.amin, "Return the smallest element.")
+def _variance(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Return the variance (of the population), in fp32."""
+    return torch.var(_high(inp), axes, correction=0, keepdim=keepdim)
+
+
+def _deviation(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Return the standard deviation (of the population), in fp32."""
+    return torch.std(_high(inp), axes, correction=0, keepdim=keepdim)
+
+
+mean = _reduction(_mean, "mean")
+var = _reduction(_variance, "var")
+std = _reduction(_deviation, "std")
+sum = _reduction(torch.sum)
+prod = _reduction(_product, "prod")
+max = _reduction(torch.amax, "max")
+min = _reduction(torch.amin, "min")
 
 
 def norm(inp: Tensor, ord: float | None = None, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -67,28 +79,24 @@ def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, ep
     return F.normalize(inp, 2.0 if ord is None else ord, axis, eps)
 
 
-def _place(name: str, function: Callable[..., Tensor], meaning: str) -> Callable[..., Any]:
+def _place(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def find(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
         if axis is not None and not isinstance(axis, int):
-            raise StepError(f"{name}(axis={axis!r}): expected one axis or None, for the place in the flattened tensor")
+            raise StepError(
+                f"{function.__name__}(axis={axis!r}): expected one axis or None, for the place in the flattened tensor"
+            )
         return function(inp, axis, keepdim=keepdims)
 
-    return public(name, find, meaning)
+    return public(function, find)
 
 
-argmax = _place("argmax", torch.argmax, "Return the place of the largest element.")
-argmin = _place("argmin", torch.argmin, "Return the place of the smallest element.")
-argsort = public(
-    "argsort", lambda inp, descending=False: torch.argsort(inp, descending=descending),
-    "Return the order of the elements along the last axis.",
-)  # fmt: skip
-sort = public(
-    "sort", lambda inp, descending=False: tuple(torch.sort(inp, descending=descending)),
-    "Return the elements along the last axis in order, and their places.",
-)  # fmt: skip
-cumsum = public("cumsum", lambda inp, axis: torch.cumsum(inp, axis), "Return the running sum.")
-dot = public("dot", lambda inp1, inp2: torch.dot(inp1, inp2), "Return the inner product of two vectors.")
-matinv = public("matinv", lambda inp: torch.linalg.inv(inp), "Return the inverse.")
+argmax = _place(torch.argmax)
+argmin = _place(torch.argmin)
+argsort = public(torch.argsort, lambda inp, descending=False: torch.argsort(inp, descending=descending))
+sort = public(torch.sort, lambda inp, descending=False: tuple(torch.sort(inp, descending=descending)))
+cumsum = public(torch.cumsum, lambda inp, axis: torch.cumsum(inp, axis))
+dot = public(torch.dot, lambda inp1, inp2: torch.dot(inp1, inp2))
+matinv = public(torch.linalg.inv, lambda inp: torch.linalg.inv(inp), "matinv")
 
 
 def topk(

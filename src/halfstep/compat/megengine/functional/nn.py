@@ -121,38 +121,23 @@ def conv_transpose3d(
     return _convolve("conv_transpose3d", inp, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-prelu = public(
-    "prelu", lambda x, y: torch.where(x > 0, x, x * y),
-    "Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1).",
-)  # fmt: skip
-leaky_relu = public(
-    "leaky_relu", lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope),
-    "Return `inp`, and `negative_slope` times it where it is negative.",
-)  # fmt: skip
-logsumexp = public(
-    "logsumexp", lambda inp, axis, keepdims=False: torch.logsumexp(inp, axis, keepdim=keepdims),
-    "Return the logarithm of the sum of exponentials.",
-)  # fmt: skip
-one_hot = public(
-    "one_hot", lambda inp, num_classes: F.one_hot(inp.long(), num_classes).to(inp.dtype),
-    "Return one row for each label, with a one at its place, in the labels' dtype.",
-)  # fmt: skip
+leaky_relu = public(F.leaky_relu, lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope))
+logsumexp = public(torch.logsumexp, lambda inp, axis, keepdims=False: torch.logsumexp(inp, axis, keepdim=keepdims))
+one_hot = public(F.one_hot, lambda inp, num_classes: F.one_hot(inp.long(), num_classes).to(inp.dtype))
 max_pool2d = public(
-    "max_pool2d", lambda inp, kernel_size, stride=None, padding=0: F.max_pool2d(inp, kernel_size, stride, padding),
-    "Return the largest element of each window.",
-)  # fmt: skip
-
-
-def _pooled(name: str, meaning: str) -> Any:
-    """Return torch's function `name`; the output size may be a tensor."""
-    function = getattr(F, name)
-    return public(name, lambda inp, oshp: function(inp, oshp.tolist() if isinstance(oshp, Tensor) else oshp), meaning)
-
-
-adaptive_avg_pool2d = _pooled("adaptive_avg_pool2d", "Return means of `oshp` windows: a number or (height, width).")
-adaptive_max_pool2d = _pooled(
-    "adaptive_max_pool2d", "Return the largest elements of `oshp` windows: a number or (height, width)."
+    F.max_pool2d, lambda inp, kernel_size, stride=None, padding=0: F.max_pool2d(inp, kernel_size, stride, padding)
 )
+adaptive_avg_pool2d = public(F.adaptive_avg_pool2d, lambda inp, oshp: F.adaptive_avg_pool2d(inp, _listed(oshp)))
+adaptive_max_pool2d = public(F.adaptive_max_pool2d, lambda inp, oshp: F.adaptive_max_pool2d(inp, _listed(oshp)))
+
+
+def _listed(oshp: Any) -> Any:
+    return oshp.tolist() if isinstance(oshp, Tensor) else oshp
+
+
+def prelu(x: Tensor, y: Tensor) -> Tensor:
+    """Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1)."""
+    return torch.where(x > 0, x, x * y)
 
 
 def avg_pool2d(

@@ -38,23 +38,18 @@ def full(shape: Shape, value: Any, dtype: Any = None, device: str | None = None)
 
 
 zeros = public(
-    "zeros", lambda shape, dtype="float32", device=None: torch.zeros(_several(shape), **_made(dtype, device)),
-    "Return zeros.",
-)  # fmt: skip
+    torch.zeros, lambda shape, dtype="float32", device=None: torch.zeros(_several(shape), **_made(dtype, device))
+)
 ones = public(
-    "ones", lambda shape, dtype="float32", device=None: torch.ones(_several(shape), **_made(dtype, device)),
-    "Return ones.",
-)  # fmt: skip
+    torch.ones, lambda shape, dtype="float32", device=None: torch.ones(_several(shape), **_made(dtype, device))
+)
 linspace = public(
-    "linspace",
+    torch.linspace,
     lambda start, stop, num, dtype="float32", device=None: torch.linspace(start, stop, num, **_made(dtype, device)),
-    "Return `num` numbers from `start` to `stop`.",
 )
-full_like = public(
-    "full_like", lambda inp, value: torch.full_like(inp, value), "Return a tensor like `inp` filled with `value`."
-)
-zeros_like = public("zeros_like", lambda inp: torch.zeros_like(inp), "Return zeros like `inp`.")
-ones_like = public("ones_like", lambda inp: torch.ones_like(inp), "Return ones like `inp`.")
+full_like = public(torch.full_like, lambda inp, value: torch.full_like(inp, value))
+zeros_like = public(torch.zeros_like, lambda inp: torch.zeros_like(inp))
+ones_like = public(torch.ones_like, lambda inp: torch.ones_like(inp))
 
 
 def eye(N: Shape, M: int | None = None, dtype: Any = "float32", device: str | None = None) -> Tensor:
@@ -130,30 +125,19 @@ def squeeze(inp: Tensor, axis: Shape | None = None) -> Tensor:
     return inp.squeeze(places)
 
 
-reshape = public(
-    "reshape", lambda inp, target_shape: inp.reshape(_several(target_shape)), "Return the elements in another shape."
-)
-flatten = public(
-    "flatten", lambda inp, start_axis=0, end_axis=-1: torch.flatten(inp, start_axis, end_axis),
-    "Join the axes from `start_axis` to `end_axis` into one.",
-)  # fmt: skip
-swapaxes = public("swapaxes", lambda inp, axis1, axis2: torch.swapaxes(inp, axis1, axis2), "Swap two axes.")
-broadcast_to = public(
-    "broadcast_to", lambda inp, shape: torch.broadcast_to(inp, _several(shape)),
-    "Repeat along axes of length 1 up to `shape`.",
-)  # fmt: skip
+reshape = public(torch.reshape, lambda inp, target_shape: inp.reshape(_several(target_shape)))
+flatten = public(torch.flatten, lambda inp, start_axis=0, end_axis=-1: torch.flatten(inp, start_axis, end_axis))
+swapaxes = public(torch.swapaxes, lambda inp, axis1, axis2: torch.swapaxes(inp, axis1, axis2))
+broadcast_to = public(torch.broadcast_to, lambda inp, shape: torch.broadcast_to(inp, _several(shape)))
 repeat = public(
-    "repeat", lambda inp, repeats, axis=None: torch.repeat_interleave(inp, repeats, axis), "Repeat each element."
+    torch.repeat_interleave, lambda inp, repeats, axis=None: torch.repeat_interleave(inp, repeats, axis), "repeat"
 )
-tile = public("tile", lambda inp, reps: torch.tile(inp, tuple(reps)), "Repeat the whole.")
-roll = public(
-    "roll", lambda inp, shift, axis=None: torch.roll(inp, _several(shift), _several(axis)), "Shift elements around."
-)
-gather = public(
-    "gather", lambda inp, axis, index: torch.gather(inp, axis, index.long()), "Pick elements along an axis."
-)
-where = public("where", lambda mask, x, y: torch.where(mask, x, y), "Return `x` where `mask`, else `y`.")
-copy = public(
-    "copy", lambda inp, device=None: inp.clone() if device is None else inp.to(device_of(device), copy=True),
-    "Return a copy, on another device if one is named.",
-)  # fmt: skip
+tile = public(torch.tile, lambda inp, reps: torch.tile(inp, tuple(reps)))
+roll = public(torch.roll, lambda inp, shift, axis=None: torch.roll(inp, _several(shift), _several(axis)))
+gather = public(torch.gather, lambda inp, axis, index: torch.gather(inp, axis, index.long()))
+where = public(torch.where, lambda mask, x, y: torch.where(mask, x, y))
+
+
+def copy(inp: Tensor, device: str | None = None) -> Tensor:
+    """Return a copy, on another device if one is named."""
+    return inp.clone() if device is None else inp.to(device_of(device), copy=True)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.shared import public
 from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
 
@@ -99,6 +100,10 @@ class Cell(nn.Module):
             parameter.requires_grad_(False)
         return self
 
+    def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Yield (name, cell) for this cell and all in it."""
+        yield from self.named_modules(prefix=name_prefix)
+
     def trainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
         """Return the parameters that require gradients."""
         return [p for p in self.parameters(recurse) if p.requires_grad]
@@ -107,33 +112,20 @@ class Cell(nn.Module):
         """Return the parameters that do not require gradients."""
         return [p for p in self.parameters(recurse) if not p.requires_grad]
 
-    def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters."""
-        return self.parameters(expand)
-
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter)."""
-        return self.named_parameters(name_prefix, expand)
-
-    def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
-        """Return name -> parameter."""
-        return dict(self.named_parameters(recurse=recurse))
-
-    def cells(self) -> list[nn.Module]:
-        """Return the cells directly inside."""
-        return list(self.children())
-
-    def name_cells(self) -> dict[str, nn.Module]:
-        """Return name -> cell directly inside."""
-        return dict(self.named_children())
-
-    def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name, cell) for this cell and all in it."""
-        yield from self.named_modules(prefix=name_prefix)
-
-    def insert_child_to_cell(self, child_name: str, child: nn.Module) -> None:
-        """Add a cell under a name."""
-        self.add_module(child_name, child)
+    get_parameters = public(nn.Module.parameters, lambda self, expand=True: self.parameters(expand), "get_parameters")
+    parameters_and_names = public(
+        nn.Module.named_parameters,
+        lambda self, name_prefix="", expand=True: self.named_parameters(name_prefix, expand), "parameters_and_names",
+    )  # fmt: skip
+    parameters_dict = public(
+        nn.Module.named_parameters, lambda self, recurse=True: dict(self.named_parameters(recurse=recurse)),
+        "parameters_dict",
+    )  # fmt: skip
+    cells = public(nn.Module.children, lambda self: list(self.children()), "cells")
+    name_cells = public(nn.Module.named_children, lambda self: dict(self.named_children()), "name_cells")
+    insert_child_to_cell = public(
+        nn.Module.add_module, lambda self, child_name, child: self.add_module(child_name, child), "insert_child_to_cell"
+    )
 
 
 @contextmanager

@@ -21,32 +21,20 @@ __all__ = [
 
 partial = functools.partial
 
-matmul = public("matmul", lambda input, other: torch.matmul(input, other), "Return the matrix product.")
-square = public("square", lambda input: torch.square(input), "Return the square of each element.")
-relu = public("relu", lambda input, inplace=False: F.relu(input, inplace), "Return the larger of `input` and 0.")
-ones_like = public(
-    "ones_like",
-    lambda input, *, dtype=None: torch.ones_like(input, dtype=dtype),
-    "Return ones in the shape of `input`.",
-)
-zeros_like = public(
-    "zeros_like", lambda input, *, dtype=None: torch.zeros_like(input, dtype=dtype),
-    "Return zeros in the shape of `input`.",
-)  # fmt: skip
-softmax = public(
-    "softmax", lambda input, axis=-1, *, dtype=None: F.softmax(input, axis, dtype=dtype),
-    "Return exp(input) / sum(exp(input)) along `axis`, of `input` in `dtype` if one is given.",
-)  # fmt: skip
-log_softmax = public(
-    "log_softmax", lambda logits, axis=-1: F.log_softmax(logits, axis),
-    "Return the logarithm of the softmax along `axis`.",
-)  # fmt: skip
-reshape = public("reshape", lambda input, shape: input.reshape(tuple(shape)), "Return `input` in `shape`.")
-stop_gradient = public("stop_gradient", lambda value: value.detach(), "Return `value` without its history.")
-depend = public(
-    "depend", lambda value, expr: value,
-    "Return `value`; torch runs things in the order they are written, so `expr` has happened.",
-)  # fmt: skip
+matmul = public(torch.matmul, lambda input, other: torch.matmul(input, other))
+square = public(torch.square, lambda input: torch.square(input))
+relu = public(F.relu, lambda input, inplace=False: F.relu(input, inplace))
+ones_like = public(torch.ones_like, lambda input, *, dtype=None: torch.ones_like(input, dtype=dtype))
+zeros_like = public(torch.zeros_like, lambda input, *, dtype=None: torch.zeros_like(input, dtype=dtype))
+softmax = public(F.softmax, lambda input, axis=-1, *, dtype=None: F.softmax(input, axis, dtype=dtype))
+log_softmax = public(F.log_softmax, lambda logits, axis=-1: F.log_softmax(logits, axis))
+reshape = public(torch.reshape, lambda input, shape: input.reshape(tuple(shape)))
+stop_gradient = public(torch.Tensor.detach, lambda value: value.detach(), "stop_gradient")
+
+
+def depend(value: Tensor, expr: object) -> Tensor:
+    """Return `value`; torch runs things in the order they are written, so `expr` has happened."""
+    return value
 
 
 def mean(x: Tensor, axis: Size | None = None, keep_dims: bool = False) -> Tensor:
