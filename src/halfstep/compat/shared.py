@@ -62,9 +62,11 @@ def alias(name: str, doc: str, *, of: str = "") -> Any:
 
 
 def public(original: Any, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Return torch's `original` under a peer's names: `function`, a lambda, has the peer's arguments and defaults."""
+    """Return torch's `original` under a peer's names: `function`, often a lambda, has its arguments and defaults."""
     name = name or original.__name__
     function.__name__ = function.__qualname__ = name
     signature = inspect.signature(function)
-    function.__doc__ = f"``{name}{signature}``: torch's `{original.__name__}`.\n\n{original.__doc__}"
+    function.__doc__ = (
+        f"``{name}{signature}``: torch's `{original.__name__}`.\n\n{function.__doc__ or original.__doc__}"
+    )
     return function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -99,10 +99,8 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
         if amp_level == "auto" and callable(network) and not isinstance(network, type):
             decorated: T = hs.autocast(policy=level_policy("auto", name))(network)  # type: ignore[assignment]
             return decorated
-        raise MindSporeTypeError(
-            f"auto_mixed_precision: network is a {type(network).__name__}; expected a Cell or torch module"
-            + (" (or, for 'auto', a function)" if amp_level != "auto" else " or a function")
-        )
+        expected = "a Cell or torch module (or, for 'auto', a function)"
+        raise MindSporeTypeError(f"auto_mixed_precision: network is a {type(network).__name__}; expected {expected}")
     if amp_level == "O0" or _converted(network, amp_level):
         return network
     black = _patterns(BLACK_LIST) if amp_level == "O2" else ()
@@ -127,18 +125,30 @@ def custom_mixed_precision(
     if (white_list is None) == (black_list is None):
         given = "neither" if white_list is None else "both"
         raise MindSporeValueError(f"custom_mixed_precision takes white_list or black_list, and was given {given}")
-    if white_list is not None:
-        _check_list("white_list", white_list, (nn.Module, operations.Primitive))
-    else:
-        _check_list("black_list", black_list, (nn.Module,))
+    where = f"custom_mixed_precision: {'black' if white_list is None else 'white'}_list"
+    classes: Any = black_list if white_list is None else white_list
+    bases = (nn.Module,) if white_list is None else (nn.Module, operations.Primitive)
+    if not isinstance(classes, list):
+        raise MindSporeTypeError(f"{where}={classes!r} is a {type(classes).__name__}, not a list")
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, bases)):
+            expected = " or ".join(base.__name__ for base in bases)
+            raise MindSporeTypeError(f"{where} contains {kind!r}; expected classes (not instances) of {expected}")
     if _converted(network, "custom"):
         return network
-    if black_list is not None:
-        mark_level(network, "O2", level_policy("O2", name, _patterns(black_list)))
+    if white_list is None:
+        mark_level(network, "O2", level_policy("O2", name, _patterns(classes)))
         return network
-    operators, cells = _meaning(white_list or [])
+    operators: dict[str, None] = {}  # in order, once each
+    cells: list[type] = []
+    for kind in classes:
+        row = next((cell.__name__ for cell in CELLS if kind in (cell, cell.kind)), kind.__name__).lower()
+        if row in O1_WHITE or issubclass(kind, operations.Primitive):
+            operators.update(dict.fromkeys(O1_WHITE[row] if row in O1_WHITE else kind.operators))
+        else:
+            cells.append(kind)
     for part in network.modules():
-        if isinstance(part, cells) and part is not network:
+        if isinstance(part, tuple(cells)) and part is not network:
             mark_level(part, "white", low_policy(name))
     mark_level(network, "O1", level_policy("O1", name, white=operators))
     return network
@@ -177,7 +187,26 @@ def build_train_network(
     if boost_level != "O0":
         why = " (MindSpore's boost is about communication and dimensions, not precision)"
         raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
-    keep, cast, manager = _overrides(CONFIG[level], kwargs)
+    settings, known = CONFIG[level], ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
+    for name in kwargs:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise MindSporeValueError(
+                f"{where}: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}{near}"
+            )
+    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
+    check_bool(f"{where}: keep_batchnorm_fp32", keep)
+    cast = kwargs.get("cast_model_type", settings.cast_model_type)
+    if cast is not torch.float32 and cast not in LOW_NAMES:
+        raise MindSporeValueError(
+            f"{where}: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
+        )
+    manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if settings.dynamic else None)
+    if manager is not None and not isinstance(manager, LossScaleManager):
+        raise MindSporeTypeError(
+            f"{where}: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a LossScaleManager, such "
+            "as DynamicLossScaleManager(), or None"
+        )
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
@@ -197,32 +226,6 @@ def build_train_network(
     if update is None:
         return TrainOneStepCell(trained, optimizer, scale).set_train()
     return TrainOneStepWithLossScaleCell(trained, optimizer, update).set_train()
-
-
-def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dtype, LossScaleManager | None]:
-    known = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
-    for name in kwargs:
-        if name not in known:
-            raise MindSporeValueError(
-                f"build_train_network: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}"
-                + did_you_mean(name, known)
-            )
-    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
-    check_bool("build_train_network: keep_batchnorm_fp32", keep)
-    cast = kwargs.get("cast_model_type", settings.cast_model_type)
-    if cast is not torch.float32 and cast not in LOW_NAMES:
-        raise MindSporeValueError(
-            f"build_train_network: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
-        )
-    manager: LossScaleManager | None = DynamicLossScaleManager() if settings.dynamic else None
-    if "loss_scale_manager" in kwargs:
-        manager = kwargs["loss_scale_manager"]
-    if manager is not None and not isinstance(manager, LossScaleManager):
-        raise MindSporeTypeError(
-            f"build_train_network: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a "
-            "LossScaleManager, such as DynamicLossScaleManager(), or None"
-        )
-    return keep, cast, manager
 
 
 def _check_level(where: str, level: object) -> None:
@@ -246,39 +249,7 @@ def _converted(network: nn.Module, level: str) -> bool:
     return bool(before)
 
 
-def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
-    if not isinstance(classes, list):
-        raise MindSporeTypeError(
-            f"custom_mixed_precision: {name}={classes!r} is a {type(classes).__name__}, not a list"
-        )
-    expected = " or ".join(base.__name__ for base in bases)
-    for kind in classes:
-        if not (isinstance(kind, type) and issubclass(kind, bases)):
-            raise MindSporeTypeError(
-                f"custom_mixed_precision: {name} contains {kind!r}; expected classes (not instances) of {expected}"
-            )
-
-
-def _torch_class(kind: type) -> type:
-    """Return torch's class behind one of MindSpore's layers, so that a torch network's layers count too."""
-    return kind.kind if kind.__module__ == layers.__name__ and issubclass(kind, layers.Layer) else kind
-
-
-def _patterns(kinds: Iterable[type]) -> tuple[str, ...]:
-    """Return the module patterns of some classes of cells."""
-    return tuple(f"class:{_torch_class(kind).__name__}" for kind in kinds)
-
-
-def _meaning(white_list: list[type]) -> tuple[tuple[str, ...], tuple[type, ...]]:
-    """Return the operators and the classes of cells that a white list means."""
-    operators: list[str] = []
-    cells: list[type] = []
-    for kind in white_list:
-        row = next((cell.__name__ for cell in CELLS if kind in (cell, cell.kind)), kind.__name__).lower()
-        if row in O1_WHITE:
-            operators += O1_WHITE[row]
-        elif issubclass(kind, operations.Primitive):
-            operators += kind.operators
-        else:
-            cells.append(kind)
-    return tuple(dict.fromkeys(operators)), tuple(cells)
+def _patterns(kinds: Sequence[type]) -> tuple[str, ...]:
+    """Return the module patterns of some classes of cells; torch's class stands for one of MindSpore's layers."""
+    ours = {kind: kind.kind for kind in kinds if issubclass(kind, layers.Layer) and kind.__module__ == layers.__name__}
+    return tuple(f"class:{ours.get(kind, kind).__name__}" for kind in kinds)

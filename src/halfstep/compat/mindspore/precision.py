@@ -3,15 +3,13 @@
 Marks live on the modules; `bind` turns those of a subtree into regions: hs.prepare for its root, and again for each
 module inside whose policy differs. An inner binding wins over an outer one, wherever the model is called from.
 
-Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest
-module above.
-Under O2 and O3 a low flag in the same format changes nothing, so O2's fp32 layers stay fp32. Loss cells are always
-fp32. Cells of O2's black list compute in fp32 and give low, as in MindSpore, which wraps them so. A level given later
-does not touch flags; flags set later on the same module or one above take a level away.
+docs/compat_mindspore.md says which mark wins. Cells of O2's black list compute in fp32 and give low, as in MindSpore,
+which wraps them so.
 """
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -222,14 +220,13 @@ def bind_for_training(network: nn.Module) -> None:
 def _as_built(network: nn.Module) -> hs.Policy | None:
     """Return O0's policy of a network built with low parameters, which stay low and are stepped so; or None."""
     low = next((LOW_NAMES[p.dtype] for p in network.parameters() if p.dtype in LOW_NAMES), "")
+    if not low:
+        return None
     rules = []
     for path, module in network.named_modules():
         own = [p.dtype for p in module.parameters(recurse=False)]
         if own:
-            pattern = "".join(f"[{c}]" if c in "*?[" else c for c in path)  # matches `path` alone
-            rules.append((pattern, "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
-    if not low:
-        return None
+            rules.append((glob.escape(path), "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
     return new_policy("O0", low, params="low", norms="low", master="none", modules=tuple(rules))
 
 

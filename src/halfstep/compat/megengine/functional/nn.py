@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,76 +50,68 @@ def linear(inp: Tensor, weight: Tensor, bias: Tensor | None = None, compute_mode
     return F.linear(inp, weight, bias)
 
 
-def _convolve(
-    name: str, inp: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any,
-    conv_mode: object = "cross_correlation", compute_mode: object = "default",
-) -> Any:  # fmt: skip
-    """Call torch's function `name`, with MegEngine's shapes of the bias and of a weight in groups."""
-    check_modes(name, compute_mode, conv_mode)
-    dims = int(name[-2])
+def _joined(weight: Tensor, bias: Tensor | None, dims: int) -> tuple[Tensor, Tensor | None]:
+    """Return a weight whose groups, if they are an axis of their own, are joined with the channels, and a flat bias."""
     weight = weight.flatten(0, 1) if weight.dim() == dims + 3 else weight
-    bias = bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
-    return getattr(F, name)(inp, weight, bias, *settings)
+    return weight, bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
 
 
-def conv1d(
-    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
-) -> Any:  # fmt: skip
-    """Return the convolution of sequences (batch, channels, length).
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Any]:
+    def convolve(
+        inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
+    ) -> Tensor:  # fmt: skip
+        """Return the convolution of sequences, images or volumes (batch, channels, size of each axis).
 
-    Args:
-        inp: the input.
-        weight: (out, in, kernel), or (groups, out / groups, in / groups, kernel) in either spelling of groups.
-        bias: one number for each output channel, of shape (1, out, 1) or (out,).
-        stride: number of elements between two windows.
-        padding: zeros before and after.
-        dilation: distance of the window's elements.
-        groups: groups of channels that do not see each other.
-        conv_mode: "cross_correlation".
-        compute_mode: "default" or "float32".
-    """
-    settings, modes = (stride, padding, dilation, groups), {"conv_mode": conv_mode, "compute_mode": compute_mode}
-    return _convolve("conv1d", inp, weight, bias, *settings, **modes)
+        Args:
+            inp: the input.
+            weight: (out, in, kernel), or (groups, out / groups, in / groups, kernel) in either spelling of groups.
+            bias: one number for each output channel, of shape (1, out, 1, ...) or (out,).
+            stride: number of elements between two windows.
+            padding: zeros before and after.
+            dilation: distance of the window's elements.
+            groups: groups of channels that do not see each other.
+            conv_mode: "cross_correlation".
+            compute_mode: "default" or "float32".
+        """
+        check_modes(function.__name__, compute_mode, conv_mode)
+        return function(inp, *_joined(weight, bias, dims), stride, padding, dilation, groups)
+
+    return public(function, convolve)
 
 
-def conv2d(
-    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
-) -> Any:  # fmt: skip
-    """Return the convolution of images; as `conv1d`, the bias of shape (1, out, 1, 1) or (out,)."""
-    settings, modes = (stride, padding, dilation, groups), {"conv_mode": conv_mode, "compute_mode": compute_mode}
-    return _convolve("conv2d", inp, weight, bias, *settings, **modes)
+conv1d = _convolution(F.conv1d, 1)
+conv2d = _convolution(F.conv2d, 2)
 
 
 def conv3d(
     inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1, conv_mode: str = "cross_correlation",
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the convolution of volumes; as `conv1d`, the bias of shape (1, out, 1, 1, 1) or (out,)."""
-    return _convolve("conv3d", inp, weight, bias, stride, padding, dilation, groups, conv_mode=conv_mode)
+    check_modes("conv3d", "default", conv_mode)
+    return F.conv3d(inp, *_joined(weight, bias, 3), stride, padding, dilation, groups)
 
 
 def conv_transpose2d(
     inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, dilation: Any = 1, groups: int = 1, conv_mode: str = "cross_correlation",
     compute_mode: str = "default",
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the transposed convolution of images; MegEngine puts `dilation` before `groups`.
 
     The weight is (in, out, height, width), or (groups, in / groups, out / groups, height, width).
     """
-    settings = (stride, padding, output_padding, groups, dilation)
-    modes = {"conv_mode": conv_mode, "compute_mode": compute_mode}
-    return _convolve("conv_transpose2d", inp, weight, bias, *settings, **modes)
+    check_modes("conv_transpose2d", compute_mode, conv_mode)
+    return F.conv_transpose2d(inp, *_joined(weight, bias, 2), stride, padding, output_padding, groups, dilation)
 
 
 def conv_transpose3d(
     inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the transposed convolution of volumes; as `conv_transpose2d`."""
-    return _convolve("conv_transpose3d", inp, weight, bias, stride, padding, output_padding, groups, dilation)
+    return F.conv_transpose3d(inp, *_joined(weight, bias, 3), stride, padding, output_padding, groups, dilation)
 
 
 leaky_relu = public(F.leaky_relu, lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope))

@@ -133,12 +133,8 @@ def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _rate(name: str, learning_rate: Any) -> float:
     if isinstance(learning_rate, Tensor) and learning_rate.numel() == 1:
         return float(learning_rate.detach())
-    if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)):
-        raise MindSporeTypeError(
-            f"{name}: learning_rate={learning_rate!r}; expected a number or a tensor of one; for a schedule wrap the "
-            "optimizer in one of torch.optim.lr_scheduler"
-        )
-    return float(learning_rate)
+    expected = "a number or a tensor of one; for a schedule wrap the optimizer in one of torch.optim.lr_scheduler"
+    return check_number(f"{name}: learning_rate", learning_rate, expected)
 
 
 def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any], list[Any]]:
