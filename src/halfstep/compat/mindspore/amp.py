@@ -14,8 +14,8 @@ from halfstep.compat.mindspore.checks import (
     MindSporeTypeError,
     MindSporeValueError,
     check_bool,
-    check_module,
-    check_optimizer_class,
+    check_network,
+    check_optimizer,
 )
 from halfstep.compat.mindspore.nn import layers
 from halfstep.compat.mindspore.nn.loss import WithLossCell
@@ -30,8 +30,15 @@ from halfstep.compat.mindspore.nn.loss_scale import (
 )
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
-from halfstep.compat.mindspore.policies import O1_WHITE, level_policy, low_name, low_policy
-from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
+from halfstep.compat.mindspore.precision import (
+    O1_WHITE,
+    level_policy,
+    low_format_in,
+    low_name,
+    low_policy,
+    mark_level,
+    mark_of,
+)
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import did_you_mean
 
@@ -120,7 +127,7 @@ def custom_mixed_precision(
         black_list: classes of cells to run in fp32; everything else runs in `dtype`.
         dtype: mstype.float16 or mstype.bfloat16.
     """
-    check_module("custom_mixed_precision", network)
+    check_network("custom_mixed_precision", network)
     name = low_name(dtype, "custom_mixed_precision")
     if (white_list is None) == (black_list is None):
         given = "neither" if white_list is None else "both"
@@ -173,16 +180,14 @@ def build_train_network(
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
     """
     where = "build_train_network"
-    check_module(where, network)
-    check_optimizer_class(where, optimizer)
+    check_network(where, network, callable if loss_fn is None else loss_fn)
+    check_optimizer(where, optimizer)
     own = {id(parameter) for parameter in network.parameters()}
     if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise MindSporeValueError(
             f"{where}: {type(optimizer).__name__} holds parameters that are not the network's; build it from "
             "network.trainable_params()"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
     _check_level(f"{where}: level", level)
     if boost_level != "O0":
         why = " (MindSpore's boost is about communication and dimensions, not precision)"

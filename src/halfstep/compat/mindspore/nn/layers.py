@@ -373,7 +373,6 @@ class _Conv(Layer):
         dtype: format of the weights.
     """
 
-    dims: ClassVar[int]
     weight: Any
     bias: Any
 
@@ -382,7 +381,8 @@ class _Conv(Layer):
         padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
         bias_init: Any = None, data_format: str = "", dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        name, dims = type(self).__name__, self.dims
+        name = type(self).__name__
+        dims = self.dims = int(self.kind.__name__[-2])  # of nn.Conv2d and nn.ConvTranspose2d: 2
         if data_format != "":
             check_only(name, "data_format", data_format, LAYOUTS[dims], LAYOUT_REMEDY)
         self.around = check_padding(name, pad_mode, padding, dims)
@@ -402,19 +402,13 @@ class _Conv(Layer):
 class Conv1d(_Conv, nn.Conv1d):
     """One-dimensional convolution."""
 
-    dims = 1
-
 
 class Conv2d(_Conv, nn.Conv2d):
     """Two-dimensional convolution."""
 
-    dims = 2
-
 
 class Conv3d(_Conv, nn.Conv3d):
     """Three-dimensional convolution."""
-
-    dims = 3
 
 
 class _Transposed(_Conv):
@@ -444,13 +438,9 @@ class _Transposed(_Conv):
 class Conv1dTranspose(_Transposed, nn.ConvTranspose1d):
     """Transposed one-dimensional convolution."""
 
-    dims = 1
-
 
 class Conv2dTranspose(_Transposed, nn.ConvTranspose2d):
     """Transposed two-dimensional convolution; `output_padding` comes before `dilation`."""
-
-    dims = 2
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
@@ -465,8 +455,6 @@ class Conv2dTranspose(_Transposed, nn.ConvTranspose2d):
 
 class Conv3dTranspose(_Transposed, nn.ConvTranspose3d):
     """Transposed three-dimensional convolution; `output_padding` comes after `group`."""
-
-    dims = 3
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",

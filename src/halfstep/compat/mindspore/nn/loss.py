@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_network
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.modules import TorchLoss
@@ -150,7 +150,7 @@ class WithLossCell(Cell):
 
     def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        _check("WithLossCell", backbone, loss_fn)
+        check_network("WithLossCell", backbone, loss_fn)
         self.backbone, self.loss_fn = backbone, loss_fn
 
     @property
@@ -175,7 +175,7 @@ class WithEvalCell(Cell):
 
     def __init__(self, network: nn.Module, loss_fn: Callable[..., Any] | None, add_cast_fp32: bool = False) -> None:
         super().__init__()
-        _check("WithEvalCell", network, loss_fn or as_fp32)
+        check_network("WithEvalCell", network, callable if loss_fn is None else loss_fn)
         check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
         self.network, self.loss_fn, self.add_cast_fp32 = network, loss_fn, add_cast_fp32
 
@@ -184,10 +184,3 @@ class WithEvalCell(Cell):
         outputs = self.network(data)
         loss = None if self.loss_fn is None else self.loss_fn(as_fp32(outputs), as_fp32(label))
         return loss, (as_fp32(outputs) if self.add_cast_fp32 else outputs), label
-
-
-def _check(where: str, network: object, loss_fn: object) -> None:
-    if not isinstance(network, nn.Module):
-        raise MindSporeTypeError(f"{where}: the network is a {type(network).__name__}; expected a Cell or torch module")
-    if not callable(loss_fn):
-        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r} is not callable; expected a Cell such as nn.MSELoss()")

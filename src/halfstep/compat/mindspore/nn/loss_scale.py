@@ -52,22 +52,15 @@ def _scaler(preset: str, init: float, factor: float, window: int, backoff: float
     return hs.GradScaler(rule=dataclasses.replace(rule, init=_fp32(init), **numbers))
 
 
-def check_scale(where: str, value: Any, low: float = 1.0) -> float:
-    """Return a loss scale that was given as a number."""
-    scale = check_number(where, value, "a number, float or int, such as 1024.0")
+def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
+    """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
+    number = check_number(where, value, expected or "a number, float or int, such as 1024.0")
     if not low <= value <= FP32_MAX:
-        raise MindSporeValueError(f"{where}={value!r}; expected a finite number of at least {low:g}")
-    return scale
+        raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
+    return number
 
 
-def _check_factor(where: str, value: Any) -> float:
-    """Return the factor of a dynamic scale; below 1 good steps would lower the scale."""
-    factor = check_number(where, value, "a number, 2 is usual")
-    if not 1 <= value <= FP32_MAX:
-        raise MindSporeValueError(
-            f"{where}={value!r}; expected a number of at least 1, which good steps multiply the scale by; 2 is usual"
-        )
-    return factor
+FACTOR = "a number of at least 1, which good steps multiply the scale by; 2 is usual"
 
 
 # --------------------------------------------------------------------------------------------------------- update cells
@@ -105,7 +98,7 @@ class DynamicLossScaleUpdateCell(_UpdateCell):
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__(loss_scale_value)
         name = type(self).__name__
-        self.scale_factor = _check_factor(f"{name}: scale_factor", scale_factor)
+        self.scale_factor = check_scale(f"{name}: scale_factor", scale_factor, expected=FACTOR)
         self.scale_window = check_whole(f"{name}: scale_window", scale_window)
         backoff = _fp32(1.0 / _fp32(self.scale_factor))
         self._scaler = _scaler("mindspore-cell", self.loss_scale_value, self.scale_factor, self.scale_window, backoff)
@@ -200,7 +193,7 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
         self.loss_scale = check_scale("DynamicLossScaleManager: init_loss_scale", init_loss_scale)
-        self.scale_factor = _check_factor("DynamicLossScaleManager: scale_factor", scale_factor)
+        self.scale_factor = check_scale("DynamicLossScaleManager: scale_factor", scale_factor, expected=FACTOR)
         self.scale_window = check_whole("DynamicLossScaleManager: scale_window", scale_window)
         self.increase_ratio, self.decrease_ratio = self.scale_factor, 1.0 / self.scale_factor
         self.cur_iter, self.last_overflow_iter = 1, 0
@@ -324,7 +317,7 @@ class DynamicLossScaler(_OnScaler):
         scale = check_scale("DynamicLossScaler: scale_value", scale_value)
         self.scale_factor = check_whole("DynamicLossScaler: scale_factor", scale_factor)
         self.scale_window = check_whole("DynamicLossScaler: scale_window", scale_window)
-        factor = _check_factor("DynamicLossScaler: scale_factor", self.scale_factor)
+        factor = check_scale("DynamicLossScaler: scale_factor", self.scale_factor, expected=FACTOR)
         self._scaler = _scaler("mindspore-scaler", scale, factor, self.scale_window, 1.0 / _fp32(factor))
 
     @property

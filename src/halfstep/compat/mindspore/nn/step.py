@@ -19,9 +19,9 @@ from halfstep.compat.mindspore.checks import (
     MindSporeTypeError,
     MindSporeValueError,
     check_bool,
-    check_module,
+    check_network,
     check_number,
-    check_optimizer_class,
+    check_optimizer,
 )
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
@@ -38,8 +38,8 @@ class _OneStep(Cell):
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         name = type(self).__name__
-        check_module(name, network)
-        check_optimizer_class(name, optimizer)
+        check_network(name, network)
+        check_optimizer(name, optimizer)
         self.network, self.optimizer = network, optimizer
         grouped = tuple(p for group in optimizer.param_groups for p in group["params"])
         self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", grouped)  # in MindSpore's order if it has one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_module, check_whole
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_network, check_whole
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
@@ -55,7 +55,7 @@ class Model:
         metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None, eval_network: nn.Module | None = None,
         eval_indexes: Sequence[int] | None = None, amp_level: str = "O0", boost_level: str = "O0", **kwargs: Any,
     ) -> None:  # fmt: skip
-        check_module("Model", network)
+        check_network("Model", network)
         self._metrics = _named(metrics)
         for name in kwargs:
             if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
