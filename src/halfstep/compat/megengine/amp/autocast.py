@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -67,18 +67,12 @@ def now() -> Frame:
     return _frames.stack[-1]
 
 
-def change(
-    *, enabled: bool | None = None, low: object = None, high: object = None, policy: hs.Policy | str | None = None
-) -> None:
-    """Change the settings in force up to the end of the innermost `autocast`; an error changes nothing."""
+def change(name: str, value: Any) -> None:
+    """Change a field of the frame in force up to the end of the innermost `autocast`; an error changes nothing."""
+    if name in ("low", "high"):
+        value = precision(value, f"{name}_prec_dtype")
     frame = now()
-    wanted = Frame(
-        enabled=frame.enabled if enabled is None else bool(enabled),
-        low=frame.low if low is None else precision(low, "low_prec_dtype"),
-        high=frame.high if high is None else precision(high, "high_prec_dtype"),
-        policy=frame.policy if policy is None else hs.Policy.of(policy),
-        owner=frame.owner,
-    )
+    wanted = replace(frame, region=None, **{name: hs.Policy.of(value) if name == "policy" else value})
     if wanted == frame:
         return
     if wanted.enabled:

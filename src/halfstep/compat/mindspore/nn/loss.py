@@ -22,8 +22,6 @@ __all__ = [
     "WithEvalCell", "WithLossCell",
 ]  # fmt: skip
 
-REDUCTIONS = ("mean", "sum", "none")
-
 
 class LossBase(Cell, TorchLoss):
     """Base of losses; ``get_loss(x)`` reduces by `reduction`.
@@ -33,9 +31,9 @@ class LossBase(Cell, TorchLoss):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        if reduction not in REDUCTIONS:
+        if reduction not in ("mean", "sum", "none"):
             raise MindSporeValueError(
-                f"{type(self).__name__}: reduction={reduction!r}; expected one of {', '.join(map(repr, REDUCTIONS))}"
+                f"{type(self).__name__}: reduction={reduction!r}; expected one of 'mean', 'sum', 'none'"
             )
         Cell.__init__(self)
         self.reduction = reduction

@@ -63,9 +63,6 @@ def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") ->
 FACTOR = "a number of at least 1, which good steps multiply the scale by; 2 is usual"
 
 
-# --------------------------------------------------------------------------------------------------------- update cells
-
-
 class _UpdateCell(Cell):
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__()
@@ -124,9 +121,6 @@ class DynamicLossScaleUpdateCell(_UpdateCell):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
         self._scaler.load_state_dict(state)
-
-
-# ------------------------------------------------------------------------------------------------------------- managers
 
 
 class LossScaleManager(ABC):
@@ -228,9 +222,6 @@ class DynamicLossScaleManager(LossScaleManager):
     def get_update_cell(self) -> nn.Module:
         """Return a new `DynamicLossScaleUpdateCell` that starts from the manager's present scale."""
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
-
-
-# --------------------------------------------------------------------------------------------------------- loss scalers
 
 
 class LossScaler(ABC):

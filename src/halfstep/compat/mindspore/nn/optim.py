@@ -49,10 +49,10 @@ class Optimizer(torch.optim.Optimizer):
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, loss_scale: float) -> None:
-        check_number(f"{type(self).__name__}: loss_scale", loss_scale)
-        if not 0.0 < loss_scale < float("inf"):
-            raise MindSporeValueError(f"{type(self).__name__}: loss_scale={loss_scale!r}; expected a number above 0")
-        self.loss_scale = float(loss_scale)
+        where = f"{type(self).__name__}: loss_scale"
+        self.loss_scale = check_number(where, loss_scale)
+        if not 0.0 < self.loss_scale < float("inf"):
+            raise MindSporeValueError(f"{where}={loss_scale!r}; expected a number above 0")
         if self.loss_scale != 1.0:
             self.register_step_pre_hook(_divide)
 

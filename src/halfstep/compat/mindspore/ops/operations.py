@@ -42,9 +42,6 @@ class Primitive:
         return f"{type(self).__name__}({settings})"
 
 
-# ---------------------------------------------------------------------------------------------------- without settings
-
-
 def _primitive(name: str, meaning: str, function: Callable[..., Any], *operators: str) -> type[Primitive]:
     """Return the class of a primitive that calls `function`."""
     body = {"__doc__": meaning, "__module__": __name__, "operators": operators, "_compute": staticmethod(function)}
@@ -66,9 +63,6 @@ AddN = _primitive(
     "AddN", "``(xs)``: the sum of a tuple or list of tensors, in the widest of their formats.",
     lambda xs: functools.reduce(torch.add, xs), "add",
 )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------- with settings
 
 
 class BatchMatMul(Primitive):

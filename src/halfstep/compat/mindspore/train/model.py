@@ -73,7 +73,7 @@ class Model:
                 f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
             )
         self._indexes = [0, 1, 2] if eval_indexes is None else [int(index) for index in eval_indexes]
-        self._network, self._loss_fn = network, loss_fn
+        self._network = network
         self._manager = kwargs.get("loss_scale_manager")
         self._train_network: nn.Module | None = None
         if optimizer is not None:
