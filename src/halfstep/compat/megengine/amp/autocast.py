@@ -71,8 +71,9 @@ def change(name: str, value: Any) -> None:
     """Change a field of the frame in force up to the end of the innermost `autocast`; an error changes nothing."""
     if name in ("low", "high"):
         value = precision(value, f"{name}_prec_dtype")
+    given: dict[str, Any] = {name: hs.Policy.of(value) if name == "policy" else value}
     frame = now()
-    wanted = replace(frame, region=None, **{name: hs.Policy.of(value) if name == "policy" else value})
+    wanted = replace(frame, region=None, **given)
     if wanted == frame:
         return
     if wanted.enabled:
