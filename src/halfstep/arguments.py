@@ -69,16 +69,7 @@ class Kind:
 
 
 def check(where: str, error: type[HalfstepError], /, **given: tuple[object, Kind]) -> None:
-    """Refuse the first of some arguments that is not of its kind.
-
-    Args:
-        where: the public entry, as its user writes it.
-        error: the class to raise.
-        given: name of an argument -> its value and kind.
-
-    Raises:
-        HalfstepError: of class `error`; it names the entry, the argument, what is expected and what was given.
-    """
+    """Refuse the first of some arguments that is not of its kind."""
     for name, (value, kind) in given.items():
         if not kind.has(value):
             near = did_you_mean(value, kind.options)
@@ -178,13 +169,7 @@ DEVICE_TYPE = a(str, words="a string such as 'cuda'")
 
 
 def fixed(name: str, remedy: str, kept: str = "") -> Any:
-    """Return an attribute that refuses to be assigned; reading it costs no Python call.
-
-    Args:
-        name: of the attribute.
-        remedy: what to do instead.
-        kept: the attribute that holds its value; default: `name` after an underscore.
-    """
+    """Return an attribute that refuses to be assigned; reading it costs no Python call."""
 
     def refuse(owner: object, value: object) -> None:
         raise SettingError(f"{type(owner).__name__}.{name} is fixed when the object is built; {remedy}")

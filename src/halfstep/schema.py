@@ -73,18 +73,7 @@ def text(pattern: str = "(?s:.*)", words: str = "text") -> Kind:
 
 
 def check(value: object, schema: Any, path: str, error: type[HalfstepError], remedy: str = NOTHING) -> None:
-    """Check `value` against `schema`.
-
-    Args:
-        value: what was read.
-        schema: the table.
-        path: where `value` stands, for messages: the name of a file, or of a part of one.
-        error: the class of what is raised.
-        remedy: the last words of the message.
-
-    Raises:
-        HalfstepError: an `error`: "PATH: GOT, expected KIND; REMEDY", of the first mistake.
-    """
+    """Check `value` against `schema`."""
     if problem := _problem(value, schema, path):
         raise error(f"{problem}; {remedy}")
 
@@ -192,11 +181,7 @@ def is_bounded(tree: object, most: int) -> bool:
 
 
 def regular(path: Path, error: type[HalfstepError], most: int = 1 << 62, *, links: bool = False) -> int:
-    """Return the size in bytes of a file that is about to be read; `links`: also of one that a link leads to.
-
-    Raises:
-        HalfstepError: an `error`: it is not there, or a link, pipe, device or folder, or has more than `most` bytes.
-    """
+    """Return the size in bytes of a file that is about to be read; `links`: also of one that a link leads to."""
     try:
         found = path.stat() if links else path.lstat()
     except (OSError, ValueError) as cause:
@@ -213,11 +198,7 @@ SPECIAL: Sequence[tuple[Callable[[int], bool], str]] = ((stat.S_ISLNK, "a link")
 
 
 def read_json(path: Path, error: type[HalfstepError], schema: Any, most: int) -> Any:
-    """Return the content of a JSON file of at most `most` bytes that fits `schema`.
-
-    Raises:
-        HalfstepError: an `error` with the name of the file, and the path in it.
-    """
+    """Return the content of a JSON file of at most `most` bytes that fits `schema`."""
     regular(path, error, most)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -51,11 +51,7 @@ GeneratorStates = list[tuple[torch.Generator, Tensor]]
 
 
 class Snapshot:
-    """Parts that were noted together.
-
-    Args:
-        *parts: functions that restore; each may be called several times. The last one is restored first.
-    """
+    """Parts that were noted together."""
 
     __slots__ = ("parts",)
 
@@ -70,11 +66,7 @@ class Snapshot:
 
     @contextmanager
     def returning(self, critical: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Restore all parts at the end of a block.
-
-        Args:
-            critical: is entered while they are restored: it may defer signals.
-        """
+        """Restore all parts at the end of a block."""
         try:
             yield
         finally:
@@ -213,11 +205,7 @@ def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
-    """Put values of buffers back: in place, unless the buffer has another shape now.
-
-    Args:
-        kept: (module, name, value) of each.
-    """
+    """Put values of buffers back: in place, unless the buffer has another shape now."""
     for module, name, value in kept:
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.shape == value.shape:
@@ -230,11 +218,6 @@ class Modules:
     """A part: the modules of some models, and others that a loss function calls besides (a critic, a teacher).
 
     Their attributes, generators and buffers, which are copied, and copied back where they were written to.
-
-    Args:
-        *models: to be noted now.
-        known: modules that are noted elsewhere.
-        gradients: whether gradients are noted too, by reference and by value.
     """
 
     def __init__(self, *models: nn.Module, known: Iterable[nn.Module] = (), gradients: bool = False) -> None:
@@ -291,10 +274,6 @@ class Loan:
     """A part: copies in the place of parameters, buffers and optimizer states, which a block may write to.
 
     References to what is not a tensor's memory are noted by `attributes` and `optimizer_state`.
-
-    Args:
-        model: not prepared. Tensors that are attributes of its modules, or in a dict among them, are lent too.
-        optimizer: over its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -57,11 +57,7 @@ REVERSE = ("after_update", "abort")
 
 
 def one_thread(function: F) -> F:
-    """Return `function`, whose first argument is a training step, for one thread at a time: it holds the step's lock.
-
-    Raises:
-        StepError: another thread is inside such a function of the same step; nothing was changed.
-    """
+    """Return `function`, whose first argument is a training step, for one thread at a time: it holds the step's lock."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,10 +82,6 @@ def one_thread(function: F) -> F:
 
 class Moments:
     """Calls the parts of one training step, and keeps how far its current call has come.
-
-    Args:
-        parts: in their order.
-        has_written: returns whether an update under way has changed anything, as far as is known.
 
     Attributes:
         parts: in their order.
@@ -191,11 +183,7 @@ class Moments:
             call()
 
     def update(self, write: Callable[[], None], bad: Tensor) -> None:
-        """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part.
-
-        Raises:
-            Exception: what a part returned.
-        """
+        """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part."""
         raised: Exception | None = None
         with self.critical:
             self.phase = Phase.UPDATE
@@ -212,11 +200,7 @@ class Moments:
             call(written=False)
 
     def cut_off(self, error: BaseException | None = None) -> None:
-        """Undo what the phase under way has changed, if that can be done; may be called again.
-
-        Args:
-            error: what cut it off; None: not known.
-        """
+        """Undo what the phase under way has changed, if that can be done; may be called again."""
         if error is not None:
             set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
         if self.phase is Phase.ADVANCE and self.scheduler is not None:
@@ -237,14 +221,7 @@ class Moments:
         self.refuse(done)
 
     def refuse(self, done: int) -> None:
-        """Undo what an earlier call has left, and refuse to go on if that cannot be done.
-
-        Args:
-            done: micro-batches of the updates made so far.
-
-        Raises:
-            StepError: it was cut off where it cannot be undone.
-        """
+        """Undo what an earlier call has left, and refuse to go on if that cannot be done."""
         self.cut_off()
         if self.phase is not Phase.REST:
             cause = self.cause or "an exception "

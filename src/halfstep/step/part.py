@@ -16,7 +16,10 @@ from torch import Tensor
 
 from halfstep.events import StepResult
 
-__all__ = ["Part", "Run"]
+__all__ = ["Batch", "Part", "Run"]
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a loss function."""
 
 Run = Callable[[Tensor, Tensor], None]
 """Runs the backward pass of a loss from a seed, both 0-dim."""
@@ -139,7 +142,7 @@ class Part:
             written: the update has begun to write and cannot be undone: leave its state as it is.
         """
 
-    def end_call(self, result: StepResult, batch: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def end_call(self, result: StepResult, batch: Batch | None) -> None:
         """See the result of a call.
 
         Args:

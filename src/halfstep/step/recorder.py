@@ -32,16 +32,7 @@ class Recorder(Protocol):
         """Call `function` where recordings are made: what it does is done, and what it needs is set up."""
 
     def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
-        """Call `function` to record what it does on the device, where nothing happens yet.
-
-        Args:
-            function: what is recorded; it may not wait for the device.
-            generators: random generators it uses besides the device's default one.
-
-        Returns:
-            A function that does what was recorded, with the same tensors; and what `function` returned, whose tensors
-            are filled by each repetition.
-        """
+        """Call `function` to record what it does on the device, where nothing happens yet."""
 
 
 class CudaRecorder:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,18 +29,19 @@ from halfstep.binding.prepare import prepare_with, prepared_policy, store_of
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
+from halfstep.events import StepResult
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import check_loss_function, check_optimizer, check_scheduler, limit
+from halfstep.step.arguments import Given, check_loss_function, check_optimizer, check_scheduler, limit
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.moments import Moments, Phase, Watchers
+from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
 from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.parts.memory import AddedGradients, KeptPages
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
-from halfstep.step.parts.ranks import Ranks, ranks_of
+from halfstep.step.parts.ranks import OneRank, Ranks, join, ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.retry import Retry
 from halfstep.step.parts.scaling import Scaling
@@ -54,7 +56,7 @@ from halfstep.update.updater import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Given", "NotChosen", "Settings"]
+__all__ = ["NotChosen", "Settings"]
 
 P = TypeVar("P", bound=Part)
 ANEW = "build the TrainStep anew"
@@ -100,33 +102,6 @@ def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
     if record.micro_batches:  # the verdict on the update before the window is not for it
         record.bad = None
     record.look()
-
-
-@dataclass(slots=True, kw_only=True)
-class Given:
-    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
-
-    Attributes:
-        evidence: the folder that `blackbox` names, or None.
-        choice: what policy="auto" has chosen.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    loss_fn: Callable[..., Any]
-    policy: Policy | str | Path | None
-    clip_norm: float | None
-    clip_value: float | None
-    accumulate: int
-    scaler: GradScaler | None
-    scheduler: LRScheduler | None
-    compile: bool | Mapping[str, Any] | None
-    cuda_graph: bool
-    blackbox: bool | str | Path
-    evidence: Path | None
-    retry: int
-    update_in_backward: bool
-    choice: Choice | None = None
 
 
 class Settings:
@@ -208,6 +183,69 @@ class Settings:
                 self._moments.remove(part)
         self._moments.add(made)
         return made
+
+    # ------------------------------------------------------------------ windows that end early
+
+    @one_thread
+    def flush(self) -> StepResult | None:
+        """Update with the micro-batches of an unfinished window (their mean); None if there are none.
+
+        Also reads the last verdict and advances the scheduler. Under DistributedDataParallel with ``accumulate`` > 1 or
+        in `join` it is collective and waits for the device: every rank calls it, also one that has none left. Windows
+        may differ in length; each micro-batch of any rank counts the same.
+
+        Raises:
+            StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
+        """
+        if self._moments.phase is Phase.UNDECIDED:
+            return None
+        step, moments, record, ranks = cast("TrainStep", self), self._moments, self._record, self._ranks
+        if moments.phase is not Phase.REST:
+            moments.resume(record.done)
+        moments.grad = torch.is_grad_enabled()
+        self._verdicts.settle(wait=True)
+        count, scale = float(record.micro_batches), record.scale
+        if isinstance(ranks, OneRank):
+            ranks.refuse_flush(record.micro_batches, self.accumulate)
+        elif self.accumulate > 1 or ranks.joining:
+            count, scale = ranks.agree(record.micro_batches, record.scale)
+            record.host_reads += 1
+        if not count:
+            return None
+        counts = [count]
+
+        def finish() -> StepResult:  # other ranks run a window again too, and agree anew in a join
+            number = counts.pop() if counts else ranks.window(self.accumulate) if ranks.joining else count
+            norm, bad, culprits = step._update(number)
+            loss = torch.full_like(norm, float("nan"))
+            return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
+
+        def run() -> StepResult:
+            if not record.micro_batches:  # other ranks have micro-batches left
+                moments.begin()
+                record.scale = scale
+            ranks.averaged = False
+            return finish()
+
+        try:
+            return step._call(run, finish, None)
+        finally:
+            ranks.averaged = True
+
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
+
+        A rank that leaves it makes the updates of the others with them, as `flush` does, until none has a micro-batch
+        left; all ranks end with the same state. It takes the place of DistributedDataParallel's own `join`. Inside,
+        gradients are averaged after the backward pass, and each update waits for the device.
+
+        Raises:
+            StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
+                static graph or a communication hook.
+        """
+        return join(self._ranks, self.model, self.flush)
+
+    # ------------------------------------------------------------------ how it is built
 
     def _build(self) -> None:
         """Prepare model and optimizer, and make the parts of the step; if that fails, nothing has changed."""
@@ -292,12 +330,7 @@ class Settings:
             optimizer_step.prefer_fused(self.optimizer, self._updater.stepped_parameters())
 
     def _replace_optimizer(self, optimizer: Optimizer) -> None:
-        """Train with another optimizer over parameters of the model from the next window on.
-
-        Raises:
-            StepError: in the middle of a window; or a scheduler of the old one is there: assign None to it before.
-            BindError, StepError: as when a step is built with it. Nothing was changed.
-        """
+        """Train with another optimizer over parameters of the model from the next window on."""
         optimizer, before = unwrap_optimizer(optimizer), self.optimizer
         check_optimizer(optimizer)
         if optimizer is before:

@@ -67,12 +67,7 @@ def rounding(updater: Updater) -> dict[str, Any]:
 
 
 def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
-    """Continue with the random bits that come after `state`, which `rounding` returned.
-
-    Raises:
-        WeightsError: it is no such state; nothing was changed.
-        StepError: there is nothing that rounds by chance; nothing was changed.
-    """
+    """Continue with the random bits that come after `state`, which `rounding` returned."""
     if updater.states is not None:
         updater.states.draws.load_state(state)
     elif updater.store is not None:
@@ -113,10 +108,6 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
     Optimizer, scheduler, scaler and rounding go first and are put back if a later piece fails. The weights go last;
     where they fail half way, which only a module with its own way to load can do, the step refuses to go on until
     another state is loaded.
-
-    Raises:
-        StepError: a piece is missing, unknown or malformed, by its path; nothing was changed.
-        ScaleError, WeightsError: the same of 'scaler' and 'weights'.
     """
     number = check_state(step, state)
     assert isinstance(state, Mapping)
@@ -154,11 +145,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
 
 
 def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
-    """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches.
-
-    Raises:
-        StepError, PolicyError: a piece is missing, unknown or malformed, by its path.
-    """
+    """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches."""
     check(state, STATE, "state", StepError)
     assert isinstance(state, Mapping)
     policy = prepared_policy(step.model)

@@ -43,17 +43,9 @@ LOG = logging.getLogger("halfstep")
 class Undecided:
     """The place of `Moments` in a training step with policy="auto", before its first call.
 
-    Args:
-        step: has the user's arguments.
-        make: `TrainStep`, which makes the candidates.
-
     Attributes:
         phase: as of `Moments`.
         parts: those that were added; the step has them after its choice.
-
-    Raises:
-        StepError: what does not go together with policy="auto".
-        BindError, PolicyError, UnbuiltError: as for a step in fp32.
     """
 
     phase = Phase.UNDECIDED
@@ -94,11 +86,7 @@ class Undecided:
     cut_off = refuse
 
     def resume(self, done: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Choose a policy by measuring on a micro-batch, and build the step under it.
-
-        Raises:
-            StepError: no candidate made a finite step; or the model was prepared since the step was built.
-        """
+        """Choose a policy by measuring on a micro-batch, and build the step under it."""
         choice, compiled = choose(self.step, self._make, batch, named)
         self._build(choice, compiled)
 
@@ -135,11 +123,7 @@ class Undecided:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, and take the policy it was saved under without measuring.
-
-        Raises:
-            StepError: as `TrainStep.load_state_dict`; nothing was changed.
-        """
+        """Restore what `state_dict` returned, and take the policy it was saved under without measuring."""
         step = self.step
         given = step._given
         check_state(step, state)

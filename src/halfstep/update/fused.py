@@ -66,13 +66,7 @@ class GradientCheck:
 
 
 def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
-    """Read `gradients` once.
-
-    Args:
-        gradients: what the update will read, still scaled.
-        divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
-        clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
-    """
+    """Read `gradients` once."""
     norms = norms_for(gradients)
     return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
 
@@ -113,15 +107,6 @@ class _Call:
 
 class FusedUpdate:
     """The updates of parameters that have gradients, gathered before anything is written: note [tables].
-
-    Args:
-        optimizer: one that `update.refusal` has no reason against.
-        store: what stands behind its low parameters, or None.
-        states: what keeps its states in bf16, or None for fp32 states.
-        parameters: those of the optimizer that have gradients, in the order of its groups.
-        gradients: these.
-        part: number of the first of them where these are only some of the update's, whose random bits the caller
-            counts; None: they are all.
 
     Attributes:
         stays: whether it can be used again, as long as it `fits`.
@@ -286,12 +271,7 @@ class FusedUpdate:
         return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
     def write(self, factor: Tensor, bad: Tensor) -> None:
-        """Write weights, states and step counts; waits for nothing.
-
-        Args:
-            factor: 0-dim fp32 on the parameters' device: gradients are multiplied by it.
-            bad: 0-dim bool on it: parameters, states and step counts stay as they are.
-        """
+        """Write weights, states and step counts; waits for nothing."""
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
         spec = self._update_spec
         for parameter, state, value in self._made:

@@ -129,14 +129,7 @@ def takes_predicate(optimizer: Optimizer) -> bool:
 
 
 def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None) -> bool:
-    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
-
-    Args:
-        bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
-        optimizer: holds `gradients` (or the precise copies of them) in its parameters.
-        gradients: what the optimizer reads; multiplied in place where it cannot do so itself.
-        factor: 0-dim fp32 or None for 1.
-    """
+    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`."""
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)
     if takes_predicate(optimizer):

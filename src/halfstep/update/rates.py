@@ -20,11 +20,7 @@ RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha",
 
 
 def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
-    """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing.
-
-    Raises:
-        StepError: which one, of which group.
-    """
+    """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing."""
     for group in optimizer.param_groups:
         for name in names:
             value: Any = group.get(name)

@@ -75,11 +75,6 @@ class Culprits:
 class Updater:
     """Makes the updates of one training step; a part of it.
 
-    Args:
-        optimizer: a torch optimizer.
-        store: what stands behind its low parameters, or None.
-        names: of the model's parameters, by id.
-
     Attributes:
         store, names: as above.
         states: what keeps the optimizer's states in bf16, or None.
@@ -108,11 +103,7 @@ class Updater:
         return own if store is None else [store.value(p) if p in store else p for p in own]
 
     def refuse_replaced_parameters(self) -> None:
-        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters.
-
-        Raises:
-            StepError: there is one.
-        """
+        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
         store = self.store
         for parameter in [p for g in self.optimizer.param_groups for p in g["params"]] if store is not None else ():
             if store is not None and parameter.dtype is store.dtype and parameter not in store:
@@ -127,11 +118,7 @@ class Updater:
         return Culprits(norms=norms, parameters=parameters, names=self.names)
 
     def check_optimizer(self) -> None:
-        """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one.
-
-        Raises:
-            StepError: as `check_rates`.
-        """
+        """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one."""
         groups = self.optimizer.param_groups
         found = [*chain.from_iterable(map(dict.values, groups)), *_other_code(self.optimizer)]
         if same(found, self._seen):
@@ -146,9 +133,6 @@ class Updater:
         """Return the optimizer's parameters that have gradients, and these: none partial or with repeated indices.
 
         While the list of gradients exists, reading ``.grad`` makes no new Python objects.
-
-        Raises:
-            StepError: there are none.
         """
         groups = self.optimizer.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
@@ -193,16 +177,7 @@ class Updater:
         *,
         part: int | None = None,
     ) -> tuple[GradientCheck, Callable[[], None]]:
-        """Read the gradients; return what was found, and the function that updates unless they are bad.
-
-        Args:
-            parameters: those with gradients.
-            gradients: these.
-            divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
-            clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
-            clip_value: largest absolute value of an element of it; None for no clipping.
-            part: number of the first of them where these are only some of the update's; None: they are all.
-        """
+        """Read the gradients; return what was found, and the function that updates unless they are bad."""
         fused = self._fitting(parameters, gradients) if clip_value is None and part is None else None
         if fused is None:
             by_value = "clip_value clips gradients one by one before it" if clip_value is not None else ""
@@ -340,13 +315,7 @@ class Deferral:
 
 
 def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequence[nn.Parameter]) -> str:
-    """Return why `optimizer` must be stepped by its own ``step()``; "" if `FusedUpdate` does it.
-
-    Args:
-        optimizer: any torch optimizer.
-        store: what stands behind low parameters, or None.
-        parameters: those that have gradients.
-    """
+    """Return why `optimizer` must be stepped by its own ``step()``; "" if `FusedUpdate` does it."""
     if reason := _unknown(optimizer):
         return reason
     for parameter in parameters:

@@ -26,12 +26,7 @@ REMEDY = "leave cuda_graph out"
 
 
 def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Refuse what cannot be captured, before anything is changed; return the model's device.
-
-    Raises:
-        StepError: the model is wrapped, sharded, on several devices or on one without graphs, has sparse gradients, or
-            the optimizer needs the host to skip a step.
-    """
+    """Refuse what cannot be captured, before anything is changed; return the model's device."""
     wrapper = type(model).__name__
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise StepError(
@@ -61,11 +56,7 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
 
 
 def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -> Hashable:
-    """Return what distinguishes kinds of batches; put their tensors into `found`.
-
-    Raises:
-        StepError: a tensor with a history, or a value that cannot be compared from call to call.
-    """
+    """Return what distinguishes kinds of batches; put their tensors into `found`."""
     if isinstance(tree, Tensor):
         if tree.grad_fn is not None:
             raise StepError(

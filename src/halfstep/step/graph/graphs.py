@@ -85,14 +85,6 @@ class _Graph:
 class Graphs:
     """The graphs of one training step.
 
-    Args:
-        step: the training step.
-        device: of its model.
-        run: runs one micro-batch of it eagerly.
-        moments: its moments.
-        statistics: its part for BatchNorm's statistics.
-        updater: its updater.
-
     Attributes:
         captures: how many graphs were captured so far.
         replays: how many calls were replays.
@@ -164,11 +156,7 @@ class Graphs:
         return self._replayed(graph, updates=updates)
 
     def _watched(self) -> bool:
-        """Return whether a watcher must see the coming update, which then cannot be a replay.
-
-        Raises:
-            StepError: a watcher that cannot say so.
-        """
+        """Return whether a watcher must see the coming update, which then cannot be a replay."""
         for watcher in self._step.watchers:
             if not hasattr(watcher, "wants_update") or not hasattr(watcher, "pass_update"):
                 raise StepError(
@@ -229,11 +217,7 @@ class Graphs:
         *,
         updates: bool,
     ) -> None:
-        """Capture `work` into `graph`; if that fails the state is that before the call, and the next one is a warm-up.
-
-        Raises:
-            StepError: something in the step waits for the device, or cannot be captured for another reason.
-        """
+        """Capture `work` into `graph`; if that fails the state is that before the call, and the next one is a warm-up."""
         step = self._step
         before, statistics = step.record.position, self._statistics.open
         snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))

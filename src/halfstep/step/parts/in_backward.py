@@ -45,13 +45,7 @@ REENTRANT = (
 
 
 class InBackward:
-    """The updates of one training step, made inside its backward passes.
-
-    Args:
-        updater: of the step.
-        record: of the step.
-        watchers: of the step; refused, because they are shown all gradients.
-    """
+    """The updates of one training step, made inside its backward passes."""
 
     def __init__(self, updater: Updater, record: Record, watchers: Sequence[object]) -> None:
         self._updater, self._record, self._watchers = updater, record, watchers
@@ -82,17 +76,7 @@ class InBackward:
         return self._written
 
     def update(self, moments: Moments, loss: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, Culprits]:
-        """Run the backward pass of `loss` and update; return the gradients' norm, the verdict and its culprits.
-
-        Args:
-            moments: of the step.
-            loss: of its micro-batch.
-            run: runs the backward pass.
-
-        Raises:
-            StepError: a gradient is not complete when it arrives, or not one for halfstep's own update; or there are
-                watchers.
-        """
+        """Run the backward pass of `loss` and update; return the gradients' norm, the verdict and its culprits."""
         if self._watchers:
             raise StepError(
                 f"update_in_backward=True frees each gradient when it has been used, and a watcher "
@@ -149,11 +133,7 @@ class InBackward:
             self._apply(self._places[parameter])
 
     def _apply(self, place: int) -> None:
-        """Update the parameters that wait, unless a gradient was not finite, and drop their gradients.
-
-        Args:
-            place: of the first one, by which random bits are numbered.
-        """
+        """Update the parameters that wait, unless a gradient was not finite, and drop their gradients."""
         parameters, self._waiting, self._bytes = self._waiting, [], 0
         if not parameters:
             return
@@ -190,18 +170,7 @@ def _recomputes(loss: Tensor) -> bool:
 def in_backward(
     model: nn.Module, updater: Updater, record: Record, watchers: Sequence[object], settings: Mapping[str, Any]
 ) -> InBackward | None:
-    """Return what makes the updates of a training step in its backward passes; None: it was not asked to.
-
-    Args:
-        model: the user's, unwrapped.
-        updater: of the step.
-        record: of the step.
-        watchers: of the step.
-        settings: arguments of the step by name, `scaler` as it is, and `alone`: whether no other ranks take part.
-
-    Raises:
-        StepError: an update needs more than one gradient at a time: why, and what to leave out.
-    """
+    """Return what makes the updates of a training step in its backward passes; None: it was not asked to."""
     if not settings["update_in_backward"]:
         return None
     reason = unsuited(updater.optimizer) or ("" if updater.store is None else updater.store.cannot_update())

@@ -18,12 +18,7 @@ __all__ = ["AddedGradients", "KeptPages"]
 
 
 class AddedGradients(Part):
-    """Low copies of weights add the gradients of a window's later micro-batches to the first one's.
-
-    Args:
-        copies: of the step.
-        record: of the step.
-    """
+    """Low copies of weights add the gradients of a window's later micro-batches to the first one's."""
 
     def __init__(self, copies: Copies, record: Record) -> None:
         self._copies, self._record = copies, record
@@ -37,12 +32,7 @@ class AddedGradients(Part):
 
 
 class KeptPages(Part):
-    """Has malloc keep the pages of steps on a CPU, from the end of the first update on; note [pages] in `keep_pages`.
-
-    Args:
-        owner: as long as it lives, pages are kept.
-        moments: of the step, which this part leaves then.
-    """
+    """Has malloc keep the pages of steps on a CPU, from the end of the first update on; note [pages] in `keep_pages`."""
 
     def __init__(self, owner: object, moments: Moments) -> None:
         self._owner, self._moments = weakref.ref(owner), moments

@@ -55,21 +55,11 @@ UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
 class Ranks(Part):
     """The processes over which a DistributedDataParallel averages.
 
-    Args:
-        model: the wrapped model, as it was given to `TrainStep`.
-        ddp: in it, around the user's model.
-        policy: resolved.
-
     Attributes:
         ddp: as above.
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
         averaged: whether DDP's own backward pass averages the gradients of the current window.
         joining: whether the ranks may run out of batches one after the other; every window is averaged here, by all.
-
-    Raises:
-        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too; or
-            as `refuse_waiting_hook`.
-        StepError: DistributedDataParallel casts or updates parameters itself.
     """
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel, policy: Policy) -> None:
@@ -116,10 +106,6 @@ class Ranks(Part):
         """Return whether DDP must not average in the backward pass of the next micro-batch.
 
         DDP records a static graph in its first backward pass, and only if it averages there.
-
-        Raises:
-            StepError: DDP's own `join` was entered, or a communication hook was registered that updates parameters.
-            UnbuiltError: such a hook may wait for good.
         """
         ddp = self.ddp
         if len(comm_hooks(ddp)) != self._hooks:
@@ -140,18 +126,7 @@ class Ranks(Part):
         return device
 
     def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
-        """Return the mean window and the scale of all ranks' unfinished windows; collective, and waits for the device.
-
-        Args:
-            count: micro-batches in this rank's window.
-            scale: the loss scale they ran with.
-
-        Returns:
-            The mean number of micro-batches, 0.0 if no rank has any, and the loss scale of those that have some.
-
-        Raises:
-            StepError: loss scales differ, or models, or a communication hook would be passed over; on all ranks alike.
-        """
+        """Return the mean window and the scale of all ranks' unfinished windows; collective, and waits for the device."""
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
@@ -344,12 +319,7 @@ def _sparse(model: nn.Module) -> set[int]:
 
 
 class Wire:
-    """The state of `send_low`.
-
-    Args:
-        model: the user's, whose policy chooses the format; as if there were no hook where it is not prepared.
-        group: the processes; a copy of DistributedDataParallel takes the default group.
-    """
+    """The state of `send_low`."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.model, self.group = model, group
@@ -376,11 +346,7 @@ send_low.__annotations__ = {}  # register_comm_hook compares types with those, w
 
 
 class OneRank(Part):
-    """The place of `Ranks` in a step whose gradients the step itself does not average.
-
-    Args:
-        model: as it was given to `TrainStep`; a wrapper with `no_sync` averages gradients itself.
-    """
+    """The place of `Ranks` in a step whose gradients the step itself does not average."""
 
     own = joining = False
 
@@ -400,11 +366,7 @@ class OneRank(Part):
         """Do nothing: no other rank waits."""
 
     def refuse_flush(self, done: int, accumulate: int) -> None:
-        """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's.
-
-        Raises:
-            StepError: the wrapper has put their average off, which cannot be made later.
-        """
+        """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's."""
         if done and self._no_sync is not None and dist.is_available() and dist.is_initialized():
             raise StepError(
                 f"flush() of {done} of {accumulate} micro-batches: {type(self._model).__name__} has put the average of "
@@ -414,17 +376,7 @@ class OneRank(Part):
 
 
 def join(ranks: Ranks | OneRank, model: nn.Module, flush: Callable[[], object]) -> AbstractContextManager[None]:
-    """Return the context in which ranks may run out of batches one after the other.
-
-    Args:
-        ranks: of the step.
-        model: as it was given to `TrainStep`.
-        flush: makes an update with the others; returns None once none of them has a micro-batch.
-
-    Raises:
-        StepError: forward or backward passes of `model` communicate, for which a rank without batches would be missing.
-        UnbuiltError: a communication hook would be passed over.
-    """
+    """Return the context in which ranks may run out of batches one after the other."""
     why = ""
     if is_distributed(model):
         why = "a sharded model, whose passes gather weights from all ranks"
@@ -444,15 +396,7 @@ def join(ranks: Ranks | OneRank, model: nn.Module, flush: Callable[[], object]) 
 
 
 def ranks_of(model: nn.Module, policy: Policy) -> Ranks | OneRank:
-    """Return the ranks over which DistributedDataParallel averages, or one rank without it; `announce` this one.
-
-    Args:
-        model: as it was given to `TrainStep`.
-        policy: what the model is, or will be, prepared with.
-
-    Raises:
-        UnbuiltError: the policy wants an average that is not made for this model.
-    """
+    """Return the ranks over which DistributedDataParallel averages, or one rank without it; `announce` this one."""
     announce()
     concrete = resolved(policy, device_types_of([model])[0])
     given = model

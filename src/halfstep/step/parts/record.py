@@ -131,10 +131,6 @@ class Window:
 class Record(Part):
     """What a training step has done.
 
-    Args:
-        model: the user's model.
-        replayable: whether to keep what it takes to run the last update again.
-
     Attributes:
         done: micro-batches of the updates made so far, applied or not.
         micro_batches: those of the current window whose backward pass has run.
@@ -236,11 +232,7 @@ class Record(Part):
         self.awaited = judged or (self.scheduled and self.bad is not None)
 
     def verdict(self, *, wait: bool) -> bool | None:
-        """Return whether the last update was not applied; None: that is not known yet.
-
-        Args:
-            wait: whether to wait for it: for that alone where it was sent, else for all that the device was given.
-        """
+        """Return whether the last update was not applied; None: that is not known yet."""
         bad, landing = self.bad, self.landing
         assert bad is not None
         if landing.flag is bad:
@@ -258,9 +250,6 @@ class Record(Part):
 
 class History:
     """The micro-batches of the current window, and those of the last update until its verdict is known.
-
-    Args:
-        model: the user's model.
 
     Attributes:
         window: the current one.
@@ -348,12 +337,7 @@ class History:
                 window.dropped += 1
 
     def end(self, bad: Tensor, scale: Tensor | None) -> None:
-        """End the window; waits for nothing.
-
-        Args:
-            bad: 0-dim bool on the device: its update was not applied.
-            scale: 0-dim, the loss scale; None: not known.
-        """
+        """End the window; waits for nothing."""
         window = self.window
         self._find_changing()
         window.scale = scale
@@ -388,11 +372,7 @@ class History:
         put_buffers([kept for kept in self.window.buffers if (id(kept[0]), kept[1]) in self._changing])
 
     def arrived(self, *, wait: bool) -> Window | None:
-        """Return the window of the last update if its verdict is known and it has not been seen; drop it if it is good.
-
-        Args:
-            wait: whether to wait for a verdict under way: for that alone, not for what the device was given since.
-        """
+        """Return the window of the last update if its verdict is known and it has not been seen; drop it if it is good."""
         window = self.judged
         if window is None or window.seen or window.flag is None:
             return None

@@ -35,24 +35,13 @@ from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 from halfstep.update.fused import check_gradients
 
-__all__ = ["ENOUGH", "Retry"]
+__all__ = ["Retry"]
 
 LOG = logging.getLogger("halfstep")
-
-ENOUGH = 16
-"""Attempts of ``retry=True``: as many halvings as lead from 2**16, where most scales begin, to 1."""
 
 
 class Retry(Part):
     """Decides which windows of one training step run again; a part of it, after its scaler.
-
-    Args:
-        most: how often one window runs again.
-        scaler: the step's own.
-        optimizer: the step's own.
-        record: the step's own; gets a `History` if it has none, and its history keeps all generators from now on.
-        model: the user's model.
-        ranks: over which gradients are averaged.
 
     Attributes:
         moments: of the step; assigned when they are made.
@@ -90,11 +79,7 @@ class Retry(Part):
     # ------------------------------------------------------------------ the decision
 
     def repeats(self, bad: Tensor) -> bool:
-        """Return whether the window runs again in the place of its update; waits for the device.
-
-        Args:
-            bad: 0-dim bool, the verdict on the window.
-        """
+        """Return whether the window runs again in the place of its update; waits for the device."""
         self.due = False
         if self.scaler.rule.is_static:
             return False

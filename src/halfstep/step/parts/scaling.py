@@ -14,12 +14,7 @@ __all__ = ["Scaling"]
 
 
 class Scaling(Part):
-    """The loss scale of a GradScaler, which moves with each update.
-
-    Args:
-        scaler: of the step, possibly shared with other steps.
-        optimizer: may be assigned between two windows.
-    """
+    """The loss scale of a GradScaler, which moves with each update."""
 
     def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self.scaler, self.optimizer = scaler, optimizer

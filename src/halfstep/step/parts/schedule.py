@@ -17,18 +17,7 @@ __all__ = ["advance"]
 
 
 def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, record: Record, *, wait: bool) -> None:
-    """Advance `scheduler`, of `optimizer`, if the last update was applied, and note that its verdict is used up.
-
-    Args:
-        scheduler: sets the learning rate of the next update.
-        optimizer: whose groups it changes.
-        moments: of the step; its phase may be `REST` or `MICRO_BATCH`.
-        record: knows the verdict.
-        wait: whether to wait for a verdict that has not arrived; else nothing happens.
-
-    Raises:
-        StepError: ``scheduler.step()`` raised; it stays one update behind.
-    """
+    """Advance `scheduler`, of `optimizer`, if the last update was applied, and note that its verdict is used up."""
     flag, bad = record.bad, record.verdict(wait=wait)
     if bad is None:
         return

@@ -132,13 +132,7 @@ class Signals:
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
 
     def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
-        """Take norms of parameters and batch before micro-batch `number`; waits for nothing.
-
-        Args:
-            number: of the micro-batch.
-            model: whose parameters are trained.
-            values: the tensors of the batch.
-        """
+        """Take norms of parameters and batch before micro-batch `number`; waits for nothing."""
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
         self._weights.append((number, Weights.of(model)))
         self.sample_batch(number, values)
@@ -149,16 +143,7 @@ class Signals:
             self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
 
     def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:
-        """Return the root mean square of the weights at the last sample until `step`, and now; waits for the device.
-
-        Args:
-            model: whose parameters are trained.
-            step: number of a micro-batch.
-
-        Returns:
-            The step of the sample, the mean then, the mean now; None if there is no sample of the parameters that are
-            trained now.
-        """
+        """Return the root mean square of the weights at the last sample until `step`, and now; waits for the device."""
         now = Weights.of(model)
         found = [(number, weights) for number, weights in self._weights if number <= step]
         if not found or found[-1][1].count != now.count:

@@ -51,10 +51,6 @@ class Statistics(Part):
     format, into memory that stays: a handful of launches whatever the number of norms, and nothing is allocated. (One
     clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
 
-    Args:
-        model: the step's own.
-        join: called once, with this object, when there are norms to look after.
-
     Attributes:
         models: by id, the models it looks after: `add` the others that run in the step. References are weak: a model
             that the program drops (a target network that is replaced) is dropped here.

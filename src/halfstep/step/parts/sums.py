@@ -27,14 +27,7 @@ RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, made in th
 
 
 class Sums(Part):
-    """The fp32 gradients of one training step's low parameters.
-
-    Args:
-        parameters: low parameters whose gradients are to be summed in fp32.
-        hooked: whether to take large gradients as they come; else autograd casts and adds.
-        windows: whether a window has several micro-batches; a single one leaves its gradients low, to be cast when they
-            are read.
-    """
+    """The fp32 gradients of one training step's low parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, hooked: bool, windows: bool) -> None:
         self._large: dict[int, nn.Parameter] = {}

@@ -20,13 +20,7 @@ __all__ = ["Unfinished"]
 
 
 class Unfinished(Part):
-    """The gradients that one training step has left for its next micro-batch.
-
-    Args:
-        optimizer: whose parameters they belong to; may be assigned between two windows.
-        record: of the step.
-        names: id of a parameter -> its name.
-    """
+    """The gradients that one training step has left for its next micro-batch."""
 
     def __init__(self, optimizer: Optimizer, record: Record, names: Mapping[int, str]) -> None:
         self.optimizer, self._record, self._names = optimizer, record, names
@@ -40,11 +34,7 @@ class Unfinished(Part):
         self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
 
     def begin_call(self) -> None:
-        """Compare the gradients of a window that has begun with what was noted.
-
-        Raises:
-            StepError: one was dropped or written to since.
-        """
+        """Compare the gradients of a window that has begun with what was noted."""
         for parameter, noted, version in self._seen if self._record.micro_batches else ():
             now = parameter.grad
             if now is not noted or (now is not None and now._version != version):

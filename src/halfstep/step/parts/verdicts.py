@@ -27,11 +27,6 @@ NUMBERS = count(1)
 class Verdicts(Part):
     """Gives the verdict on each update of one training step to its scheduler and its black box.
 
-    Args:
-        step: the training step.
-        alone: whether no other ranks make its updates with it. Ranks that do examine a bad one together: each rank
-            reaches the same place of the same step.
-
     Attributes:
         ordinal: number of the step among those of this process that several ranks make together, from 1; 0 for a step
             that this process makes alone.
