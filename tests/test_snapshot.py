@@ -45,7 +45,7 @@ USERS = {
     "step/graph/graphs.py": {"Snapshot", "gradients", "noted"},
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},
-    "step/parts/schedule.py": {"Snapshot", "scheduler_state"},
+    "step/parts/verdicts.py": {"Snapshot", "scheduler_state"},
     "auto/trial.py": {
         "Loan", "Modules", "Snapshot", "attributes", "cloned", "generators_of", "gradients", "noted", "optimizer_state",
     },

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.parts.retry import ENOUGH, Retry
+from halfstep.step.parts.scaling import ENOUGH, Retry
 from tests.step.cutting import Knife, plain, plain_copy
 from tests.two_processes import in_two_processes
 

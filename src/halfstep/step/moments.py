@@ -14,7 +14,7 @@ continues from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import wraps
@@ -46,18 +46,12 @@ class Phase(Enum):
     UNDECIDED = "the choice of a policy"
 
 
-FORWARD = (
-    *("begin_call", "begin_window", "begin_micro_batch", "passes", "after_forward", "seed", "around_backward"),
-    *("end_micro_batch", "before_update", "repeats", "again", "end_call"),
-)
-"""Moments at which parts are called in their order."""
-
 REVERSE = ("after_update", "abort")
-"""Moments at which they are called in reverse."""
+"""Moments at which parts are called in reverse of their order."""
 
 
 def one_thread(function: F) -> F:
-    """Return `function`, whose first argument is a training step, for one thread at a time: it holds the step's lock."""
+    """Return `function`, whose first argument is a training step, so that it holds the step's lock."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,25 +87,10 @@ class Moments:
         cause: what ended a part that cannot be undone.
         loss_scale: the method of the last part that decides it.
 
-    Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
+    The moments of `Part` are attributes too: lists of the methods to call.
     """
 
-    __slots__ = (
-        *FORWARD,
-        *REVERSE,
-        "__weakref__",
-        "_one",
-        "cause",
-        "critical",
-        "grad",
-        "has_written",
-        "interrupted",
-        "parts",
-        "phase",
-        "loss_scale",
-        "scheduler",
-    )
-
+    # ``_list`` makes a list of each name that is annotated here
     begin_call: list[Callable[[], None]]
     begin_window: list[Callable[[], None]]
     begin_micro_batch: list[Callable[..., None]]
@@ -136,16 +115,15 @@ class Moments:
         self.critical = Deferral()
         self.cause = ""
         self._one: Tensor | None = None
-        self.parts: tuple[object, ...] = (*parts,)
-        self._list()
+        self._list(parts)
 
-    def _list(self) -> None:
-        """Find the methods to call."""
-        for name in FORWARD:
-            setattr(self, name, [*self._methods(name)])
-        for name in REVERSE:
-            setattr(self, name, [*self._methods(name)][::-1])
-        self.loss_scale = [*self._methods("loss_scale")][-1:]
+    def _list(self, parts: Iterable[object]) -> None:
+        """Find the methods of parts to call."""
+        self.parts: tuple[object, ...] = (*parts,)
+        for name in Moments.__annotations__:
+            methods = [*self._methods(name)]
+            setattr(self, name, methods[::-1] if name in REVERSE else methods)
+        self.loss_scale = self.loss_scale[-1:]
 
     def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
         """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
@@ -164,13 +142,11 @@ class Moments:
 
     def add(self, part: object) -> None:
         """Call `part` too: it is the last of all."""
-        self.parts = (*self.parts, part)
-        self._list()
+        self._list((*self.parts, part))
 
     def remove(self, part: object) -> None:
         """Call `part` no longer, if it is one of the parts."""
-        self.parts = tuple(other for other in self.parts if other is not part)
-        self._list()
+        self._list(other for other in self.parts if other is not part)
 
     def begin(self) -> None:
         """Begin a window of micro-batches."""
@@ -194,11 +170,6 @@ class Moments:
         if raised is not None:
             raise raised
 
-    def restart(self) -> None:
-        """Return to the state before the window, whose update has not begun: it runs again."""
-        for call in self.abort:
-            call(written=False)
-
     def cut_off(self, error: BaseException | None = None) -> None:
         """Undo what the phase under way has changed, if that can be done; may be called again."""
         if error is not None:
@@ -215,10 +186,6 @@ class Moments:
             call(written=written)
         if not written:
             self.phase = Phase.REST
-
-    def resume(self, done: int, batch: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
-        """Do before a call what an earlier one has left to do, as `refuse`."""
-        self.refuse(done)
 
     def refuse(self, done: int) -> None:
         """Undo what an earlier call has left, and refuse to go on if that cannot be done."""

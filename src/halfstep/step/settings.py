@@ -38,16 +38,13 @@ from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
+from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
 from halfstep.step.parts.in_backward import InBackward, in_backward
-from halfstep.step.parts.memory import AddedGradients, KeptPages
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import OneRank, Ranks, join, ranks_of
 from halfstep.step.parts.record import Record
-from halfstep.step.parts.retry import Retry
-from halfstep.step.parts.scaling import Scaling
+from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
-from halfstep.step.parts.sums import Sums
-from halfstep.step.parts.unfinished import Unfinished
 from halfstep.step.parts.verdicts import Verdicts
 from halfstep.step.state import KEPT, refuse_window
 from halfstep.update import optimizer_step, updater
@@ -201,7 +198,7 @@ class Settings:
             return None
         step, moments, record, ranks = cast("TrainStep", self), self._moments, self._record, self._ranks
         if moments.phase is not Phase.REST:
-            moments.resume(record.done)
+            moments.refuse(record.done)
         moments.grad = torch.is_grad_enabled()
         self._verdicts.settle(wait=True)
         count, scale = float(record.micro_batches), record.scale

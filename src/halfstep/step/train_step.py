@@ -151,8 +151,10 @@ class TrainStep(Settings, Stateful):
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient; another thread is inside.
         """
-        if self._moments.phase is not Phase.REST:
-            self._moments.resume(self.record.done, batch, named)
+        if self._moments.phase is Phase.UNDECIDED:
+            self._moments.choose(batch, named)
+        elif self._moments.phase is not Phase.REST:
+            self._moments.refuse(self.record.done)
         moments = self._moments
         moments.grad = torch.is_grad_enabled()
         if profiler_runs():

@@ -28,7 +28,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step.compiled import compile_options, uses_graphs
 from halfstep.step.moments import Phase
 from halfstep.step.parts.record import Record
-from halfstep.step.state import CHOICE, check_state
+from halfstep.step.state import CHOICE, check_state, rebuild
 from halfstep.update.updater import Deferral
 
 if TYPE_CHECKING:
@@ -83,12 +83,9 @@ class Undecided:
     def refuse(self, done: int) -> None:
         """Refuse nothing: no call was cut off."""
 
-    cut_off = refuse
-
-    def resume(self, done: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def choose(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Choose a policy by measuring on a micro-batch, and build the step under it."""
-        choice, compiled = choose(self.step, self._make, batch, named)
-        self._build(choice, compiled)
+        self._build(*choose(self.step, self._make, batch, named))
 
     def _build(self, choice: Choice, compiled: CompiledLoss | None = None) -> None:
         """Build the step under what was chosen; if that fails, it stays undecided."""
@@ -151,17 +148,13 @@ class Undecided:
     def copied(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer, which chooses for itself."""
         given = self.step._given
-        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox}
-        return _rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named)
+        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox, "policy": "auto"}
+        return rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named, 0, {}, None)
 
 
 def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
     vars(step).clear()
     vars(step).update(values)
-
-
-def _rebuild(kind: type[TrainStep], model: Any, optimizer: Any, loss_fn: Any, named: dict[str, Any]) -> TrainStep:
-    return kind(model, optimizer, loss_fn, policy="auto", **named)
 
 
 def _refuse(given: Any) -> None:

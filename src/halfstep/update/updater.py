@@ -118,7 +118,7 @@ class Updater:
         return Culprits(norms=norms, parameters=parameters, names=self.names)
 
     def check_optimizer(self) -> None:
-        """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one."""
+        """Do what `check_rates` and `_unknown` do, if one of the optimizer's options or hooks has changed."""
         groups = self.optimizer.param_groups
         found = [*chain.from_iterable(map(dict.values, groups)), *_other_code(self.optimizer)]
         if same(found, self._seen):

@@ -217,7 +217,7 @@ class Graphs:
         *,
         updates: bool,
     ) -> None:
-        """Capture `work` into `graph`; if that fails the state is that before the call, and the next one is a warm-up."""
+        """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
         step = self._step
         before, statistics = step.record.position, self._statistics.open
         snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
+from halfstep.step.loss import RECOMPUTES, graph_of
 from halfstep.step.moments import Moments
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
@@ -37,7 +38,6 @@ __all__ = ["InBackward", "in_backward"]
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
 
-RECOMPUTES = "CheckpointFunctionBackward"  # runs a backward pass of its own for each part
 REENTRANT = (
     "update_in_backward=True needs each gradient complete when it arrives, and re-entrant checkpoints hand over parts; "
     "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -83,7 +83,7 @@ class InBackward:
                 f"({type(self._watchers[0]).__name__}) is shown all of them; leave one of the two out"
             )
         moments.complete()
-        if not self._looked and _recomputes(loss):
+        if not self._looked and any(node.name() == RECOMPUTES for node in graph_of(loss)):
             raise StepError(REENTRANT)
         self._looked = True
         every = [p for group in self._updater.optimizer.param_groups for p in group["params"]]
@@ -151,20 +151,6 @@ class InBackward:
         self._found += zip(parameters, check.norms.unbind(), strict=True)
         for parameter in parameters:
             parameter.grad = None
-
-
-def _recomputes(loss: Tensor) -> bool:
-    """Return whether the graph of `loss` has re-entrant checkpoints."""
-    seen, todo = set[Any](), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == RECOMPUTES:
-            return True
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return False
 
 
 def in_backward(

@@ -126,7 +126,10 @@ class Ranks(Part):
         return device
 
     def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
-        """Return the mean window and the scale of all ranks' unfinished windows; collective, and waits for the device."""
+        """Return the mean number of micro-batches in all ranks' unfinished windows, and their loss scale.
+
+        The number is 0.0 if no rank has any. Collective; waits for the device; an error is raised on all ranks alike.
+        """
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import capturing, default_generators
+from halfstep.accelerators import capturing, copies_behind_events, default_generators, type_here
 from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
 from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
-from halfstep.step.parts.landing import Landing
 from halfstep.step.parts.signals import Signals
 from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
 __all__ = [
     "History",
+    "Landing",
     "MicroBatch",
     "Record",
     "Window",
@@ -126,6 +126,60 @@ class Window:
     def losses(self) -> list[Tensor]:
         """Return the losses that came out."""
         return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
+
+
+class Landing:
+    """A few values of an update on their way from an accelerator to the host, for which nothing waits.
+
+    They are copied to pinned memory; an event says when they are there. Sending again takes the place of the last ones.
+
+    Attributes:
+        devices: types of devices that send something; chosen for this machine where a subclass does not.
+        flag: the first of them, on its device; None: nothing was sent.
+        waits: how often the host has waited for them.
+    """
+
+    devices: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        if not self.devices:
+            self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
+        self.flag: Tensor | None = None
+        self.waits = 0
+        self._pinned: list[Tensor] = []
+        self._event: Any = None
+
+    def send(self, found: Sequence[Tensor]) -> None:
+        """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
+
+        One on another device than the first would need an event of its own, and is ignored. While a graph is captured
+        nothing is sent.
+        """
+        device = found[0].device
+        if capturing(device.type):
+            return
+        module = torch.get_device_module(device)
+        with module.device(device):
+            here = [t for t in found if type(t) is Tensor and t.device == device]
+            if [t.dtype for t in here] != [t.dtype for t in self._pinned]:
+                self._pinned = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
+            for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
+                place.copy_(value.reshape(()), non_blocking=True)
+            if self._event is None:
+                self._event = module.Event()
+            self._event.record()
+        self.flag = found[0]
+
+    def there(self) -> bool:
+        """Return whether what was sent has landed."""
+        return self._event is not None and self._event.query()
+
+    def landed(self) -> list[Tensor]:
+        """Return what was sent, on the host; waits until it is there."""
+        if self._event is not None and not self.there():
+            self.waits += 1
+            self._event.synchronize()
+        return self._pinned
 
 
 class Record(Part):
@@ -372,7 +426,7 @@ class History:
         put_buffers([kept for kept in self.window.buffers if (id(kept[0]), kept[1]) in self._changing])
 
     def arrived(self, *, wait: bool) -> Window | None:
-        """Return the window of the last update if its verdict is known and it has not been seen; drop it if it is good."""
+        """Return the window of the last update if its verdict is known and was not seen; drop it if it is good."""
         window = self.judged
         if window is None or window.seen or window.flag is None:
             return None

@@ -10,11 +10,15 @@ import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from halfstep.cast.state import STATE
+from halfstep.errors import StepError
 from halfstep.events import StepResult
-from halfstep.step.moments import Moments
+from halfstep.snapshot import Snapshot, scheduler_state
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.part import Part
-from halfstep.step.parts.schedule import advance
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -60,8 +64,38 @@ class Verdicts(Part):
         if step.scheduler is None:
             record.bad = None
         elif record.bad is not None:
-            advance(step.scheduler, step.optimizer, self.moments, record, wait=wait)
+            self._advance(step.scheduler, step.optimizer, wait=wait)
         record.look()
+
+    def _advance(self, scheduler: LRScheduler, optimizer: Optimizer, *, wait: bool) -> None:
+        """Advance `scheduler` if the last update was applied, and note that its verdict is used up.
+
+        If ``scheduler.step()`` raises, scheduler and groups stay where they were, one update behind.
+        """
+        record, moments = self._record, self.moments
+        flag, bad = record.bad, record.verdict(wait=wait)
+        if bad is None:
+            return
+        try:
+            if not bad:
+                moments.scheduler = Snapshot(scheduler_state(scheduler, optimizer))
+                moments.interrupted = moments.phase
+                moments.phase = Phase.ADVANCE
+                scheduler.step()
+            record.bad = None
+            if not bad:
+                moments.phase = moments.interrupted
+        except BaseException as error:
+            if moments.phase is Phase.ADVANCE:
+                record.bad = flag
+            moments.cut_off()
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                raise  # the next call tries again
+            record.bad = None
+            raise StepError(
+                f"{type(scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it was before, "
+                "one update behind; leave it out: step.scheduler = None"
+            ) from error
 
     def black_box(self) -> Any:
         """Return the black box, made at the first call."""
