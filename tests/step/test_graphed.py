@@ -21,8 +21,7 @@ from halfstep.errors import StepError
 from halfstep.step import recorder
 from halfstep.step.graph import capturable
 from halfstep.step.graph import graphs as graph_module
-from halfstep.step.graph.facts import Rates
-from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs
+from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
 from halfstep.weights import attachment, states
 from tests.step.tape import CaptureError, TapeRecorder
 

@@ -41,7 +41,7 @@ from halfstep.step.part import Part
 from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
 from halfstep.step.parts.in_backward import InBackward, in_backward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
-from halfstep.step.parts.ranks import OneRank, Ranks, join, ranks_of
+from halfstep.step.parts.ranks import ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
@@ -201,18 +201,13 @@ class Settings:
             moments.refuse(record.done)
         moments.grad = torch.is_grad_enabled()
         self._verdicts.settle(wait=True)
-        count, scale = float(record.micro_batches), record.scale
-        if isinstance(ranks, OneRank):
-            ranks.refuse_flush(record.micro_batches, self.accumulate)
-        elif self.accumulate > 1 or ranks.joining:
-            count, scale = ranks.agree(record.micro_batches, record.scale)
-            record.host_reads += 1
+        count, scale = ranks.agree(self.accumulate)
         if not count:
             return None
         counts = [count]
 
         def finish() -> StepResult:  # other ranks run a window again too, and agree anew in a join
-            number = counts.pop() if counts else ranks.window(self.accumulate) if ranks.joining else count
+            number = counts.pop() if counts else ranks.agree(self.accumulate)[0] if ranks.joining else count
             norm, bad, culprits = step._update(number)
             loss = torch.full_like(norm, float("nan"))
             return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
@@ -240,7 +235,7 @@ class Settings:
             StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
                 static graph or a communication hook.
         """
-        return join(self._ranks, self.model, self.flush)
+        return self._ranks.join(self.flush)
 
     # ------------------------------------------------------------------ how it is built
 
@@ -292,8 +287,7 @@ class Settings:
             parts.append(AddedGradients(self._copies, record))
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):
             parts.append(sums)
-        if isinstance(ranks, Ranks):
-            ranks.take_part(store, record)
+        ranks.take_part(store, record)
         parts += [ranks] if wrapped else []
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         parts.append(self._watchers)

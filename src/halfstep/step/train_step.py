@@ -224,9 +224,8 @@ class TrainStep(Settings, Stateful):
         for end in moments.end_micro_batch:
             end(seed, last=last)
         if last:
-            norm, bad, culprits = self._update(
-                self._ranks.window(self.accumulate) if self._ranks.joining else self.accumulate
-            )
+            joining, count = self._ranks.joining, self.accumulate
+            norm, bad, culprits = self._update(self._ranks.agree(count)[0] if joining else count)
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)

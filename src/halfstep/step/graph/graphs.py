@@ -23,13 +23,14 @@ last one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.binding.prepare import unwrap
 from halfstep.cast.state import STATE
@@ -37,11 +38,10 @@ from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
 from halfstep.snapshot import Snapshot, gradients, noted
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
-from halfstep.step.graph.facts import Rates, facts_of
-from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.recorder import Recorder, recorder_for
+from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Culprits, Updater
 from halfstep.weights import UnkeptWeights
@@ -370,3 +370,115 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# ------------------------------------------------------------------ what graphs read and depend on
+
+
+def facts_of(step: TrainStep) -> dict[str, Any]:
+    """Return what all graphs of `step` depend on, by its name in messages; waits for nothing."""
+    groups = step.optimizer.param_groups
+    model = unwrap(step.model)
+    return {
+        "a hyperparameter in param_groups": [
+            [(k, id(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k not in {"params", "lr"}]
+            for group in groups
+        ],
+        "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
+        "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
+        "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
+        "the optimizer's state": _Same(step.optimizer.state),
+    }
+
+
+class _Same:
+    """An object that is equal to itself only, and kept alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _on_device(rate: object) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+class Rates:
+    """Learning rates as fp32 tensors on the device in warm-ups and captures; otherwise they are the user's numbers.
+
+    A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[Tensor | None] = []  # of each group
+        self._filled: list[float | None] = []
+
+    @contextmanager
+    def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
+        """Replace the rates of `optimizer` by tensors that `fill` has filled, and mark it capturable."""
+        groups = optimizer.param_groups
+        before = [(group["lr"], group.get("capturable")) for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=True):
+            if tensor is not None:
+                group["lr"] = tensor
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, before, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
+        if not self._tensors:
+            self._tensors = [
+                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
+                for group in optimizer.param_groups
+            ]
+            self._filled = [None] * len(self._tensors)
+        for i, (group, tensor) in enumerate(zip(optimizer.param_groups, self._tensors, strict=True)):
+            if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
+                tensor.fill_(now)
+                self._filled[i] = now
+
+
+class StaticTensors:
+    """The gradients and the scale that one micro-batch of a window leaves for the next, at fixed addresses.
+
+    After every micro-batch, made by a graph or eagerly, they are copied to the same tensors.
+    """
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def static_scale(self, scale: Tensor) -> Tensor:
+        """Copy `scale` and return the copy, which is the same tensor every time."""
+        if self.scale is None:
+            self.scale = scale.clone()
+        else:
+            self.scale.copy_(scale)
+        return self.scale
+
+    def make_gradients_static(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their copies; the first of each parameter is the tensor that is static."""
+        static, made = [], []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            known = self._gradients.setdefault(parameter, gradient)
+            if known is not gradient:
+                static.append(known)
+                made.append(gradient)
+                parameter.grad = known
+        if static:
+            foreach_copy_(static, made)

@@ -29,7 +29,7 @@ from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.moments import Moments
 from halfstep.step.part import Part
-from halfstep.step.parts.ranks import OneRank, Ranks
+from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 from halfstep.update.fused import check_gradients
@@ -77,7 +77,7 @@ class Retry(Part):
         optimizer: Optimizer,
         record: Record,
         model: nn.Module,
-        ranks: Ranks | OneRank,
+        ranks: OneRank,
     ) -> None:
         self.moments: Moments
         self._ranks = ranks
