@@ -27,6 +27,7 @@ __all__ = [
     "FLAG",
     "FRACTION",
     "INDEX",
+    "LARGEST",
     "MODEL",
     "NONE",
     "NOT_NEGATIVE",
@@ -41,9 +42,13 @@ __all__ = [
     "check",
     "fixed",
     "listed",
+    "number",
     "one_of",
     "shown",
+    "whole",
 ]
+
+LARGEST = 2**63 - 1  # that a counter on a device can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +129,30 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"})
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) < 2**63
+def whole(low: int = 0, high: int = LARGEST, *, of: str = "") -> Kind:
+    """Return the kind of whole numbers within bounds; `of` says what they count."""
+    words = f"a whole number{of and ' of '}{of} from {low}{'' if high == LARGEST else f' to {high}'}"
 
-
-def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
     def has(value: Any) -> bool:
+        return not isinstance(value, (bool, float)) and isinstance(value, Integral) and low <= int(value) <= high
+
+    return Kind(words, has)
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, finite: bool = True) -> Kind:
+    """Return the kind of numbers within bounds; ``finite=False`` allows infinities and nan."""
+
+    def test(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
         try:
-            return math.isfinite(value) and fits(float(value))
+            known = float(value)
         except OverflowError:
             return False
+        return low <= known <= high and math.isfinite(known) if finite else True
 
-    return has
+    bounds = "" if low == -math.inf else f" from {low:g}" + ("" if high == math.inf else f" to {high:g}")
+    return Kind(f"a {'finite ' if finite else ''}number{bounds}", test)
 
 
 def _is_path(value: object) -> bool:
@@ -150,12 +165,12 @@ def _is_path(value: object) -> bool:
 
 NONE = Kind("None", lambda value: value is None)
 FLAG = Kind("True or False", _is_flag)
-COUNT = Kind("a whole number from 1", _whole(1))
-WHOLE = Kind("a whole number from 0", _whole(0))
-INDEX = Kind("a whole number", _whole(-(2**63)))
-POSITIVE = Kind("a positive finite number", _real(lambda value: value > 0))
-NOT_NEGATIVE = Kind("a finite number from 0", _real(lambda value: value >= 0))
-FRACTION = Kind("a number from 0 to 1", _real(lambda value: 0 <= value <= 1))
+COUNT = whole(1)
+WHOLE = whole()
+INDEX = Kind("a whole number", whole(-LARGEST - 1).has)
+NOT_NEGATIVE = number(0.0)
+POSITIVE = Kind("a positive finite number", lambda value: NOT_NEGATIVE.has(value) and value > 0)
+FRACTION = Kind("a number from 0 to 1", number(0.0, 1.0).has)
 TEXT = a(str, words="a text")
 PATH = Kind("a path", _is_path)
 CALLABLE = Kind("callable", lambda value: callable(value) and not isinstance(value, type))

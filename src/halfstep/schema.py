@@ -16,22 +16,19 @@ A table is made of Python's own literals; `check` raises an error that names the
 from __future__ import annotations
 
 import json
-import math
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from halfstep.arguments import Kind, shown
+from halfstep.arguments import Kind, number, shown, whole
 from halfstep.errors import HalfstepError, did_you_mean
 
 __all__ = ["Each", "check", "is_bounded", "number", "read_json", "regular", "text", "whole"]
 
-LARGEST = 2**63 - 1  # that a counter on a device can hold
 DEEPEST = 100  # levels of containers
 NOTHING = "nothing was loaded"
 
@@ -42,29 +39,6 @@ class Each:
 
     key: Any
     value: Any
-
-
-def whole(low: int = 0, high: int = LARGEST, *, of: str = "") -> Kind:
-    """Return the kind of whole numbers within bounds; `of` says what they count."""
-    words = f"a whole number{of and ' of '}{of} from {low}{'' if high == LARGEST else f' to {high}'}"
-    is_whole: Callable[[Any], bool] = lambda n: isinstance(n, Integral) and not isinstance(n, (bool, float))  # noqa: E731
-    return Kind(words, lambda n: is_whole(n) and low <= int(n) <= high)
-
-
-def number(low: float = -math.inf, high: float = math.inf, *, finite: bool = True) -> Kind:
-    """Return the kind of numbers within bounds; ``finite=False`` allows infinities and nan."""
-
-    def test(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            return False
-        try:
-            known = float(value)
-        except OverflowError:
-            return False
-        return low <= known <= high and math.isfinite(known) if finite else True
-
-    bounds = "" if low == -math.inf else f" from {low:g}" + ("" if high == math.inf else f" to {high:g}")
-    return Kind(f"a {'finite ' if finite else ''}number{bounds}", test)
 
 
 def text(pattern: str = "(?s:.*)", words: str = "text") -> Kind:

@@ -19,7 +19,7 @@ from halfstep.errors import CheckpointError, StepError
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
-from halfstep.update.rates import check_rates
+from halfstep.update.updater import check_rates
 
 __all__ = [
     "LOSS",

@@ -77,20 +77,9 @@ def one_thread(function: F) -> F:
 class Moments:
     """Calls the parts of one training step, and keeps how far its current call has come.
 
-    Attributes:
-        parts: in their order.
-        phase: how far a call has come, or where it was cut off.
-        grad: whether gradients were recorded where the call came from.
-        scheduler: the scheduler before the step it is making.
-        interrupted: the phase in which it makes that step.
-        critical: the context manager of the critical part.
-        cause: what ended a part that cannot be undone.
-        loss_scale: the method of the last part that decides it.
-
-    The moments of `Part` are attributes too: lists of the methods to call.
+    The moments of `Part` are attributes: lists of the methods to call. `_list` makes those that are annotated here.
     """
 
-    # ``_list`` makes a list of each name that is annotated here
     begin_call: list[Callable[[], None]]
     begin_window: list[Callable[[], None]]
     begin_micro_batch: list[Callable[..., None]]
@@ -108,12 +97,13 @@ class Moments:
     loss_scale: list[Callable[[torch.device], Tensor]]
 
     def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
-        self.phase = self.interrupted = Phase.REST
-        self.grad = True
-        self.has_written = has_written
-        self.scheduler: Snapshot | None = None
+        self.phase = Phase.REST  # how far a call has come, or where it was cut off
+        self.grad = True  # whether gradients were recorded where the call came from
+        self.has_written = has_written  # whether an update under way has changed anything, as far as is known
+        self.scheduler: Snapshot | None = None  # the scheduler before the step it is making
+        self.interrupted = Phase.REST  # the phase in which it makes that step
         self.critical = Deferral()
-        self.cause = ""
+        self.cause = ""  # what ended a part that cannot be undone
         self._one: Tensor | None = None
         self._list(parts)
 
@@ -204,18 +194,13 @@ class Moments:
 
 
 class Watchers(list[StepWatcher]):
-    """The watchers of a training step, as a part of it.
-
-    Attributes:
-        parameters: returns the optimizer's parameters that have gradients.
-        paused: whether they see nothing: a captured update is no update.
-        discards: returns whether these parameters' window runs again instead, which is no update either.
-    """
+    """The watchers of a training step, as a part of it."""
 
     def __init__(self, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         super().__init__()
-        self.parameters, self.paused = parameters, False
-        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None
+        self.parameters = parameters  # returns the optimizer's parameters that have gradients
+        self.paused = False  # whether they see nothing: a captured update is no update
+        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None  # whether their window runs again instead
 
     def before_update(self) -> None:
         """Show the watchers what is about to be updated."""

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.arguments import Kind, shown
+from halfstep.arguments import LARGEST, Kind, number, shown, whole
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
 from halfstep.scale.state import OWN_COUNTERS
-from halfstep.schema import LARGEST, Each, check, number, text, whole
+from halfstep.schema import Each, check, text
 from halfstep.weights.draws import ROUNDING as DRAWN
 
 __all__ = ["NUMBER", "PLAIN", "SHARDED", "STATE", "check_model", "check_optimizer", "check_scheduler"]

@@ -42,8 +42,9 @@ from halfstep.step.part import Batch, Run
 from halfstep.step.settings import Settings
 from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
+from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.compiler import keep_out
-from halfstep.update.phases import profiler_runs, show_phases
+from halfstep.update.phases import show_phases
 from halfstep.update.updater import Culprits
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class TrainStep(Settings, Stateful):
             self._moments.refuse(self.record.done)
         moments = self._moments
         moments.grad = torch.is_grad_enabled()
-        if profiler_runs():
+        if profiler_enabled():
             show_phases(self)
         if self.cuda_graph or self.record.awaited:  # a graph reads its learning rate when it begins
             self._verdicts.settle(wait=self.cuda_graph)

@@ -41,12 +41,7 @@ LOG = logging.getLogger("halfstep")
 
 
 class Undecided:
-    """The place of `Moments` in a training step with policy="auto", before its first call.
-
-    Attributes:
-        phase: as of `Moments`.
-        parts: those that were added; the step has them after its choice.
-    """
+    """The place of `Moments` in a training step with policy="auto", before its first call."""
 
     phase = Phase.UNDECIDED
 

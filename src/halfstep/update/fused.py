@@ -12,7 +12,7 @@ which are called without torch's dispatcher unless a dispatch mode or a profiler
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -30,9 +30,9 @@ from halfstep.kernels.native.calls import Columns, Kernels, Packed
 from halfstep.kernels.optimizers import BY_TYPE
 from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
+from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.modes import len_torch_dispatch_stack
 from halfstep.torch_private.modules import STEPPED
-from halfstep.update.phases import profiler_runs
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
@@ -66,7 +66,7 @@ class GradientCheck:
 
 
 def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
-    """Read `gradients` once."""
+    """Read `gradients`, still scaled, once; `divisor`, 0-dim fp32, unscales them."""
     norms = norms_for(gradients)
     return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
 
@@ -76,29 +76,17 @@ def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_no
 
 @dataclass(slots=True)
 class _Call:
-    """One call of an operator: the parameters of one group that have one form.
+    """One call of an operator: the parameters of one group that have one form."""
 
-    Attributes:
-        group: the optimizer's, with its numbers.
-        form: note [forms] in `kernels.ops`.
-        shard: which part of sharded parameters is here (`shard_of`); None where none is sharded.
-        start: place of its first parameter in the update, which numbers random bits.
-        chosen: places of its parameters among those of the update.
-        values: weights, and what is beside them.
-        states: a list for each of the optimizer's states.
-        counters: a list for each of its counters.
-        packed: the same for the native kernels; None: not packed.
-    """
-
-    group: dict[str, Any]
-    form: str
-    shard: int | None
-    start: int
-    chosen: list[int]
-    values: tuple[list[Tensor], list[Tensor]]
+    group: dict[str, Any]  # the optimizer's, with its numbers
+    form: str  # note [forms] in `kernels.ops`
+    shard: int | None  # which part of sharded parameters is here (`shard_of`); None where none is sharded
+    start: int  # place of its first parameter in the update, which numbers random bits
+    chosen: list[int]  # places of its parameters among those of the update
+    values: tuple[list[Tensor], list[Tensor]]  # weights, and what is beside them
     states: list[list[Tensor]]
     counters: list[list[Tensor]]
-    packed: Packed | None = None
+    packed: Packed | None = None  # all of these for the native kernels
 
     def tensors(self) -> tuple[list[Tensor], ...]:
         """Return the lists that the operator takes before the gradients."""
@@ -108,8 +96,8 @@ class _Call:
 class FusedUpdate:
     """The updates of parameters that have gradients, gathered before anything is written: note [tables].
 
-    Attributes:
-        stays: whether it can be used again, as long as it `fits`.
+    `states` keeps the states of the optimizer in bf16; None: they are fp32. `part` is the number of the first parameter
+    where these are only some of the update's, whose random bits the caller counts; None: they are all.
     """
 
     def __init__(
@@ -136,7 +124,7 @@ class FusedUpdate:
         in_place = all(
             same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
         )
-        self.stays = (
+        self.stays = (  # whether it can be used again, as long as it `fits`
             part is None
             and in_place
             and not self._made
@@ -259,7 +247,7 @@ class FusedUpdate:
 
     def _direct(self) -> Kernels | None:
         """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
-        return None if len_torch_dispatch_stack() or profiler_runs() else self._kernels
+        return None if len_torch_dispatch_stack() or profiler_enabled() else self._kernels
 
     # ------------------------------------------------------------------ the two passes
 
@@ -271,7 +259,10 @@ class FusedUpdate:
         return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
     def write(self, factor: Tensor, bad: Tensor) -> None:
-        """Write weights, states and step counts; waits for nothing."""
+        """Write weights, states and step counts unless `bad`, from gradients times `factor`; both 0-dim, of the device.
+
+        Waits for nothing.
+        """
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
         spec = self._update_spec
         for parameter, state, value in self._made:
@@ -308,10 +299,7 @@ def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _by_form(
     parameters: Sequence[nn.Parameter], store: WeightStore | None
 ) -> list[tuple[str, int | None, list[nn.Parameter]]]:
-    """Return the parameters that have gradients, those with something behind them first.
-
-    With each list its form, and which part of its sharded parameters is here (`shard_of`); None where none is sharded.
-    """
+    """Return (form, shard, parameters) as in `_Call` of those that have gradients, those with values behind first."""
     able = [p for p in parameters if p.grad is not None]
     if store is None:
         lists = [("plain", able)]
@@ -333,11 +321,13 @@ def _like(gradient: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
-def _options(keys: Sequence[str], group: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of `OptimizerSpec.keys` in a group; one that older torch does not have is off."""
+def _options(keys: Sequence[str], group: Mapping[str, Any]) -> list[Any]:
+    """Return the values of `OptimizerSpec.keys` in a group; one that older torch does not have is off."""
+    values = []
     for key in keys:
         value = group.get(key, False)
         if key == "betas":
-            yield from value
+            values += value
         else:
-            yield value
+            values.append(value)
+    return values

@@ -129,7 +129,10 @@ def takes_predicate(optimizer: Optimizer) -> bool:
 
 
 def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None) -> bool:
-    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`."""
+    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
+
+    Both are 0-dim; `gradients` are those that its parameters hold, multiplied in place where it cannot do so itself.
+    """
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)
     if takes_predicate(optimizer):

@@ -59,36 +59,20 @@ RESETS = 3  # before a warning that graphs are captured again and again
 
 @dataclass(slots=True)
 class _Graph:
-    """One graph: of one kind of batch at one place of a window.
+    """One graph: of one kind of batch at one place of a window."""
 
-    Attributes:
-        calls: warm-ups so far.
-        replay: repeats what was captured; None before that.
-        inputs: static tensors of the batch; made by the first call.
-        outputs: what the step returned while it was captured, in static tensors.
-        numbers: scale, gradient norm, all gradients' norms, and the loss if it is fp32, in one fp32 tensor.
-        skipped: 0-dim bool.
-        gradients: what the parameters hold afterwards.
-        open: the statistics that wait for the verdict afterwards.
-    """
-
-    calls: int = 0
-    replay: Callable[[], None] | None = None
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: StepResult | None = None
-    numbers: Tensor | None = None
-    skipped: Tensor | None = None
-    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    open: Any = None
+    calls: int = 0  # warm-ups so far
+    replay: Callable[[], None] | None = None  # repeats what was captured; None before that
+    inputs: list[Tensor] = field(default_factory=list)  # static tensors of the batch; made by the first call
+    outputs: StepResult | None = None  # what the step returned while it was captured, in static tensors
+    numbers: Tensor | None = None  # fp32: scale, gradient norm, all gradients' norms, and the loss if it is fp32
+    skipped: Tensor | None = None  # 0-dim bool
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # what parameters hold afterwards
+    open: Any = None  # the statistics that wait for the verdict afterwards
 
 
 class Graphs:
-    """The graphs of one training step.
-
-    Attributes:
-        captures: how many graphs were captured so far.
-        replays: how many calls were replays.
-    """
+    """The graphs of one training step; `captures` and `replays` count them and the calls that were replays."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ from halfstep.weights.ranks import refuse_waiting_hook
 
 __all__ = ["OneRank", "ranks_of"]
 
-NOTHING: AbstractContextManager[None] = nullcontext()
+NOTHING = nullcontext()
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
 """Parts of the names of torch's communication hooks that update parameters."""
@@ -157,7 +157,8 @@ class Ranks(OneRank):
         first = ddp.static_graph and not has_recorded_static_graph(ddp)
         postpones = not first and (self.own or self.joining or not last)
         model: Any = self._model
-        return model.no_sync() if postpones else NOTHING
+        context: AbstractContextManager[Any] = model.no_sync() if postpones else NOTHING
+        return context
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ where windows run again (`retry`) only: 9 and 34 microseconds a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,27 +50,16 @@ STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A micro-batch as it was before its forward pass.
-
-    Attributes:
-        batch: the positional arguments of the loss function.
-        named: its named arguments.
-        random: states of torch's generators, by device.
-        versions: how often each tensor of the batch had been written to.
-        loss: what came out, detached; None until it has.
-        seed: what the backward pass began with; None for 1.
-        tensors: those of the batch; kept where windows run again, else empty.
-        put_generators: puts all generators back, those of Python, NumPy and modules too; None: not kept.
-    """
+    """A micro-batch as it was before its forward pass."""
 
     batch: tuple[Any, ...]
     named: dict[str, Any]
-    random: dict[str, Tensor]
-    versions: list[int]
-    loss: Tensor | None = None
-    seed: Tensor | None = None
-    tensors: Sequence[Tensor] = ()
-    put_generators: Callable[[], None] | None = None
+    random: dict[str, Tensor]  # states of torch's generators, by device
+    versions: list[int]  # how often each tensor of the batch had been written to
+    loss: Tensor | None = None  # what came out, detached; None until it has
+    seed: Tensor | None = None  # what the backward pass began with; None for 1
+    tensors: Sequence[Tensor] = ()  # those of the batch; kept where windows run again
+    put_generators: Callable[[], None] | None = None  # also those of Python, NumPy and modules; None: not kept
     _bytes: int = -1
 
     def bytes(self) -> int:
@@ -86,29 +75,17 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """The micro-batches of one update, and the verdict on it.
-
-    Attributes:
-        batches: the micro-batches.
-        buffers: (module, name, value before the window) of buffers that forward passes change.
-        last: number of the last micro-batch.
-        scale: 0-dim, the loss scale; None: not known.
-        flag: 0-dim bool on the device: the update was not applied; None before it.
-        bad: that flag, as soon as it has been read.
-        lossy: whether a loss was not finite, as soon as that has been read.
-        seen: whether the black box has been given it.
-        dropped: how many of the first micro-batches have lost their batch to `History.limit`.
-    """
+    """The micro-batches of one update, and the verdict on it."""
 
     batches: list[MicroBatch] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    last: int = 0
-    scale: Tensor | None = None
-    flag: Tensor | None = None
-    bad: bool | None = None
-    lossy: bool | None = None
-    seen: bool = False
-    dropped: int = 0
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)  # those that change, before the window
+    last: int = 0  # number of the last micro-batch
+    scale: Tensor | None = None  # 0-dim, the loss scale; None: not known
+    flag: Tensor | None = None  # 0-dim bool on the device: the update was not applied; None before it
+    bad: bool | None = None  # that flag, as soon as it has been read
+    lossy: bool | None = None  # whether a loss was not finite, as soon as that has been read
+    seen: bool = False  # whether the black box has been given it
+    dropped: int = 0  # how many of the first micro-batches have lost their batch to `History.limit`
 
     @property
     def wrong(self) -> bool:
@@ -132,20 +109,15 @@ class Landing:
     """A few values of an update on their way from an accelerator to the host, for which nothing waits.
 
     They are copied to pinned memory; an event says when they are there. Sending again takes the place of the last ones.
-
-    Attributes:
-        devices: types of devices that send something; chosen for this machine where a subclass does not.
-        flag: the first of them, on its device; None: nothing was sent.
-        waits: how often the host has waited for them.
     """
 
-    devices: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()  # types that send something; chosen for this machine unless a subclass does
 
     def __init__(self) -> None:
         if not self.devices:
             self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
-        self.flag: Tensor | None = None
-        self.waits = 0
+        self.flag: Tensor | None = None  # the first value, on its device; None: nothing was sent
+        self.waits = 0  # how often the host has waited
         self._pinned: list[Tensor] = []
         self._event: Any = None
 
@@ -199,21 +171,6 @@ class Record(Part):
         kept: the micro-batch that begins; None: not kept.
         saving: the last `hs.save`, whose writing may be under way.
     """
-
-    __slots__ = (
-        "awaited",
-        "bad",
-        "done",
-        "history",
-        "host_reads",
-        "kept",
-        "landing",
-        "micro_batches",
-        "saving",
-        "scale",
-        "scheduled",
-        "signals",
-    )
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
         self.done = self.micro_batches = self.host_reads = 0
@@ -305,16 +262,10 @@ class Record(Part):
 class History:
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
-    Attributes:
-        window: the current one.
-        judged: that of the last update, until its verdict is known and good, or was examined.
-        watched: whether good updates are of interest too; else a CPU drops their batches at once.
-        examined: whether a black box reads it; else a window is dropped with its update.
-        landing: what of the last update is on its way to the host.
-        signals: what samples parameters and batches of some updates.
-        limit: the most bytes of tensors that the batches kept may have together; beyond it the oldest are dropped,
-            never the newest, and a verdict names what it could not run again. May be set at any time. A window that
-            may run again (`retry`) stays whole.
+    `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
+    black box reads it; else a window is dropped with its update. Beyond `limit` bytes of tensors the oldest batches are
+    dropped, never the newest, and a verdict names what it could not run again; it may be set at any time. A window that
+    may run again (`retry`) stays whole.
     """
 
     def __init__(
@@ -332,8 +283,8 @@ class History:
         self._limit = LIMIT
         self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
-        self.window = Window()
-        self.judged: Window | None = None
+        self.window = Window()  # the current one
+        self.judged: Window | None = None  # of the last update, until its verdict is known and good, or was examined
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._unchanged: list[tuple[nn.Module, str, Tensor, int]] | None = None  # buffers, with their versions
 
@@ -362,10 +313,7 @@ class History:
 
     def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
         """Keep micro-batch `number` and the states of generators before its forward pass."""
-        values = (*batch, *named.values())
-        flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
-        versions = versions_of_tensors(values) if flat else versions_of((batch, named))
-        kept = MicroBatch(batch, named, random_states(), versions)
+        kept = MicroBatch(batch, named, random_states(), versions_of((*batch, *named.values())))
         if self._own is not None:
             kept.tensors, kept.put_generators = tensors((batch, named)), noted(self._own)
         if not self.window.batches:
@@ -502,14 +450,10 @@ def _size(tensor: Tensor) -> int:
     return (tensor.values() if tensor.layout in ROWS else tensor).nbytes
 
 
-def versions_of(tree: Any) -> list[int]:
-    """Return how often each tensor of `tree` has been written to; those of inference mode do not count it."""
-    return versions_of_tensors(tensors(tree))
-
-
-def versions_of_tensors(found: Iterable[Tensor]) -> list[int]:
-    """Return the versions of tensors, as `versions_of`."""
-    return [t._version for t in found if not t.is_inference()]
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """Return how often each tensor of some values has been written to; those of inference mode do not count it."""
+    flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
+    return [t._version for t in (values if flat else tensors(values)) if not t.is_inference()]
 
 
 def random_states() -> dict[str, Tensor]:

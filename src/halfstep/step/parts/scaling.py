@@ -60,15 +60,7 @@ class Scaling(Part):
 
 
 class Retry(Part):
-    """Decides which windows of one training step run again; a part of it, after its scaler.
-
-    Attributes:
-        moments: of the step; assigned when they are made.
-        due: whether the last attempt was discarded, and the window must run again.
-        retries: how often the window of the current call has run again.
-        fallen: the loss scale that the window runs with again; None: the scaler's.
-        poisoned: whether backward passes start from nan; see note [ranks].
-    """
+    """Decides which windows of one training step run again; a part of it, after its scaler."""
 
     def __init__(
         self,
@@ -79,7 +71,7 @@ class Retry(Part):
         model: nn.Module,
         ranks: OneRank,
     ) -> None:
-        self.moments: Moments
+        self.moments: Moments  # assigned when they are made
         self._ranks = ranks
         self.most, self.scaler, self.optimizer, self.record = most, scaler, optimizer, record
         if record.history is None:
@@ -91,9 +83,10 @@ class Retry(Part):
 
     def begin_call(self) -> None:
         """Begin a call of the step; forget what an earlier call has left if it was cut off."""
-        self.due = self.poisoned = False
+        self.due = False  # whether the last attempt was discarded, and the window must run again
+        self.poisoned = False  # whether backward passes start from nan; see note [ranks]
         self.retries = self._uncounted = 0
-        self.fallen: float | None = None
+        self.fallen: float | None = None  # the loss scale that the window runs with again; None: the scaler's
 
     # ------------------------------------------------------------------ the decision
 

@@ -46,24 +46,16 @@ it was not applied (None: it was); what the norms are to be divided by (None: no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What `Signals` remembers, as plain values, the oldest first. nan: not known.
+    """What `Signals` remembers, as plain values, the oldest first. nan: not known."""
 
-    Attributes:
-        steps: of each update, the number of its last micro-batch.
-        losses: the loss of that micro-batch, unscaled.
-        gradients: the unscaled norm of all gradients before clipping; in a loop written by hand their largest element.
-        applied: whether the update was applied, as far as is known: its gradients were finite.
-        weights: (step, norm as of `Weights`) of sampled updates, before the update, while the same were trained.
-        inputs: (step, largest magnitude of each floating tensor of a batch, in the order of `trees.tensors`) of sampled
-            updates, and of those whose loss was far above the losses before.
-    """
-
-    steps: tuple[int, ...] = ()
-    losses: tuple[float, ...] = ()
-    gradients: tuple[float, ...] = ()
-    applied: tuple[bool, ...] = ()
-    weights: tuple[tuple[int, float], ...] = ()
+    steps: tuple[int, ...] = ()  # of each update, the number of its last micro-batch
+    losses: tuple[float, ...] = ()  # the loss of that micro-batch, unscaled
+    gradients: tuple[float, ...] = ()  # norm of all before clipping, unscaled; in a loop written by hand the largest
+    applied: tuple[bool, ...] = ()  # whether its gradients were finite, as far as is known
+    weights: tuple[tuple[int, float], ...] = ()  # (step, norm of the parameters trained now) before sampled updates
     inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(step, largest magnitude of each floating tensor of a batch, in the order of `trees.tensors`) of sampled updates,
+    and of those whose loss was far above the losses before."""
 
     def updates(self, until: float = math.inf) -> list[tuple[int, float, float]]:
         """Return (step, loss, gradient norm) of the updates that were applied before step `until`."""
@@ -73,15 +65,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part.
+    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part."""
 
-    Attributes:
-        norms: 2-norms of groups of them, on their devices.
-        count: their elements.
-    """
-
-    norms: tuple[Tensor, ...]
-    count: int
+    norms: tuple[Tensor, ...]  # 2-norms of groups of them, on their devices
+    count: int  # their elements
 
     @classmethod
     def of(cls, model: nn.Module) -> Weights:
@@ -111,22 +98,14 @@ class Weights:
 
 
 class Signals:
-    """Remembers the last updates of one run.
-
-    Attributes:
-        windows: updates begun so far.
-        due: number of the update at which to call `sample`.
-        recent: the last updates, to append to.
-    """
-
-    __slots__ = ("_inputs", "_weights", "due", "recent", "windows")
+    """Remembers the last updates of one run."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: a checkpoint has been loaded."""
-        self.windows, self.due = 0, 1
+        self.windows, self.due = 0, 1  # updates begun so far; number of the one at which to call `sample`
         self.recent: deque[Update] = deque(maxlen=UPDATES)
         self._weights: deque[tuple[int, Weights]] = deque(maxlen=SAMPLES)
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)

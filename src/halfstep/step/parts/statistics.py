@@ -51,11 +51,7 @@ class Statistics(Part):
     format, into memory that stays: a handful of launches whatever the number of norms, and nothing is allocated. (One
     clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
 
-    Attributes:
-        models: by id, the models it looks after: `add` the others that run in the step. References are weak: a model
-            that the program drops (a target network that is replaced) is dropped here.
-        open: the buffers that a verdict, or `abort`, may still restore.
-        blind: whether verdicts must not be read on the host: a captured step repeats what was done once.
+    References to models are weak: one that the program drops (a target network that is replaced) is dropped here.
     """
 
     def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:
@@ -64,8 +60,8 @@ class Statistics(Part):
         self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
         self._found: list[Tensor] = []  # their buffers
         self._join = join
-        self.open: list[_Kind] = []
-        self.blind = False
+        self.open: list[_Kind] = []  # the buffers that a verdict, or `abort`, may still restore
+        self.blind = False  # whether verdicts must not be read on the host: a captured step repeats what was done
         self.add(model)
 
     def add(self, model: nn.Module) -> None:

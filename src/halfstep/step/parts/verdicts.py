@@ -31,19 +31,16 @@ NUMBERS = count(1)
 class Verdicts(Part):
     """Gives the verdict on each update of one training step to its scheduler and its black box.
 
-    Attributes:
-        ordinal: number of the step among those of this process that several ranks make together, from 1; 0 for a step
-            that this process makes alone.
-        box: the black box; None before the first step that is not finite.
-        moments: of the step; assigned when they are made.
+    Ranks that are not `alone` examine a bad one together: each rank reaches the same place of the same step. `ordinal`
+    numbers the steps of this process that several ranks make together, from 1; 0 for a step that it makes alone.
     """
 
     def __init__(self, step: TrainStep, *, alone: bool) -> None:
         self._step, self.alone = weakref.ref(step), alone
-        self.moments: Moments
+        self.moments: Moments  # assigned when they are made
         self._record = step.record
         self.ordinal = 0 if alone else next(NUMBERS)
-        self.box: Any = None
+        self.box: Any = None  # the black box, from the first step on that is not finite
 
     def before_update(self) -> None:
         """Examine the last update with the other ranks, while the parameters are those that it left."""
