@@ -53,17 +53,11 @@ LARGEST = 2**63 - 1  # that a counter on a device can hold
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Values that an argument may have.
+    """Values that an argument may have."""
 
-    Attributes:
-        words: what an error says is expected.
-        has: whether a value is one of them.
-        options: names to compare a wrong text with.
-    """
-
-    words: str
+    words: str  # what an error says is expected
     has: Callable[[Any], bool]
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # names to compare a wrong text with
 
     def __or__(self, other: Kind) -> Kind:
         return Kind(

@@ -27,6 +27,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -130,14 +131,10 @@ def _content(container: Any) -> list[Any]:
 def _put(container: Any, content: list[Any]) -> None:
     """Give a container its items back; nothing is written if they are the same objects in the same order."""
     now = _content(container)
-    same: Callable[[Any, Any], bool] = _same_pair if isinstance(container, dict) else is_
-    if len(now) != len(content) or not all(map(same, now, content)):
+    pairs = [now, content] if not isinstance(container, dict) else [[*chain.from_iterable(x)] for x in (now, content)]
+    if len(now) != len(content) or not all(map(is_, *pairs)):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
-
-
-def _same_pair(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] is other[0] and one[1] is other[1]
 
 
 def contents(containers: Iterable[Any], depth: int = 0) -> Callable[[], None]:
@@ -215,9 +212,9 @@ def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class Modules:
-    """A part: the modules of some models, and others that a loss function calls besides (a critic, a teacher).
+    """A part: attributes, generators and buffers of some models, and of others that a loss function calls (a critic).
 
-    Their attributes, generators and buffers, which are copied, and copied back where they were written to.
+    `known` modules are noted elsewhere; with `gradients` these are noted too, by reference and by value.
     """
 
     def __init__(self, *models: nn.Module, known: Iterable[nn.Module] = (), gradients: bool = False) -> None:

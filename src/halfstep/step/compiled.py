@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StepError, did_you_mean
-from halfstep.formats import DTYPES
-from halfstep.policy.policy import Policy
 from halfstep.torch_private.compiler import counters, functorch_settings
 from halfstep.trees import map_tensors
 
-__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
+__all__ = ["CompiledLoss", "compile_options", "uses_graphs"]
 
 LOG = logging.getLogger("halfstep.step")
 OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
@@ -137,12 +135,3 @@ class CompiledLoss:
                 "compile={'fullgraph': True} makes this an error. Dynamo says: %s",
                 reason.strip().partition("\n")[0],
             )
-
-
-def refuse_untraceable(policy: Policy) -> None:
-    """Refuse to compile under a policy whose operators no compiler can trace."""
-    if policy.dtype not in {"auto", *DTYPES}:
-        raise StepError(
-            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
-            "compile out, or choose a format that torch has"
-        )

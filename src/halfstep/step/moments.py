@@ -77,7 +77,7 @@ def one_thread(function: F) -> F:
 class Moments:
     """Calls the parts of one training step, and keeps how far its current call has come.
 
-    The moments of `Part` are attributes: lists of the methods to call. `_list` makes those that are annotated here.
+    The moments of `Part` are attributes: lists of the methods to call. `call` makes those that are annotated here.
     """
 
     begin_call: list[Callable[[], None]]
@@ -105,10 +105,10 @@ class Moments:
         self.critical = Deferral()
         self.cause = ""  # what ended a part that cannot be undone
         self._one: Tensor | None = None
-        self._list(parts)
+        self.call(parts)
 
-    def _list(self, parts: Iterable[object]) -> None:
-        """Find the methods of parts to call."""
+    def call(self, parts: Iterable[object]) -> None:
+        """Call these parts from now on: find their methods."""
         self.parts: tuple[object, ...] = (*parts,)
         for name in Moments.__annotations__:
             methods = [*self._methods(name)]
@@ -132,11 +132,11 @@ class Moments:
 
     def add(self, part: object) -> None:
         """Call `part` too: it is the last of all."""
-        self._list((*self.parts, part))
+        self.call((*self.parts, part))
 
     def remove(self, part: object) -> None:
         """Call `part` no longer, if it is one of the parts."""
-        self._list(other for other in self.parts if other is not part)
+        self.call(other for other in self.parts if other is not part)
 
     def begin(self) -> None:
         """Begin a window of micro-batches."""

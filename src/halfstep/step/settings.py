@@ -30,23 +30,24 @@ from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.events import StepResult
+from halfstep.formats import DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given, check_loss_function, check_optimizer, check_scheduler, limit
-from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
+from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
 from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
-from halfstep.step.parts.in_backward import InBackward, in_backward
+from halfstep.step.parts.in_backward import InBackward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import ranks_of
 from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
-from halfstep.step.state import KEPT, refuse_window
+from halfstep.step.state import refuse_window
 from halfstep.update import optimizer_step, updater
 from halfstep.update.updater import Updater
 
@@ -148,12 +149,11 @@ class Settings:
     def add_part(self, part: P, *, in_graphs: bool = False) -> P:
         """Call `part` too, after the others, from the next call of the step on; return it.
 
-        Args:
-            part: a `Part`.
-            in_graphs: accept it also in a step that replays CUDA graphs, which calls its `end_call` alone.
+        A step that replays CUDA graphs, in which Python does not run, refuses it; with `in_graphs` it calls its
+        `end_call` alone.
 
         Raises:
-            StepError: it is no `hs.step.Part`; or the step replays CUDA graphs, in which Python does not run.
+            StepError: it is no `hs.step.Part`, or the step replays CUDA graphs.
         """
         if not isinstance(part, Part):
             raise StepError(f"add_part({type(part).__name__}): expected an hs.step.Part")
@@ -246,20 +246,21 @@ class Settings:
         options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=given.cuda_graph)
         device = refuse_graph(model, optimizer) if given.cuda_graph else None
         wanted = Policy.of(given.policy if given.policy is not None else prepared_policy(model) or "mixed")
-        if options is not None:
-            refuse_untraceable(wanted)
+        if options is not None and wanted.dtype not in {"auto", *DTYPES}:
+            raise StepError(
+                f"compile: format {wanted.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
+                "compile out, or choose a format that torch has"
+            )
         self._ranks = ranks_of(model, wanted)
         self._compiled = None if options is None else CompiledLoss(given.loss_fn, options)
-        alone = getattr(model, "no_sync", None) is None and not is_distributed(unwrap(model))
         with unchanged_on_failure(model, optimizer):
             # a graph repeats work that Python does not see and could not run again
             replayable = given.blackbox is not False and not given.cuda_graph
             self._record = Record(unwrap(model), replayable=replayable)
-            one_pass = given.clip_value is None and updater.suits(optimizer)
+            one_pass = given.clip_value is None and not updater.unsuited(optimizer)
             _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
             self._binding: Binding = binding_of(unwrap(model))  # type: ignore[assignment]
             self._scaler = own_scaler if given.scaler is None else given.scaler
-            self._verdicts = Verdicts(step, alone=alone)
             self._make_parts()
             self._graphs = None
             if device is not None:
@@ -281,7 +282,11 @@ class Settings:
         self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self._binding.policy.grads == "fp32" else ()
         self._watchers = Watchers(self._updater.parameters)
-        parts: list[object] = [] if self._verdicts.alone else [self._verdicts]
+        self._moments = Moments((), self._updater.has_written)
+        moments: Any = weakref.proxy(self._moments)  # parts do not keep what calls them
+        alone = not wrapped and not is_distributed(model)
+        self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
+        parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record, self._copies]
         if given.accumulate > 1 and not wrapped:
             parts.append(AddedGradients(self._copies, record))
@@ -292,27 +297,29 @@ class Settings:
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
-        parts += [Scaling(self._scaler, optimizer)] if scales else []
         if scales and given.retry:
-            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks)
+            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks, moments)
             self._watchers.discards = retry.discards_unseen
             parts.append(retry)
+        elif scales:
+            parts.append(Scaling(self._scaler, optimizer))
         if windows:
             parts.append(Unfinished(optimizer, record, names))
-        self._in_backward = self._made_in_backward()
-        self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
-        moments: Any = weakref.proxy(self._moments)  # parts do not keep what calls them
-        self._verdicts.moments = moments
+        self._make_in_backward()
+        self._moments.call(parts)
         record.scheduled = given.scheduler is not None
-        for part in parts:
-            if isinstance(part, Retry):
-                part.moments = moments
         self._statistics = Statistics(model, self._moments.add)
         self._moments.add(KeptPages(self, moments))
 
-    def _made_in_backward(self) -> InBackward | None:
-        settings = {name: getattr(self, name) for name in KEPT} | {"alone": self._verdicts.alone}
-        return in_backward(unwrap(self.model), self._updater, self.record, self.watchers, settings)
+    def _make_in_backward(self) -> None:
+        if self.update_in_backward:
+            alone = self._verdicts.alone
+            self._in_backward = InBackward(
+                self._given, self._updater, self._scaler, self.record, self.watchers, alone=alone
+            )
+            self._moments.has_written = self._in_backward.has_written
+        else:
+            self._in_backward = None
 
     def _take_optimizer(self) -> None:
         """Refuse parameters without masters, and use the optimizer's fused form."""
@@ -340,12 +347,10 @@ class Settings:
         in_backward = self._in_backward
         with unchanged_on_failure(self.model, optimizer):
             try:
-                prepare_with(self.model, optimizer, binding.wanted, one_pass=updater.suits(optimizer))
+                prepare_with(self.model, optimizer, binding.wanted, one_pass=not updater.unsuited(optimizer))
                 self._use(optimizer)
                 self._take_optimizer()
-                if in_backward is not None:
-                    self._in_backward = self._made_in_backward()
-                    self._moments.has_written = (self._in_backward or self._updater).has_written
+                self._make_in_backward()
             except BaseException:
                 self._use(before)
                 self._in_backward = in_backward
@@ -355,7 +360,7 @@ class Settings:
         self._given.optimizer = optimizer
         self._updater.use(optimizer)
         for part in self.parts:
-            if isinstance(part, (Scaling, Retry, Unfinished)):
+            if isinstance(part, (Scaling, Unfinished)):
                 part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -96,11 +97,6 @@ def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
 # ---------------------------------------------------------------------- parts of the snapshot
 
 
-def _rounding(updater: Updater) -> Callable[[], None]:
-    before = rounding(updater)
-    return lambda: load_rounding(updater, before) if before else None
-
-
 def _scaler(step: TrainStep) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
@@ -185,7 +181,9 @@ class Stateful:
         self._moments.cut_off()
         step, updater, moments = cast("TrainStep", self), self._updater, self._moments
         number = check_state(step, state)
-        parts = [_rounding(updater), _scaler(step), optimizer_state(step.optimizer)]
+        bits = rounding(updater)
+        parts: list[Callable[[], None]] = [partial(load_rounding, updater, bits)] if bits else []
+        parts += [_scaler(step), optimizer_state(step.optimizer)]
         if step.scheduler is not None:
             parts.append(scheduler_state(step.scheduler, step.optimizer))
         snapshot = Snapshot(*parts)
@@ -194,7 +192,7 @@ class Stateful:
         written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
         try:
             weights = state.get(WEIGHTS, {})
-            if weights or rounding(updater):  # this and the scaler first: they check for themselves before they change
+            if weights or bits:  # this and the scaler first: they check for themselves before they change
                 load_rounding(updater, weights)
             step.scaler.load_state_dict(state["scaler"])
             saved = state["optimizer"]  # of which ZeroRedundancyOptimizer drops what other ranks have

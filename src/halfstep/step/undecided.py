@@ -26,7 +26,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.compiled import compile_options, uses_graphs
-from halfstep.step.moments import Phase
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
 from halfstep.step.state import CHOICE, check_state, rebuild
 from halfstep.update.updater import Deferral
@@ -40,13 +40,12 @@ __all__ = ["Undecided"]
 LOG = logging.getLogger("halfstep")
 
 
-class Undecided:
+class Undecided(Moments):
     """The place of `Moments` in a training step with policy="auto", before its first call."""
 
-    phase = Phase.UNDECIDED
-
     def __init__(self, step: TrainStep, make: type[TrainStep]) -> None:
-        self._step, self._make, self.parts = weakref.ref(step), make, tuple[object, ...]()
+        super().__init__((), bool)
+        self.phase, self._step, self._make = Phase.UNDECIDED, weakref.ref(step), make
         given: Any = step._given
         _refuse(given)
         ground = Ground(given.model, given.optimizer)
@@ -66,14 +65,6 @@ class Undecided:
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self.step, name) for name in SETTINGS}
-
-    def add(self, part: object) -> None:
-        """Give the step `part` when it has chosen."""
-        self.parts = (*self.parts, part)
-
-    def remove(self, part: object) -> None:
-        """Do not give it `part`."""
-        self.parts = tuple(other for other in self.parts if other is not part)
 
     def refuse(self, done: int) -> None:
         """Refuse nothing: no call was cut off."""

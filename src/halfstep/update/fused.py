@@ -50,19 +50,12 @@ _grad, _address = attrgetter("grad"), Tensor.data_ptr
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """The result of one reading pass over the gradients of a window, all of it on the device.
+    """The result of one reading pass over the gradients of a window, all of it on the device."""
 
-    Attributes:
-        norms: (number of gradients,) fp32 2-norms of the scaled gradients.
-        norm: 0-dim fp32, total 2-norm of the unscaled gradients.
-        bad: 0-dim bool, whether that norm is not finite.
-        factor: 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one.
-    """
-
-    norms: Tensor
-    norm: Tensor
-    bad: Tensor
-    factor: Tensor
+    norms: Tensor  # (number of gradients,) fp32 2-norms of the scaled gradients
+    norm: Tensor  # 0-dim fp32, total 2-norm of the unscaled gradients
+    bad: Tensor  # 0-dim bool, whether that norm is not finite
+    factor: Tensor  # 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one
 
 
 def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:

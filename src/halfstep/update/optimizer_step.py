@@ -76,17 +76,14 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
     device = parameter.device.type
-    if device not in {"cpu", "cuda"} or not _is_whole(parameter):
+    stored = type(Tensor.data.__get__(parameter))  # type: ignore[attr-defined]  # of C
+    if device not in {"cpu", "cuda"} or stored not in WHOLE_TENSORS:
         return False
     if not fused_works(type(optimizer), parameter):
         return False
     if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
     return parameter.dtype is torch.float32 or (parameter.dtype in LOW_DTYPES and type(optimizer) is not Adagrad)
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    return type(Tensor.data.__get__(parameter)) in WHOLE_TENSORS  # type: ignore[attr-defined, operator]  # of C
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -43,7 +43,7 @@ from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "Deferral", "Updater", "check_rates", "refusal", "suits", "unsuited"]
+__all__ = ["Culprits", "Deferral", "Updater", "check_rates", "refusal", "unsuited"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -102,10 +102,6 @@ class Updater:
                     f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
                     "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
-
-    def culprits(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Culprits:
-        """Return who names the parameters whose norm is not finite."""
-        return Culprits(norms=norms, parameters=parameters, names=self.names)
 
     def check_optimizer(self) -> None:
         """Do what `check_rates` and `_unknown` do, if one of the optimizer's options or hooks has changed."""
@@ -328,11 +324,6 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
     if store is not None and (reason := store.cannot_update()):
         return reason
     return cannot_update(parameters)
-
-
-def suits(optimizer: Optimizer) -> bool:
-    """Return whether `FusedUpdate` will step `optimizer` as it is, as far as can be told before there are gradients."""
-    return not unsuited(optimizer)
 
 
 def unsuited(optimizer: Optimizer) -> str:

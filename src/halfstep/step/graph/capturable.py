@@ -17,7 +17,7 @@ from halfstep.kernels.optimizers import optimizer_names
 from halfstep.step.recorder import recorder_for
 from halfstep.trees import opened
 from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
-from halfstep.update.updater import suits
+from halfstep.update.updater import unsuited
 
 __all__ = ["REMEDY", "kind_of", "place_of", "refuse_graph"]
 
@@ -46,7 +46,7 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False):
             raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
-    if not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate, suits)):
+    if unsuited(optimizer) and not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate)):
         raise StepError(
             f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
             f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "

@@ -23,7 +23,7 @@ last one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,8 @@ class Graphs:
         self._graphs: dict[Hashable, _Graph] = {}
         self._kinds: set[Hashable] = set()
         self._models: dict[int, nn.Module] = {}  # those that ran: graphs read their tensors, so they stay
-        self._static = StaticTensors()
+        self._scale: Tensor | None = None  # of a window, and gradients: note [windows]
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         self._rates = Rates(self._device)
         self._full = False
 
@@ -114,7 +115,7 @@ class Graphs:
         self._check_facts()
         graph, watched = self._graph_of(kind), self._watched()
         if graph is None or watched:
-            batch, named = map_tensors((batch, named), self._moved)
+            batch, named = map_tensors((batch, named), lambda tensor: tensor.to(self._device, non_blocking=True))
             result = self._recorder.warm(lambda: self._static_step(batch, named))
             return replace(result, scale=result.scale.clone())
         updates = step.record.micro_batches + 1 == step.accumulate
@@ -149,9 +150,6 @@ class Graphs:
                 )
         return any(watcher.wants_update() for watcher in self._step.watchers)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
-
     def _modes(self) -> Hashable:
         """Return what Python decides in models besides the batch."""
         self._models.update((key, m) for key, other in self._statistics.models.items() if (m := other()) is not None)
@@ -184,8 +182,14 @@ class Graphs:
         result = self._run(batch, named)
         if step.record.micro_batches:
             if first:
-                step.record.scale = self._static.static_scale(step.record.scale)
-            self._static.make_gradients_static(self._model.parameters())
+                self._scale = step.record.scale.clone() if self._scale is None else self._scale
+                step.record.scale = self._scale.copy_(step.record.scale)
+            made = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+            for parameter, gradient in made.items():
+                parameter.grad = self._gradients.setdefault(parameter, gradient)
+            moved = [p for p, gradient in made.items() if self._gradients[p] is not gradient]
+            if moved:
+                foreach_copy_([self._gradients[p] for p in moved], [made[p] for p in moved])
         return result
 
     # ------------------------------------------------------------------ capture and replay
@@ -233,7 +237,7 @@ class Graphs:
         step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
         self._moments.phase = Phase.MICRO_BATCH
         self.captures += 1
-        shapes = [*map(_shape, graph.inputs)]
+        shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in graph.inputs]
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, shapes)
 
     @staticmethod
@@ -280,8 +284,8 @@ class Graphs:
             parameter.grad = None
         for parameter, gradient in graph.gradients:
             parameter.grad = gradient
-        if not updates and self._static.scale is not None:
-            step.record.scale = self._static.scale
+        if not updates and self._scale is not None:
+            step.record.scale = self._scale
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
@@ -326,7 +330,7 @@ class Graphs:
                 self.reset()
             else:
                 raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
-        self._facts = facts
+        self._facts, self._state = facts, step.optimizer.state  # kept alive: its id is a fact
 
     def _report_reset(self, what: str) -> None:
         self._resets += 1
@@ -352,10 +356,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 # ------------------------------------------------------------------ what graphs read and depend on
 
 
@@ -371,20 +371,8 @@ def facts_of(step: TrainStep) -> dict[str, Any]:
         "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
         "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
         "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
-        "the optimizer's state": _Same(step.optimizer.state),
+        "the optimizer's state": id(step.optimizer.state),
     }
-
-
-class _Same:
-    """An object that is equal to itself only, and kept alive."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _on_device(rate: object) -> bool:
@@ -432,37 +420,3 @@ class Rates:
             if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
                 tensor.fill_(now)
                 self._filled[i] = now
-
-
-class StaticTensors:
-    """The gradients and the scale that one micro-batch of a window leaves for the next, at fixed addresses.
-
-    After every micro-batch, made by a graph or eagerly, they are copied to the same tensors.
-    """
-
-    def __init__(self) -> None:
-        self.scale: Tensor | None = None
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-
-    def static_scale(self, scale: Tensor) -> Tensor:
-        """Copy `scale` and return the copy, which is the same tensor every time."""
-        if self.scale is None:
-            self.scale = scale.clone()
-        else:
-            self.scale.copy_(scale)
-        return self.scale
-
-    def make_gradients_static(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their copies; the first of each parameter is the tensor that is static."""
-        static, made = [], []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            known = self._gradients.setdefault(parameter, gradient)
-            if known is not gradient:
-                static.append(known)
-                made.append(gradient)
-                parameter.grad = known
-        if static:
-            foreach_copy_(static, made)

@@ -17,23 +17,26 @@ backward pass belongs to the critical part: signals are deferred to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.arguments import Given
 from halfstep.step.loss import RECOMPUTES, graph_of
 from halfstep.step.moments import Moments
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.update.updater import Culprits, Updater, unsuited
 
-__all__ = ["InBackward", "in_backward"]
+__all__ = ["InBackward"]
 
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
@@ -47,7 +50,17 @@ REENTRANT = (
 class InBackward:
     """The updates of one training step, made inside its backward passes."""
 
-    def __init__(self, updater: Updater, record: Record, watchers: Sequence[object]) -> None:
+    def __init__(
+        self,
+        given: Given,
+        updater: Updater,
+        scaler: GradScaler,
+        record: Record,
+        watchers: Sequence[object],
+        *,
+        alone: bool,
+    ) -> None:
+        _refuse(given, updater, scaler, alone=alone)
         self._updater, self._record, self._watchers = updater, record, watchers
         store = updater.store
         self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
@@ -94,7 +107,8 @@ class InBackward:
         self._found.sort(key=lambda pair: order[id(pair[0])])
         parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
         self._found = []
-        return check_norms(norms, None, None)[0], self._bad, self._updater.culprits(norms, parameters)
+        culprits = Culprits(norms=norms, parameters=parameters, names=self._updater.names)
+        return check_norms(norms, None, None)[0], self._bad, culprits
 
     def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
         self._watch()
@@ -153,22 +167,19 @@ class InBackward:
             parameter.grad = None
 
 
-def in_backward(
-    model: nn.Module, updater: Updater, record: Record, watchers: Sequence[object], settings: Mapping[str, Any]
-) -> InBackward | None:
-    """Return what makes the updates of a training step in its backward passes; None: it was not asked to."""
-    if not settings["update_in_backward"]:
-        return None
+def _refuse(given: Given, updater: Updater, scaler: GradScaler, *, alone: bool) -> None:
+    """Refuse what an update needs more than one gradient at a time for; `alone`: no other ranks take part."""
     reason = unsuited(updater.optimizer) or ("" if updater.store is None else updater.store.cannot_update())
+    sparse = any(getattr(m, "sparse", False) for m in unwrap(given.model).modules())
     for refused, why in (
-        (settings["clip_norm"] is not None, "clip_norm needs the norm of all of them"),
-        (settings["clip_value"] is not None, "clip_value clips in a pass of its own"),
-        (settings["accumulate"] > 1, "accumulate adds those of several micro-batches first"),
-        (settings["scaler"].is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
-        (settings["cuda_graph"], "cuda_graph captures one update of all parameters"),
-        (bool(settings["compile"]), "compile makes all gradients of a graph at once, so that none is freed early"),
-        (not settings["alone"], "ranks average them, or have parts of them"),
-        (any(getattr(m, "sparse", False) for m in model.modules()), "an embedding of the model makes sparse ones"),
+        (given.clip_norm is not None, "clip_norm needs the norm of all of them"),
+        (given.clip_value is not None, "clip_value clips in a pass of its own"),
+        (given.accumulate > 1, "accumulate adds those of several micro-batches first"),
+        (scaler.is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
+        (given.cuda_graph, "cuda_graph captures one update of all parameters"),
+        (bool(given.compile), "compile makes all gradients of a graph at once, so that none is freed early"),
+        (not alone, "ranks average them, or have parts of them"),
+        (sparse, "an embedding of the model makes sparse ones"),
         (bool(reason), f"this needs halfstep's own update: {reason}"),
     ):
         if refused:
@@ -176,4 +187,3 @@ def in_backward(
                 f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of "
                 "the two out"
             )
-    return InBackward(updater, record, watchers)

@@ -323,10 +323,10 @@ class Ranks(OneRank):
         given, sent = self._given(bucket[0]), self._sent(bucket[0])
         wide = given if given.itemsize > sent.itemsize else sent  # what is divided, so that an fp16 sum stays in range
         parts = [
-            torch.zeros(p.numel(), dtype=wide, device=p.device) if p.grad is None else _dense(p.grad).to(wide)
+            torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
             for p in bucket
         ]
-        flat = torch.cat(parts).mul_(1 / self._count).to(sent)
+        flat = torch.cat([part.reshape(-1).to(wide) for part in parts]).mul_(1 / self._count).to(sent)
         dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self._group)
         for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             self._put(parameter, mean.view(parameter.shape))
@@ -356,11 +356,6 @@ class Ranks(OneRank):
     def _hook(self) -> str:
         """Return the name of the communication hook, "" for none; DDP's log names those of C++ too."""
         return "" if self.ddp.logger is None else str(logging_data(self.ddp).get("comm_hook", ""))
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """Return the elements of `gradient`, in order."""
-    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
 def _sparse(model: nn.Module) -> set[int]:

@@ -155,30 +155,18 @@ class Landing:
 
 
 class Record(Part):
-    """What a training step has done.
-
-    Attributes:
-        done: micro-batches of the updates made so far, applied or not.
-        micro_batches: those of the current window whose backward pass has run.
-        scale: 0-dim fp32, the loss scale of the current window, or of the last one.
-        bad: 0-dim bool, whether the last update was not applied, until the scheduler has read it; None: read, or none.
-        scheduled: whether a scheduler will read it.
-        awaited: whether a scheduler or a black box waits for it.
-        host_reads: how often the host had to wait until the device had done all of its work.
-        landing: what of the last update is on its way to the host.
-        signals: losses, norms and magnitudes of the last updates.
-        history: the micro-batches; None: not kept.
-        kept: the micro-batch that begins; None: not kept.
-        saving: the last `hs.save`, whose writing may be under way.
-    """
+    """What a training step has done."""
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
-        self.done = self.micro_batches = self.host_reads = 0
-        self.scale = torch.ones(())
-        self.bad: Tensor | None = None
-        self.scheduled = self.awaited = False
-        self.saving: Any = None
-        self.kept: MicroBatch | None = None
+        self.done = 0  # micro-batches of the updates made so far, applied or not
+        self.micro_batches = 0  # those of the current window whose backward pass has run
+        self.host_reads = 0  # how often the host had to wait until the device had done all of its work
+        self.scale = torch.ones(())  # 0-dim fp32, the loss scale of the current window, or of the last one
+        self.bad: Tensor | None = None  # 0-dim bool: the last update was not applied; None once a scheduler has read it
+        self.scheduled = False  # whether a scheduler will read it
+        self.awaited = False  # whether a scheduler or a black box waits for it
+        self.saving: Any = None  # the last `hs.save`, whose writing may be under way
+        self.kept: MicroBatch | None = None  # the micro-batch that begins
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
@@ -191,6 +179,11 @@ class Record(Part):
     @position.setter
     def position(self, before: tuple[Any, ...]) -> None:
         self.done, self.micro_batches, self.scale, self.bad, self.host_reads = before
+
+    @property
+    def judged(self) -> bool:
+        """Whether the black box has not been given the last update."""
+        return self.history is not None and self.history.judged is not None
 
     def begin_window(self) -> None:
         """Begin a window."""
@@ -216,8 +209,7 @@ class Record(Part):
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         finally:
-            judged = self.history is not None and self.history.judged is not None
-            self.awaited = self.scheduled or judged
+            self.awaited = self.scheduled or (self.history is not None and self.history.judged is not None)
         return None
 
     def end_call(self, result: StepResult, batch: Any) -> None:
@@ -239,8 +231,7 @@ class Record(Part):
 
     def look(self) -> None:
         """Find out whether a scheduler or a black box waits for the verdict on the last update."""
-        judged = self.history is not None and self.history.judged is not None
-        self.awaited = judged or (self.scheduled and self.bad is not None)
+        self.awaited = self.judged or (self.scheduled and self.bad is not None)
 
     def verdict(self, *, wait: bool) -> bool | None:
         """Return whether the last update was not applied; None: that is not known yet."""

@@ -59,8 +59,8 @@ class Scaling(Part):
         return None
 
 
-class Retry(Part):
-    """Decides which windows of one training step run again; a part of it, after its scaler."""
+class Retry(Scaling):
+    """The loss scale, and which windows of one training step run again at a lower one."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Retry(Part):
         record: Record,
         model: nn.Module,
         ranks: OneRank,
+        moments: Moments,
     ) -> None:
-        self.moments: Moments  # assigned when they are made
-        self._ranks = ranks
-        self.most, self.scaler, self.optimizer, self.record = most, scaler, optimizer, record
+        super().__init__(scaler, optimizer)
+        self.most, self.record, self._ranks, self.moments = most, record, ranks, moments
         if record.history is None:
             record.history = History(model, examined=False, signals=record.signals)
         record.history.keep_generators()
@@ -150,7 +150,7 @@ class Retry(Part):
     def loss_scale(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window as a 0-dim fp32 tensor of its own on `device`."""
         if self.fallen is None:
-            return self.scaler.scale_on(device).clone()
+            return super().loss_scale(device)
         return torch.full((), self.fallen, dtype=torch.float32, device=device)
 
     def seed(self, seed: Tensor) -> Tensor:
@@ -184,13 +184,9 @@ class Retry(Part):
         return result
 
     def after_update(self, bad: Tensor) -> Exception | None:
-        """Count the attempts that were discarded, now that one was applied."""
+        """Count the attempts that were discarded, now that one was applied, and this one."""
         raised: Exception | None = None
         for _ in range(self._uncounted):
-            self.scaler.record(torch.ones_like(bad), optimizer=self.optimizer)
-            try:
-                self.scaler.update()
-            except (ScaleError, Warning) as error:
-                raised = raised or error
+            raised = super().after_update(torch.ones_like(bad)) or raised
         self._uncounted = 0
-        return raised
+        return super().after_update(bad) or raised

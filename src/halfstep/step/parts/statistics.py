@@ -6,13 +6,13 @@ it computes, and nothing waits.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.native.calls import peek
 from halfstep.step.part import Part
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.torch_private.modules import NormBase
@@ -103,7 +103,7 @@ class Statistics(Part):
     def after_update(self, bad: Tensor) -> None:
         """Restore the copies where `bad`, a 0-dim bool, is true; waits for nothing."""
         kinds, self.open = self.open, []
-        if kinds and (self.blind or not _good_on_cpu(bad)):
+        if self.blind or type(bad) is not Tensor or bad.device.type != "cpu" or peek(bad):
             for kind in kinds:
                 kind.restore_where(bad)
 
@@ -115,13 +115,6 @@ class Statistics(Part):
             for kind in self.open:
                 kind.restore()
         self.open = []
-
-
-def _good_on_cpu(bad: Tensor) -> bool:
-    """Return whether `bad` is false and in the host's memory, where looking at it is no operator and no wait."""
-    if type(bad) is not Tensor or bad.device.type != "cpu":
-        return False
-    return not ctypes.c_bool.from_address(bad.data_ptr()).value
 
 
 def _buffers(norms: Iterable[NormBase]) -> list[Tensor]:

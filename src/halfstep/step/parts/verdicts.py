@@ -35,28 +35,27 @@ class Verdicts(Part):
     numbers the steps of this process that several ranks make together, from 1; 0 for a step that it makes alone.
     """
 
-    def __init__(self, step: TrainStep, *, alone: bool) -> None:
-        self._step, self.alone = weakref.ref(step), alone
-        self.moments: Moments  # assigned when they are made
+    def __init__(self, step: TrainStep, moments: Moments, *, alone: bool) -> None:
+        self._step, self.moments, self.alone = weakref.ref(step), moments, alone
         self._record = step.record
         self.ordinal = 0 if alone else next(NUMBERS)
         self.box: Any = None  # the black box, from the first step on that is not finite
 
     def before_update(self) -> None:
         """Examine the last update with the other ranks, while the parameters are those that it left."""
-        if not self.alone and self._judged():
+        if not self.alone and self._record.judged:
             self._examine(wait=True, together=True)
 
     def examine_at_once(self, result: StepResult) -> None:
         """Examine an update on a CPU before weights or batch can be written to."""
-        if result.skipped.device.type == "cpu" and self._judged():
+        if result.skipped.device.type == "cpu" and self._record.judged:
             self._examine(wait=False, together=True)
 
     def settle(self, *, wait: bool) -> None:
         """Give the verdict to black box and scheduler, if it is known or `wait`."""
         step, record = self._step(), self._record
         assert step is not None
-        if self._judged():
+        if self._record.judged:
             self._examine(wait=wait, together=self.alone)
         if step.scheduler is None:
             record.bad = None
@@ -105,10 +104,6 @@ class Verdicts(Part):
             if self._record.history is not None:
                 self._record.history.watched = True
         return self.box
-
-    def _judged(self) -> bool:
-        history = self._record.history
-        return history is not None and history.judged is not None
 
     def _examine(self, *, wait: bool, together: bool) -> None:
         """Give the last update to the black box once its verdict is known; a bad one only with `together`."""
