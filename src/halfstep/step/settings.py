@@ -35,8 +35,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given, check_loss_function, check_optimizer, check_scheduler, limit
 from halfstep.step.compiled import CompiledLoss, compile_options
-from halfstep.step.graph.capturable import refuse_graph
-from halfstep.step.graph.graphs import Graphs
+from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
 from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
@@ -47,7 +46,6 @@ from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
-from halfstep.step.state import refuse_window
 from halfstep.update import optimizer_step, updater
 from halfstep.update.updater import Updater
 
@@ -264,7 +262,7 @@ class Settings:
             self._make_parts()
             self._graphs = None
             if device is not None:
-                self._graphs = Graphs(step, device, step._micro_batch, self._moments, self._statistics, self._updater)
+                self._graphs = Graphs(step, device)
             self._take_optimizer()
             if self._scaler.is_enabled():
                 self._scaler.name_parameters(unwrap(model).named_parameters())
@@ -366,4 +364,12 @@ class Settings:
     def _refuse_within(self, what: str) -> None:
         """Refuse `what` in the middle of a window, or in a state that was cut off."""
         self._moments.refuse(self.record.done)
-        refuse_window(self, what, "assign it")
+        self._refuse_window(what, "assign it")
+
+    def _refuse_window(self, what: str, then: str = "save") -> None:
+        """Refuse to save, copy or change the step while gradients of an accumulation window wait for their update."""
+        if self.record.micro_batches:
+            raise StepError(
+                f"{what} after {self.record.micro_batches} of {self.accumulate} micro-batches would lose their "
+                f"gradients; {then} between updates, or call step.flush() first"
+            )

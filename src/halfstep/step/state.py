@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,30 +15,17 @@ from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
 from halfstep.step.moments import Phase, one_thread
-from halfstep.step.parts.record import Record
-from halfstep.step.parts.statistics import Statistics
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
+from halfstep.step.settings import Settings
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
-    from halfstep.step.graph.graphs import Graphs
-    from halfstep.step.parts.verdicts import Verdicts
-    from halfstep.step.settings import Settings
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["KEPT", "Stateful", "check_state", "refuse_window"]
+__all__ = ["Stateful", "check_state"]
 
 WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
-
-
-def refuse_window(step: Settings, what: str, then: str = "save") -> None:
-    """Refuse to save, copy or change `step` while gradients of an accumulation window wait for their update."""
-    if step.record.micro_batches:
-        raise StepError(
-            f"{what} after {step.record.micro_batches} of {step.accumulate} micro-batches would lose their gradients; "
-            f"{then} between updates, or call step.flush() first"
-        )
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
@@ -76,7 +63,7 @@ def rebuild(
     return made
 
 
-def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
+def check_state(step: Settings, state: object, *, tensors: bool = True) -> int:
     """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches."""
     check(state, STATE, "state", StepError)
     assert isinstance(state, Mapping)
@@ -97,7 +84,7 @@ def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
 # ---------------------------------------------------------------------- parts of the snapshot
 
 
-def _scaler(step: TrainStep) -> Callable[[], None]:
+def _scaler(step: Settings) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
     def restore() -> None:
@@ -110,15 +97,8 @@ def _scaler(step: TrainStep) -> Callable[[], None]:
 # ---------------------------------------------------------------------- methods of a training step
 
 
-class Stateful:
+class Stateful(Settings):
     """What is saved, copied and loaded of a `TrainStep`."""
-
-    record: Record
-    _moments: Any
-    _updater: Updater
-    _statistics: Statistics
-    _verdicts: Verdicts
-    _graphs: Graphs | None
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:
@@ -132,20 +112,20 @@ class Stateful:
         if self._moments.phase is Phase.UNDECIDED:
             undecided: dict[str, Any] = self._moments.state_dict()
             return undecided
-        step = self._settled("state_dict()")
-        policy = prepared_policy(step.model)
+        self._settle("state_dict()")
+        policy = prepared_policy(self.model)
         assert policy is not None
         weights = rounding(self._updater)
-        chosen = step.choice and {CHOICE: {"compiled": step.choice.compiled, "line": step.choice.line}}
+        chosen = self.choice and {CHOICE: {"compiled": self.choice.compiled, "line": self.choice.line}}
         return {
             **({WEIGHTS: weights} if weights else {}),
             **(chosen or {}),
-            "model": unwrap(step.model).state_dict(),
-            "optimizer": step.optimizer.state_dict(),
-            "scaler": step.scaler.state_dict(),
-            "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
+            "model": unwrap(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "policy": policy.to_toml(),
-            "step": step.record.done,
+            "step": self.record.done,
         }
 
     @one_thread
@@ -158,10 +138,10 @@ class Stateful:
         if self._moments.phase is Phase.UNDECIDED:
             made: tuple[Any, ...] = self._moments.copied()
             return made
-        step = self._settled("a copy")
-        named = {name: getattr(step, name) for name in KEPT} | {"policy": prepared_policy(step.model)}
-        done, weights, choice = step.record.done, rounding(self._updater), step.choice
-        return rebuild, (type(step), step.model, step.optimizer, step.loss_fn, named, done, weights, choice)
+        self._settle("a copy")
+        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
+        done, weights, choice = self.record.done, rounding(self._updater), self.choice
+        return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, done, weights, choice)
 
     @one_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,30 +159,30 @@ class Stateful:
             self._moments.load_state_dict(state)
             return
         self._moments.cut_off()
-        step, updater, moments = cast("TrainStep", self), self._updater, self._moments
-        number = check_state(step, state)
+        updater, moments = self._updater, self._moments
+        number = check_state(self, state)
         bits = rounding(updater)
         parts: list[Callable[[], None]] = [partial(load_rounding, updater, bits)] if bits else []
-        parts += [_scaler(step), optimizer_state(step.optimizer)]
-        if step.scheduler is not None:
-            parts.append(scheduler_state(step.scheduler, step.optimizer))
+        parts += [_scaler(self), optimizer_state(self.optimizer)]
+        if self.scheduler is not None:
+            parts.append(scheduler_state(self.scheduler, self.optimizer))
         snapshot = Snapshot(*parts)
-        model = unwrap(step.model)
+        model = unwrap(self.model)
         before = (moments.phase, moments.cause)
         written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
         try:
             weights = state.get(WEIGHTS, {})
             if weights or bits:  # this and the scaler first: they check for themselves before they change
                 load_rounding(updater, weights)
-            step.scaler.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict(state["scaler"])
             saved = state["optimizer"]  # of which ZeroRedundancyOptimizer drops what other ranks have
-            step.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
-            if step.scheduler is not None:
-                step.scheduler.load_state_dict(state["scheduler"])
+            self.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
             moments.phase = Phase.LOAD
             model.load_state_dict(state["model"])
-            step.record.done, step.record.micro_batches, step.record.bad = number, 0, None
-            step.record.signals.forget()
+            self.record.done, self.record.micro_batches, self.record.bad = number, 0, None
+            self.record.signals.forget()
             self._statistics.open = []
             moments.forget()
         except BaseException as error:
@@ -217,10 +197,8 @@ class Stateful:
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _settled(self, what: str) -> TrainStep:
-        """Refuse `what` of a step that was cut off, or in a window; read the last verdict; return the step."""
-        step = cast("TrainStep", self)
+    def _settle(self, what: str) -> None:
+        """Refuse `what` of a step that was cut off, or in a window; read the last verdict."""
         self._moments.refuse(self.record.done)
         self._verdicts.settle(wait=True)
-        refuse_window(step, what)
-        return step
+        self._refuse_window(what)

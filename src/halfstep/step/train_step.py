@@ -39,7 +39,6 @@ from halfstep.step.arguments import Given
 from halfstep.step.loss import EXPLAINED, check_loss, detached, evaluate, explained
 from halfstep.step.moments import Phase, one_thread
 from halfstep.step.part import Batch, Run
-from halfstep.step.settings import Settings
 from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
 from halfstep.torch_private.autograd import profiler_enabled
@@ -55,7 +54,7 @@ __all__ = ["TrainStep"]
 NOTHING: Any = nullcontext()
 
 
-class TrainStep(Settings, Stateful):
+class TrainStep(Stateful):
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     It prepares what is not prepared, uses an optimizer's fused form where only speed changes, and waits for the work

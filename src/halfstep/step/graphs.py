@@ -22,10 +22,12 @@ last one.
 
 from __future__ import annotations
 
+import linecache
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,22 +38,25 @@ from halfstep.binding.prepare import unwrap
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS
+from halfstep.kernels.optimizers import optimizer_names
 from halfstep.snapshot import Snapshot, gradients, noted
-from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
-from halfstep.step.moments import Moments, Phase
-from halfstep.step.parts.statistics import Statistics
+from halfstep.step.moments import Phase
 from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.torch_private.foreach import foreach_copy_
-from halfstep.trees import map_tensors
-from halfstep.update.updater import Culprits, Updater
+from halfstep.trees import map_tensors, opened
+from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
+from halfstep.update.updater import Culprits, unsuited
 from halfstep.weights import UnkeptWeights
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Graphs"]
+__all__ = ["Graphs", "refuse_graph"]
 
 LOG = logging.getLogger("halfstep.step")
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+REMEDY = "leave cuda_graph out"
 WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before a warning that graphs are captured again and again
@@ -74,22 +79,14 @@ class _Graph:
 class Graphs:
     """The graphs of one training step; `captures` and `replays` count them and the calls that were replays."""
 
-    def __init__(
-        self,
-        step: TrainStep,
-        device: torch.device,
-        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
-        moments: Moments,
-        statistics: Statistics,
-        updater: Updater,
-    ) -> None:
+    def __init__(self, step: TrainStep, device: torch.device) -> None:
         recorder = recorder_for(device)
         assert recorder is not None  # `refuse_graph` has checked it
-        self._step, self._device, self._run = step, device, run
-        self._moments, self._statistics, self._updater = moments, statistics, updater
+        self._step, self._device, self._run = step, device, step._micro_batch
+        self._moments, self._statistics, self._updater = step._moments, step._statistics, step._updater
         self._recorder: Recorder = recorder
         self._model = unwrap(step.model)
-        statistics.blind = True
+        self._statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()
@@ -420,3 +417,72 @@ class Rates:
             if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
                 tensor.fill_(now)
                 self._filled[i] = now
+
+
+# ------------------------------------------------------------------ what a graph can hold
+
+
+def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Refuse what cannot be captured, before anything is changed; return the model's device."""
+    wrapper = type(model).__name__
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise StepError(
+            f"cuda_graph=True captures one process on one device, and the model is in {wrapper}, which reduces "
+            f"gradients over several; {REMEDY}"
+        )
+    inner = unwrap(model)
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise StepError(f"cuda_graph=True and parameter {name} is sharded (DTensor); {REMEDY}")
+    devices = sorted({str(p.device) for p in inner.parameters()})
+    if len(devices) != 1 or recorder_for(torch.device(devices[0])) is None:
+        raise StepError(
+            f"cuda_graph=True needs a model on one CUDA device and this one is on {', '.join(devices) or 'none'}; "
+            f"move it with model.to('cuda') before the optimizer is made, or {REMEDY}"
+        )
+    for name, module in inner.named_modules():
+        if getattr(module, "sparse", False):
+            raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
+    if unsuited(optimizer) and not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate)):
+        raise StepError(
+            f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
+            f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
+            f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
+        )
+    return torch.device(devices[0])
+
+
+def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -> Hashable:
+    """Return what distinguishes kinds of batches; put their tensors into `found`."""
+    if isinstance(tree, Tensor):
+        if tree.grad_fn is not None:
+            raise StepError(
+                f"cuda_graph=True: a tensor of the batch, shape {tuple(tree.shape)}, was computed with gradients, and "
+                f"its history is outside the graph; pass it detached, compute it in loss_fn, or {REMEDY}"
+            )
+        found.append(tree)
+        return tree.shape, tree.dtype, tree.requires_grad
+    if isinstance(tree, torch.Generator):
+        generators.append(tree)
+    node = opened(tree)
+    if node is not None:
+        return type(tree), tuple([(name, kind_of(item, found, generators)) for name, item in node[0]])
+    try:
+        hash(tree)
+    except TypeError:
+        raise StepError(
+            f"cuda_graph=True: the batch holds a {type(tree).__name__}, which cannot be compared from call to call; "
+            f"pass tensors (torch.from_numpy), numbers or text, or {REMEDY}"
+        ) from None
+    return type(tree), tree
+
+
+def place_of(error: BaseException) -> str:
+    """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
+    place, at = "", error.__traceback__
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, "<")):
+            place = f" at {name}:{at.tb_lineno} `{linecache.getline(name, at.tb_lineno).strip()}`"
+        at = at.tb_next
+    return place
