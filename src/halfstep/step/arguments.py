@@ -162,7 +162,8 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
             f"and is {shown(scheduler)}; build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
             "T_max=...)"
         )
-    needed = [p.name for p in inspect.signature(scheduler.step).parameters.values() if _is_needed(p)]  # type: ignore[attr-defined]
+    taken = inspect.signature(scheduler.step).parameters.values()  # type: ignore[attr-defined]
+    needed = [p.name for p in taken if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
     if isinstance(scheduler, ReduceLROnPlateau) or needed:
         what = "a metric" if isinstance(scheduler, ReduceLROnPlateau) else " and ".join(map(repr, needed))
         raise StepError(
@@ -171,8 +172,3 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    several = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return parameter.default is inspect.Parameter.empty and not several

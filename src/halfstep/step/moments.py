@@ -1,7 +1,4 @@
-"""The moments of a training step: when each of its parts is called, and what an exception leaves.
-
-`Part` describes the moments. `Moments` has a list of methods for each of them: a part that does not define one is not
-called.
+"""The moments of a training step (`Part` describes them): who is called at each, and what an exception leaves.
 
 Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
 update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first

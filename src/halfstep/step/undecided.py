@@ -1,7 +1,6 @@
 """policy="auto": a training step that measures policies in its first call and runs under the best from then on.
 
-In: a TrainStep made with ``policy="auto"`` and its first batch, or a checkpoint. Out: the same object under the policy
-that was chosen, with `choice`; bit for bit as if it had been made with that policy.
+It is then, bit for bit, as if it had been made with the policy that was chosen, or was loaded from a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An update in one pass: halfstep's operators read and write gradients, weights and optimizer states once.
 
-For optimizers whose arithmetic these operators implement, on groups and states as torch lays them out: a step made by
-torch's own form, before or after, continues from the same numbers.
+Groups and states are as torch lays them out: a step of torch's own form, before or after, continues from the same ones.
 
 Note [tables]: which tensors take part is found out once, and used again while `fits` finds all of them unchanged: the
 same parameters in the same groups, gradients of the same formats and layout, the same tensors behind low weights

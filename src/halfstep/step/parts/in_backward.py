@@ -1,6 +1,5 @@
 """Update in backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-In: the backward pass of a window of one micro-batch. Out: the norm of all gradients, and whether one was not finite.
 The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time
 where nothing is clipped or scaled: weights and optimizer state have the same bits. Two things differ: there is memory
 for one gradient in the place of all of them, and a step that is not finite may have updated some parameters.
