@@ -11,7 +11,7 @@ continues from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import wraps
@@ -108,16 +108,13 @@ class Moments:
         """Call these parts from now on: find their methods."""
         self.parts: tuple[object, ...] = (*parts,)
         for name in Moments.__annotations__:
-            methods = [*self._methods(name)]
+            methods = []
+            for part in self.parts:
+                found = getattr(type(part), name, None)
+                if callable(found) and found is not getattr(Part, name):  # those of `Part` do nothing
+                    methods.append(getattr(part, name))
             setattr(self, name, methods[::-1] if name in REVERSE else methods)
         self.loss_scale = self.loss_scale[-1:]
-
-    def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
-        """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
-        for part in self.parts:
-            found = getattr(type(part), name, None)
-            if callable(found) and found is not getattr(Part, name):
-                yield getattr(part, name)
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window, 0-dim fp32 on `device`; 1 where no part decides it."""
