@@ -40,10 +40,10 @@ USERS = {
     "lens/calls.py": {"same_numbers", "torch_states"},
     "step/state.py": {"Snapshot", "optimizer_state", "scheduler_state"},
     "binding/construct.py": {"Snapshot", "optimizer_state"},
-    "step/graph/graphs.py": {"Snapshot", "gradients", "noted"},
+    "step/graphs.py": {"Snapshot", "gradients", "noted"},
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},
-    "step/parts/schedule.py": {"Snapshot", "scheduler_state"},
+    "step/parts/verdicts.py": {"Snapshot", "scheduler_state"},
     "auto/trial.py": {
         "Loan", "Modules", "Snapshot", "attributes", "cloned", "generators_of", "gradients", "noted", "optimizer_state",
     },

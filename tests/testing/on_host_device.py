@@ -21,7 +21,7 @@ import halfstep as hs
 from halfstep.binding.bind import binding_of
 from halfstep.cli.doctor import examine
 from halfstep.compat.apex import amp
-from halfstep.step.parts.landing import Landing
+from halfstep.step.parts.record import Landing
 from halfstep.tasks.speed import Sizes
 from halfstep.testing import host_device
 from halfstep.testing.host_device import HostDeviceError

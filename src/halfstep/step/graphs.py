@@ -22,36 +22,41 @@ last one.
 
 from __future__ import annotations
 
+import linecache
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.binding.prepare import unwrap
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS
+from halfstep.kernels.optimizers import optimizer_names
 from halfstep.snapshot import Snapshot, gradients, noted
-from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
-from halfstep.step.graph.facts import Rates, facts_of
-from halfstep.step.graph.static import StaticTensors
-from halfstep.step.moments import Moments, Phase
-from halfstep.step.parts.statistics import Statistics
+from halfstep.step.moments import Phase
 from halfstep.step.recorder import Recorder, recorder_for
-from halfstep.trees import map_tensors
-from halfstep.update.updater import Culprits, Updater
+from halfstep.torch_private.foreach import foreach_copy_
+from halfstep.trees import map_tensors, opened
+from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
+from halfstep.update.updater import Culprits, unsuited
 from halfstep.weights import UnkeptWeights
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Graphs"]
+__all__ = ["Graphs", "refuse_graph"]
 
 LOG = logging.getLogger("halfstep.step")
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+REMEDY = "leave cuda_graph out"
 WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before a warning that graphs are captured again and again
@@ -59,61 +64,29 @@ RESETS = 3  # before a warning that graphs are captured again and again
 
 @dataclass(slots=True)
 class _Graph:
-    """One graph: of one kind of batch at one place of a window.
+    """One graph: of one kind of batch at one place of a window."""
 
-    Attributes:
-        calls: warm-ups so far.
-        replay: repeats what was captured; None before that.
-        inputs: static tensors of the batch; made by the first call.
-        outputs: what the step returned while it was captured, in static tensors.
-        numbers: scale, gradient norm, all gradients' norms, and the loss if it is fp32, in one fp32 tensor.
-        skipped: 0-dim bool.
-        gradients: what the parameters hold afterwards.
-        open: the statistics that wait for the verdict afterwards.
-    """
-
-    calls: int = 0
-    replay: Callable[[], None] | None = None
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: StepResult | None = None
-    numbers: Tensor | None = None
-    skipped: Tensor | None = None
-    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    open: Any = None
+    calls: int = 0  # warm-ups so far
+    replay: Callable[[], None] | None = None  # repeats what was captured; None before that
+    inputs: list[Tensor] = field(default_factory=list)  # static tensors of the batch; made by the first call
+    outputs: StepResult | None = None  # what the step returned while it was captured, in static tensors
+    numbers: Tensor | None = None  # fp32: scale, gradient norm, all gradients' norms, and the loss if it is fp32
+    skipped: Tensor | None = None  # 0-dim bool
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # what parameters hold afterwards
+    open: Any = None  # the statistics that wait for the verdict afterwards
 
 
 class Graphs:
-    """The graphs of one training step.
+    """The graphs of one training step; `captures` and `replays` count them and the calls that were replays."""
 
-    Args:
-        step: the training step.
-        device: of its model.
-        run: runs one micro-batch of it eagerly.
-        moments: its moments.
-        statistics: its part for BatchNorm's statistics.
-        updater: its updater.
-
-    Attributes:
-        captures: how many graphs were captured so far.
-        replays: how many calls were replays.
-    """
-
-    def __init__(
-        self,
-        step: TrainStep,
-        device: torch.device,
-        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
-        moments: Moments,
-        statistics: Statistics,
-        updater: Updater,
-    ) -> None:
+    def __init__(self, step: TrainStep, device: torch.device) -> None:
         recorder = recorder_for(device)
         assert recorder is not None  # `refuse_graph` has checked it
-        self._step, self._device, self._run = step, device, run
-        self._moments, self._statistics, self._updater = moments, statistics, updater
+        self._step, self._device, self._run = step, device, step._micro_batch
+        self._moments, self._statistics, self._updater = step._moments, step._statistics, step._updater
         self._recorder: Recorder = recorder
         self._model = unwrap(step.model)
-        statistics.blind = True
+        self._statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()
@@ -123,7 +96,8 @@ class Graphs:
         self._graphs: dict[Hashable, _Graph] = {}
         self._kinds: set[Hashable] = set()
         self._models: dict[int, nn.Module] = {}  # those that ran: graphs read their tensors, so they stay
-        self._static = StaticTensors()
+        self._scale: Tensor | None = None  # of a window, and gradients: note [windows]
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         self._rates = Rates(self._device)
         self._full = False
 
@@ -138,7 +112,7 @@ class Graphs:
         self._check_facts()
         graph, watched = self._graph_of(kind), self._watched()
         if graph is None or watched:
-            batch, named = map_tensors((batch, named), self._moved)
+            batch, named = map_tensors((batch, named), lambda tensor: tensor.to(self._device, non_blocking=True))
             result = self._recorder.warm(lambda: self._static_step(batch, named))
             return replace(result, scale=result.scale.clone())
         updates = step.record.micro_batches + 1 == step.accumulate
@@ -164,11 +138,7 @@ class Graphs:
         return self._replayed(graph, updates=updates)
 
     def _watched(self) -> bool:
-        """Return whether a watcher must see the coming update, which then cannot be a replay.
-
-        Raises:
-            StepError: a watcher that cannot say so.
-        """
+        """Return whether a watcher must see the coming update, which then cannot be a replay."""
         for watcher in self._step.watchers:
             if not hasattr(watcher, "wants_update") or not hasattr(watcher, "pass_update"):
                 raise StepError(
@@ -176,9 +146,6 @@ class Graphs:
                     f"step.watchers does not say which ones it wants; give it wants_update and pass_update, or {REMEDY}"
                 )
         return any(watcher.wants_update() for watcher in self._step.watchers)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
 
     def _modes(self) -> Hashable:
         """Return what Python decides in models besides the batch."""
@@ -212,8 +179,14 @@ class Graphs:
         result = self._run(batch, named)
         if step.record.micro_batches:
             if first:
-                step.record.scale = self._static.static_scale(step.record.scale)
-            self._static.make_gradients_static(self._model.parameters())
+                self._scale = step.record.scale.clone() if self._scale is None else self._scale
+                step.record.scale = self._scale.copy_(step.record.scale)
+            made = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+            for parameter, gradient in made.items():
+                parameter.grad = self._gradients.setdefault(parameter, gradient)
+            moved = [p for p, gradient in made.items() if self._gradients[p] is not gradient]
+            if moved:
+                foreach_copy_([self._gradients[p] for p in moved], [made[p] for p in moved])
         return result
 
     # ------------------------------------------------------------------ capture and replay
@@ -229,11 +202,7 @@ class Graphs:
         *,
         updates: bool,
     ) -> None:
-        """Capture `work` into `graph`; if that fails the state is that before the call, and the next one is a warm-up.
-
-        Raises:
-            StepError: something in the step waits for the device, or cannot be captured for another reason.
-        """
+        """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
         step = self._step
         before, statistics = step.record.position, self._statistics.open
         snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))
@@ -265,7 +234,7 @@ class Graphs:
         step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
         self._moments.phase = Phase.MICRO_BATCH
         self.captures += 1
-        shapes = [*map(_shape, graph.inputs)]
+        shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in graph.inputs]
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, shapes)
 
     @staticmethod
@@ -312,8 +281,8 @@ class Graphs:
             parameter.grad = None
         for parameter, gradient in graph.gradients:
             parameter.grad = gradient
-        if not updates and self._static.scale is not None:
-            step.record.scale = self._static.scale
+        if not updates and self._scale is not None:
+            step.record.scale = self._scale
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
@@ -358,7 +327,7 @@ class Graphs:
                 self.reset()
             else:
                 raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
-        self._facts = facts
+        self._facts, self._state = facts, step.optimizer.state  # kept alive: its id is a fact
 
     def _report_reset(self, what: str) -> None:
         self._resets += 1
@@ -384,5 +353,136 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+# ------------------------------------------------------------------ what graphs read and depend on
+
+
+def facts_of(step: TrainStep) -> dict[str, Any]:
+    """Return what all graphs of `step` depend on, by its name in messages; waits for nothing."""
+    groups = step.optimizer.param_groups
+    model = unwrap(step.model)
+    return {
+        "a hyperparameter in param_groups": [
+            [(k, id(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k not in {"params", "lr"}]
+            for group in groups
+        ],
+        "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
+        "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
+        "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
+        "the optimizer's state": id(step.optimizer.state),
+    }
+
+
+def _on_device(rate: object) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+class Rates:
+    """Learning rates as fp32 tensors on the device in warm-ups and captures; otherwise they are the user's numbers.
+
+    A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[Tensor | None] = []  # of each group
+        self._filled: list[float | None] = []
+
+    @contextmanager
+    def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
+        """Replace the rates of `optimizer` by tensors that `fill` has filled, and mark it capturable."""
+        groups = optimizer.param_groups
+        before = [(group["lr"], group.get("capturable")) for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=True):
+            if tensor is not None:
+                group["lr"] = tensor
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, before, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
+        if not self._tensors:
+            self._tensors = [
+                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
+                for group in optimizer.param_groups
+            ]
+            self._filled = [None] * len(self._tensors)
+        for i, (group, tensor) in enumerate(zip(optimizer.param_groups, self._tensors, strict=True)):
+            if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
+                tensor.fill_(now)
+                self._filled[i] = now
+
+
+# ------------------------------------------------------------------ what a graph can hold
+
+
+def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Refuse what cannot be captured, before anything is changed; return the model's device."""
+    wrapper = type(model).__name__
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise StepError(
+            f"cuda_graph=True captures one process on one device, and the model is in {wrapper}, which reduces "
+            f"gradients over several; {REMEDY}"
+        )
+    inner = unwrap(model)
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise StepError(f"cuda_graph=True and parameter {name} is sharded (DTensor); {REMEDY}")
+    devices = sorted({str(p.device) for p in inner.parameters()})
+    if len(devices) != 1 or recorder_for(torch.device(devices[0])) is None:
+        raise StepError(
+            f"cuda_graph=True needs a model on one CUDA device and this one is on {', '.join(devices) or 'none'}; "
+            f"move it with model.to('cuda') before the optimizer is made, or {REMEDY}"
+        )
+    for name, module in inner.named_modules():
+        if getattr(module, "sparse", False):
+            raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
+    if unsuited(optimizer) and not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate)):
+        raise StepError(
+            f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
+            f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
+            f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
+        )
+    return torch.device(devices[0])
+
+
+def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -> Hashable:
+    """Return what distinguishes kinds of batches; put their tensors into `found`."""
+    if isinstance(tree, Tensor):
+        if tree.grad_fn is not None:
+            raise StepError(
+                f"cuda_graph=True: a tensor of the batch, shape {tuple(tree.shape)}, was computed with gradients, and "
+                f"its history is outside the graph; pass it detached, compute it in loss_fn, or {REMEDY}"
+            )
+        found.append(tree)
+        return tree.shape, tree.dtype, tree.requires_grad
+    if isinstance(tree, torch.Generator):
+        generators.append(tree)
+    node = opened(tree)
+    if node is not None:
+        return type(tree), tuple([(name, kind_of(item, found, generators)) for name, item in node[0]])
+    try:
+        hash(tree)
+    except TypeError:
+        raise StepError(
+            f"cuda_graph=True: the batch holds a {type(tree).__name__}, which cannot be compared from call to call; "
+            f"pass tensors (torch.from_numpy), numbers or text, or {REMEDY}"
+        ) from None
+    return type(tree), tree
+
+
+def place_of(error: BaseException) -> str:
+    """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
+    place, at = "", error.__traceback__
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, "<")):
+            place = f" at {name}:{at.tb_lineno} `{linecache.getline(name, at.tb_lineno).strip()}`"
+        at = at.tb_next
+    return place

@@ -1,40 +1,41 @@
-"""Sums: fp32 gradients of low parameters over the micro-batches of a window, none cast into memory first.
+"""The gradients of a window: how those of its micro-batches are added, and that nothing else writes to them meanwhile.
 
-Note [sums]: with ``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes
-an element each micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one
-pass of 10 bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format,
-so a parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``.
-That is also how a backward pass outside of a step finds every parameter.
+Note [sums]: fp32 gradients of low parameters are added over the micro-batches, none cast into memory first. With
+``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes an element each
+micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one pass of 10
+bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format, so a
+parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``. That is
+also how a backward pass outside of a step finds every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from halfstep.events import hook_weakly
+from halfstep.cast.copies import Copies
+from halfstep.errors import StepError
+from halfstep.events import StepResult, hook_weakly
 from halfstep.kernels.eager.accumulate import add_low_
+from halfstep.kernels.pages import keep_pages
+from halfstep.step.loss import RECOMPUTES, graph_of
+from halfstep.step.moments import Moments
 from halfstep.step.part import Part, Run
+from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 
-__all__ = ["Sums"]
+__all__ = ["AddedGradients", "KeptPages", "Sums", "Unfinished"]
 
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
-RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, made in the backward pass
 
 
 class Sums(Part):
-    """The fp32 gradients of one training step's low parameters.
-
-    Args:
-        parameters: low parameters whose gradients are to be summed in fp32.
-        hooked: whether to take large gradients as they come; else autograd casts and adds.
-        windows: whether a window has several micro-batches; a single one leaves its gradients low, to be cast when they
-            are read.
-    """
+    """The fp32 gradients of one training step's low parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, hooked: bool, windows: bool) -> None:
         self._large: dict[int, nn.Parameter] = {}
@@ -127,20 +128,67 @@ class Sums(Part):
 
 def _reached_by_several_ways(loss: Tensor) -> set[int] | None:
     """Return ids of the parameters to which the graph of `loss` has several edges; None: not all of it can be seen."""
-    root = loss.grad_fn
-    seen, todo = {root}, [root]
     once, several = set[int](), set[int]()
-    while todo:
-        node: Any = todo.pop()
-        for following, _ in node.next_functions if node is not None else ():
-            if following is None:
-                continue
+    for node in graph_of(loss):
+        if node.name() == RECOMPUTES:
+            return None
+        for following, _ in node.next_functions:
             if type(following).__name__ == "AccumulateGrad":
-                key = id(following.variable)
+                key = id(following.variable)  # type: ignore[union-attr]
                 (several if key in once else once).add(key)
-            elif following not in seen:
-                if following.name() == RECOMPUTES:
-                    return None
-                seen.add(following)
-                todo.append(following)
     return several
+
+
+class AddedGradients(Part):
+    """Low copies of weights add the gradients of a window's later micro-batches to the first one's."""
+
+    def __init__(self, copies: Copies, record: Record) -> None:
+        self._copies, self._record = copies, record
+
+    def around_backward(self, loss: Tensor, seed: Tensor, run: Run) -> None:
+        """Run the backward pass; from the second micro-batch on, large edges add gradients themselves."""
+        if self._record.micro_batches and self._copies.layers:
+            self._copies.backward(loss, seed, run)
+        else:
+            run(loss, seed)
+
+
+class KeptPages(Part):
+    """Has malloc keep the pages of steps on a CPU, from the first update on; note [pages] in `keep_pages`."""
+
+    def __init__(self, owner: object, moments: Moments) -> None:
+        self._owner, self._moments = weakref.ref(owner), moments
+
+    def end_call(self, result: StepResult, batch: Any) -> None:
+        """Begin after the first update, and be no part any longer."""
+        if result.due:
+            if result.skipped.device.type == "cpu":
+                keep_pages(self._owner())
+            self._moments.remove(self)
+
+
+class Unfinished(Part):
+    """The gradients that one training step has left for its next micro-batch."""
+
+    def __init__(self, optimizer: Optimizer, record: Record, names: Mapping[int, str]) -> None:
+        self.optimizer, self._record, self._names = optimizer, record, names
+        self._seen: list[tuple[Tensor, Tensor | None, int]] = []
+
+    def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
+        """Note the gradients as they are; torch counts the writes to each."""
+        if last:
+            return
+        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
+
+    def begin_call(self) -> None:
+        """Compare the gradients of a window that has begun with what was noted."""
+        for parameter, noted, version in self._seen if self._record.micro_batches else ():
+            now = parameter.grad
+            if now is not noted or (now is not None and now._version != version):
+                raise StepError(
+                    f"the gradient of {self._names.get(id(parameter), 'a parameter')} was "
+                    f"{'dropped' if now is None else 'written to'} between two micro-batches of a window, outside of "
+                    "the step; leave zero_grad(), clipping (clip_norm=) and backward() to the step, and end the window "
+                    "of one step before the loss of another runs through its model. The window begins anew"
+                )
