@@ -203,11 +203,11 @@ def test_a_reader_on_another_stream_gets_a_copy_of_its_own(monkeypatch: pytest.M
 
 
 def test_a_step_s_copy_that_another_stream_filled_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = 1
     monkeypatch.setattr(copies, "current_stream", lambda tensor: stream)
     recipe = recipe_for(hs.Policy.of("torch", dtype="bf16"), ("cpu",))
     layer = nn.Linear(1024, 1024, bias=False)
     kept = copies.Copies(layer, layer.parameters(), recipe)
-    stream = 1
     low = kept.of(layer.weight)
     assert low is not None and kept.of(layer.weight) is low
     stream = 2
