@@ -15,8 +15,8 @@ from halfstep.errors import HalfstepError, PolicyError
 from halfstep.policy import PRESETS, SCALE_RULES, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import known
 from halfstep.policy.optable import table
-from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision
-from halfstep.policy.resolve import Units, operator_rules, reduces_itself, resolve_dtype, resolved
+from halfstep.policy.plan import ModuleDecision, ParameterDecision
+from halfstep.policy.resolve import Decision, Units, operator_rules, reduces_itself, resolve_dtype, resolved
 from tests.policy.strategies import policies
 
 

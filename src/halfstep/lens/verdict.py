@@ -14,8 +14,6 @@ from typing import Any
 from halfstep.lens.box.page import verdict_page
 from halfstep.report import SarifResult, sarif_log, strict_json, write_page
 
-__all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict", "shown"]
-
 SHOWN = 4
 """Samples and indices are listed up to this number."""
 

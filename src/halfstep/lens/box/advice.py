@@ -31,8 +31,6 @@ from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.rise import BAD
 from halfstep.lens.verdict import Cure, Verdict
 
-__all__ = ["Around", "advice", "lost_eps", "settle"]
-
 REACH = 12
 """So many calls before an operator are looked at."""
 

@@ -32,8 +32,6 @@ from halfstep.policy.scale_rule import ScaleRule
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.torch_private.autograd import current_graph_task_id
 
-__all__ = ["cures", "instead", "rebound"]
-
 LONGEST = 4  # rules in one cure
 NEAREST = 6  # producers that are tried, one at a time
 ENOUGH = 3  # verified cures

@@ -31,8 +31,6 @@ from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
 from halfstep.trees import inputs, map_tensors, place, tensors
 
-__all__ = ["outlier", "suspects", "wrong_target"]
-
 Given: TypeAlias = list[tuple[int, str, Tensor]]
 """Index, name and tensor of inputs."""
 

@@ -26,19 +26,6 @@ from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
 from halfstep.weights.store import WeightStore
 
-__all__ = [
-    "CURABLE",
-    "LOWEST",
-    "MASKED",
-    "WRITTEN",
-    "Subject",
-    "diagnose",
-    "helping_scale",
-    "inspect",
-    "low_of",
-    "verdict_of",
-]
-
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
 

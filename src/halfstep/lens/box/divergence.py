@@ -13,8 +13,6 @@ from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.step.parts.signals import Signals
 
-__all__ = ["poisoned", "runaway"]
-
 MARGIN = 10.0
 """Times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that."""
 

@@ -30,8 +30,6 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Answers", "Exchange", "exchange_of"]
-
 BITS = 62
 """Ranks in one counter of the store, which is a signed 64-bit integer."""
 

@@ -28,8 +28,6 @@ from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.alarm import in_scaler, is_scaler
 
-__all__ = ["Fact", "Loop", "poisoned"]
-
 WATCHED = 2
 """Gradients that stand for all: the smallest ones."""
 

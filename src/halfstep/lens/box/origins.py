@@ -39,8 +39,6 @@ from halfstep.lens.calls import (
 )
 from halfstep.trees import tensors
 
-__all__ = ["Call", "CallRecord", "Origins", "Source", "upstream"]
-
 SOURCES_EXAMINED = 32
 """So many of the first sources are computed again in float64: each costs its operator, and verdicts name early ones."""
 

@@ -14,8 +14,6 @@ from halfstep.formats import FP32, Format, format_of
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Magnitude, Verdict
 
-__all__ = ["verdict_page"]
-
 
 def verdict_page(verdict: Verdict) -> doc.Document:
     """Return the page of a verdict."""

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic", "rank"]
-
 LOG = logging.getLogger("halfstep")
 
 MOST_REPLAYS = 16

@@ -11,8 +11,6 @@ import math
 from halfstep.lens.box.origins import CallRecord
 from halfstep.lens.verdict import Magnitude
 
-__all__ = ["first_extreme", "path", "story"]
-
 ROWS = 8
 """Rows of a story."""
 

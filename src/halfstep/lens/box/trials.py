@@ -43,8 +43,6 @@ from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches", "refuse_wrong"]
-
 STEPS = 12
 """Steps of a trial, the bad one included."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from halfstep.lens.verdict import Verdict
 
-__all__ = ["LOW_SCALE", "SkippedStep", "Trouble"]
-
 LOW_SCALE = 2.0**8
 """The first step of a streak that overflows under a larger dynamic scale is left alone: that scale is still falling."""
 
