@@ -26,8 +26,7 @@ FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
 """So many times the largest earlier value is no fluctuation: losses of healthy runs vary by 10 at most, norms of
 gradients by 100 from batch to batch."""
 
-OUTLIER = 30.0
-"""Times that the largest value of a batch is above those of the batches that were sampled before it."""
+OUTLIER = 30.0  # times that the largest value of a batch is above those of the batches that were sampled before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,25 +34,22 @@ class Demand:
     """How much evidence to ask for.
 
     Attributes:
-        digits: decimal digits that values rose by, added up over the steps in a row above the floor.
         grew: times that the weights grew meanwhile. From update n to update 2n healthy ones grow by 2 at most, at the
             beginning of training and from zero.
-        burst: the same where weights are the only evidence: no loss was finite after the update that was too large.
         large: how large the weights are then at least. Healthy ones may grow as fast from zero while the learning rate
             warms up, and are 0.02 to 0.3 once they are trained.
     """
 
-    digits: float
+    digits: float  # decimal digits that values rose by, added up over the steps in a row above the floor
     grew: float
-    burst: float
+    burst: float  # the same where weights are the only evidence: no loss was finite after the update that was too large
     large: float
 
 
 BAD = Demand(digits=3.0, grew=2.0, burst=10.0, large=0.1)
 """Of a step that was not finite: one loss of 1,000 times the earlier ones, or two of 32 times."""
 
-EARLY = Demand(digits=6.0, grew=5.0, burst=30.0, large=1.0)
-"""Of training that is finite and may come back."""
+EARLY = Demand(digits=6.0, grew=5.0, burst=30.0, large=1.0)  # of training that is finite and may come back
 
 Growth: TypeAlias = Callable[[int], "tuple[int, float, float] | None"]
 """The number of a step -> the last step until it at which the size of the weights is known, the size then, and now: the
@@ -67,19 +63,14 @@ class Rise:
     """A quantity that has run away.
 
     Attributes:
-        what: `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size.
-        first: the last step before it rose.
-        last: the last step that it is known of.
-        before: its value at `first`.
-        after: its value at `last`.
         grew: times that the size of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
     """
 
-    what: str
-    first: int
-    last: int
-    before: float
-    after: float
+    what: str  # `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size
+    first: int  # the last step before it rose
+    last: int  # the last step that it is known of
+    before: float  # its value at `first`
+    after: float  # its value at `last`
     grew: float = math.nan
 
     def __str__(self) -> str:

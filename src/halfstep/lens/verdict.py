@@ -16,8 +16,7 @@ from halfstep.report import SarifResult, sarif_log, strict_json, write_page
 
 __all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict", "shown"]
 
-SHOWN = 4
-"""Samples and indices are listed up to this number."""
+SHOWN = 4  # samples and indices are listed up to this number
 
 KINDS = {
     "overflow": "a result is larger than the largest number of its format",
@@ -40,11 +39,8 @@ CAUSES = {
 }
 """Root cause of a verdict -> what it means."""
 
-WIDTH = 160
-"""Characters of a headline."""
-
-MODULE = 30
-"""Characters of a module's name in a headline: its end."""
+WIDTH = 160  # characters of a headline
+MODULE = 30  # characters of a module's name in a headline: its end
 
 BETWEEN, CUT = " | ", "..."
 

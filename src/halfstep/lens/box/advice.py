@@ -33,8 +33,7 @@ from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["Around", "advice", "lost_eps", "settle"]
 
-REACH = 12
-"""So many calls before an operator are looked at."""
+REACH = 12  # so many calls before an operator are looked at
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
@@ -125,17 +124,11 @@ MASKS = frozenset({"masked_fill", "where"})
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The calls around the place of a verdict.
+    """The calls around the place of a verdict."""
 
-    Attributes:
-        upstream: those that made its inputs, the nearest first.
-        downstream: those that read its result.
-        lost: constants of them that the format of their result cannot hold, in words.
-    """
-
-    upstream: tuple[Site, ...] = ()
-    downstream: tuple[Site, ...] = ()
-    lost: tuple[str, ...] = ()
+    upstream: tuple[Site, ...] = ()  # those that made its inputs, the nearest first
+    downstream: tuple[Site, ...] = ()  # those that read its result
+    lost: tuple[str, ...] = ()  # constants of them that the format of their result cannot hold, in words
 
     @classmethod
     def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
@@ -267,17 +260,10 @@ def _lost(trace: Trace, site: Site) -> Iterator[str]:
 
 # ------------------------------------------------------------------ the cause
 
-BACK = 30.0
-"""A loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound."""
-
-ROSE = 3.0
-"""Times that a loss has to have risen where fp32 overflows too; else the formula is to blame."""
-
-RISING = 1.5
-"""Times that a loss rises within a trial, on the same batches, where training runs away."""
-
-DRAWN = 64
-"""Updates of the history that a verdict keeps."""
+BACK = 30.0  # a loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound
+ROSE = 3.0  # times that a loss has to have risen where fp32 overflows too; else the formula is to blame
+RISING = 1.5  # times that a loss rises within a trial, on the same batches, where training runs away
+DRAWN = 64  # updates of the history that a verdict keeps
 
 
 def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:

@@ -43,8 +43,7 @@ from halfstep.torch_private.foreach import foreach_norm
 
 __all__ = ["BlackBox", "replay"]
 
-ORDINALS = count(1)
-"""Numbers of the boxes of this process, by which ranks name them to each other."""
+ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name them to each other
 
 STUCK = 6
 """A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of

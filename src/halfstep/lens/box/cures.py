@@ -78,17 +78,13 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
 
 
 class _Search:
-    """Tries policies: by one replay and, where that is finite, by a trial of training.
-
-    Attributes:
-        found: the changes under which the step is finite.
-    """
+    """Tries policies: by one replay and, where that is finite, by a trial of training."""
 
     def __init__(self, subject: Subject, index: int | None, trials: Trials) -> None:
         assert subject.policy is not None
         self.subject, self.base = subject, subject.policy
         self.index, self.trials = index, trials
-        self.found: list[Cure] = []
+        self.found: list[Cure] = []  # the changes under which the step is finite
 
     @property
     def verified(self) -> list[Cure]:

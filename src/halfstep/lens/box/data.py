@@ -33,32 +33,15 @@ from halfstep.trees import inputs, map_tensors, place, tensors
 
 __all__ = ["outlier", "suspects", "wrong_target"]
 
-Given: TypeAlias = list[tuple[int, str, Tensor]]
-"""Index, name and tensor of inputs."""
-
-RATIO = 100.0
-"""An outlier is so many times as large as the rest of its batch, or more."""
-
-RARE = 1e-6
-"""Probability of a gap as large among the values of a batch."""
-
-RARE_SAMPLE = 0.02
-"""The same among the largest values of its samples, of which there are few."""
-
-RARE_BATCH = 1e-4
-"""The same among the largest values of earlier batches."""
-
-TAIL = 1000
-"""Most values that the tail is estimated from: the largest tenth, ten at least."""
-
-MARKERS = 3
-"""A far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)."""
-
-EARLIER = 5
-"""So many earlier batches have to be known before a whole batch is called unusual."""
-
-SHARE = 4
-"""Outliers are in one of so many samples, or in one sample."""
+Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
+RATIO = 100.0  # an outlier is so many times as large as the rest of its batch, or more
+RARE = 1e-6  # probability of a gap as large among the values of a batch
+RARE_SAMPLE = 0.02  # the same among the largest values of its samples, of which there are few
+RARE_BATCH = 1e-4  # the same among the largest values of earlier batches
+TAIL = 1000  # most values that the tail is estimated from: the largest tenth, ten at least
+MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)
+EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
+SHARE = 4  # outliers are in one of so many samples, or in one sample
 
 
 COMPARING = frozenset(
@@ -73,17 +56,11 @@ CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """Far values of one input.
+    """Far values of one input."""
 
-    Attributes:
-        index: of the input.
-        rest: the largest magnitude of all other values.
-        text: what is wrong, in words.
-    """
-
-    index: int
-    rest: float
-    text: str
+    index: int  # of the input
+    rest: float  # the largest magnitude of all other values
+    text: str  # what is wrong, in words
 
 
 def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:

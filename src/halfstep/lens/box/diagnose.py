@@ -39,21 +39,15 @@ __all__ = [
     "verdict_of",
 ]
 
-CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
-"""Kinds of verdicts that a change of policy may cure."""
+CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
 
 MASKED = "the mask's -inf becomes nan by arithmetic: "
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
-CAST = "to"
-"""The operator that a weight is cast by when an update writes its low copy."""
-
-LOWEST = 2.0**-14
-"""The lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish."""
-
-LARGE = 1e3
-"""Larger weights get a note."""
+CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
+LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
+LARGE = 1e3  # larger weights get a note
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
@@ -64,48 +58,29 @@ class Subject:
     """A step to diagnose.
 
     Attributes:
-        replay: runs it again.
-        model: the user's model.
-        optimizer: the optimizer that would have updated the model, or None.
-        policy: the policy it ran under; None if it is not known.
-        under: ``with under(policy):`` replays run under another policy.
-        scaling: "none", "static" or "dynamic".
-        scale: the loss scale.
-        floor: the lowest scale that its rule allows; 0.0: any.
-        step: its number.
-        rank: of this process.
-        notes: notes for the verdict that are known before the replay.
-        normed: whether an update is skipped when the norm of all gradients is not finite.
-        foreign: whether the loss function opens the regions; then trials open others in their places.
-        region: the name of what opens them.
-        dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
-        gone: why none can be run again, in words; "" if one can.
         more: further micro-batches, for trials of training, by their number in `explain(batches=)`.
-        clip_norm: largest norm of the gradients of an update; None: not clipped, or not known.
-        clip_value: largest magnitude of an element of them; None likewise.
-        signals: the history of the run; None if there is none, as in a replay from a file.
     """
 
-    replay: Replay
-    model: nn.Module
-    optimizer: Optimizer | None
-    policy: Policy | None
-    under: Callable[[Policy], AbstractContextManager[None]]
-    scaling: str = "none"
-    scale: float = 1.0
-    floor: float = 0.0
-    step: int = 0
-    rank: int = 0
-    notes: tuple[str, ...] = ()
-    normed: bool = True
-    foreign: bool = False
-    region: str = "torch.autocast"
-    dropped: int = 0
-    gone: str = ""
+    replay: Replay  # runs it again
+    model: nn.Module  # the user's model
+    optimizer: Optimizer | None  # the optimizer that would have updated the model, or None
+    policy: Policy | None  # the policy it ran under; None if it is not known
+    under: Callable[[Policy], AbstractContextManager[None]]  # ``with under(policy):`` replays run under another policy
+    scaling: str = "none"  # "none", "static" or "dynamic"
+    scale: float = 1.0  # the loss scale
+    floor: float = 0.0  # the lowest scale that its rule allows; 0.0: any
+    step: int = 0  # its number
+    rank: int = 0  # of this process
+    notes: tuple[str, ...] = ()  # notes for the verdict that are known before the replay
+    normed: bool = True  # whether an update is skipped when the norm of all gradients is not finite
+    foreign: bool = False  # whether the loss function opens the regions; then trials open others in their places
+    region: str = "torch.autocast"  # the name of what opens them
+    dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
+    gone: str = ""  # why none can be run again, in words; "" if one can
     more: Mapping[int, MicroBatch] = field(default_factory=dict)
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    signals: Signals | None = None
+    clip_norm: float | None = None  # largest norm of the gradients of an update; None: not clipped, or not known
+    clip_value: float | None = None  # largest magnitude of an element of them; None likewise
+    signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
 
     @property
     def low(self) -> str:

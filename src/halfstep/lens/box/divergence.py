@@ -15,8 +15,7 @@ from halfstep.step.parts.signals import Signals
 
 __all__ = ["poisoned", "runaway"]
 
-MARGIN = 10.0
-"""Times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that."""
+MARGIN = 10.0  # times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that
 
 
 def runaway(signals: Signals | None, subject: Subject) -> str:

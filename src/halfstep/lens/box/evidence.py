@@ -43,8 +43,7 @@ MOST_BATCHES = 1 << 30  # bytes of micro-batches
 MOST_FILE = 3 << 30  # bytes of a file that is read
 CHUNK = 1 << 20  # bytes read at once
 SHOWN = 3  # weights named that do not fit
-SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")
-"""The end of a file: the sum of all bytes before it."""
+SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")  # the end of a file: the sum of all bytes before it
 SEAL_BYTES = 73
 
 

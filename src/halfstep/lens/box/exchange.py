@@ -32,17 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Answers", "Exchange", "exchange_of"]
 
-BITS = 62
-"""Ranks in one counter of the store, which is a signed 64-bit integer."""
-
-MOST_VALUES = 16
-"""Values read of one topic, the first that were posted."""
-
-KEPT = 16
-"""Topics whose keys stay in the store."""
-
-LESS = 50
-"""Ranks that were missing before are waited for this much less."""
+BITS = 62  # ranks in one counter of the store, which is a signed 64-bit integer
+MOST_VALUES = 16  # values read of one topic, the first that were posted
+KEPT = 16  # topics whose keys stay in the store
+LESS = 50  # ranks that were missing before are waited for this much less
 
 SOON, LATE = 0.0005, 0.02
 """Seconds between the first two looks at the store, and at most; for more than 2000 ranks longer in proportion."""
@@ -50,15 +43,10 @@ SOON, LATE = 0.0005, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was posted about a topic before a deadline.
+    """What was posted about a topic before a deadline."""
 
-    Attributes:
-        values: rank -> what it reported.
-        missing: ranks that have posted nothing.
-    """
-
-    values: dict[int, bytes]
-    missing: tuple[int, ...]
+    values: dict[int, bytes]  # rank -> what it reported
+    missing: tuple[int, ...]  # ranks that have posted nothing
 
 
 class Exchange:

@@ -30,48 +30,25 @@ from halfstep.scale.alarm import in_scaler, is_scaler
 
 __all__ = ["Fact", "Loop", "poisoned"]
 
-WATCHED = 2
-"""Gradients that stand for all: the smallest ones."""
-
-SEEN = 2
-"""An error that does no harm at once is reported when it was seen in so many steps in a row."""
-
-SAMPLES = 3
-"""Scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged."""
-
-TRIES = 64
-"""Backward passes whose norms are computed for that, at most."""
-
-CLIPPED = 0.5
-"""A norm below this part of what it was counts as clipped."""
-
-EQUAL = 1e-4
-"""Relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds."""
-
-UNKNOWN = 64
-"""Backward passes of one update, at most, before the first update has shown how many there are."""
-
-COPIED = 1 << 26
-"""Bytes of weights that are copied to find out whether a bad step was applied to them."""
+WATCHED = 2  # gradients that stand for all: the smallest ones
+SEEN = 2  # an error that does no harm at once is reported when it was seen in so many steps in a row
+SAMPLES = 3  # scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged
+TRIES = 64  # backward passes whose norms are computed for that, at most
+CLIPPED = 0.5  # a norm below this part of what it was counts as clipped
+EQUAL = 1e-4  # relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds
+UNKNOWN = 64  # backward passes of one update, at most, before the first update has shown how many there are
+COPIED = 1 << 26  # bytes of weights that are copied to find out whether a bad step was applied to them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """An error in the order of calls.
+    """An error in the order of calls."""
 
-    Attributes:
-        code: its number in `mistakes.MISTAKES`, which has the remedy.
-        because: what shows it, in one sentence.
-        line: the user's line with the call, "file.py:12 text"; "" where a call is missing.
-        sure: "shown" or "likely".
-        spoils: whether training may run away because of it.
-    """
-
-    code: str
-    because: str
-    line: str = ""
-    sure: str = "shown"
-    spoils: bool = True
+    code: str  # its number in `mistakes.MISTAKES`, which has the remedy
+    because: str  # what shows it, in one sentence
+    line: str = ""  # the user's line with the call, "file.py:12 text"; "" where a call is missing
+    sure: str = "shown"  # "shown" or "likely"
+    spoils: bool = True  # whether training may run away because of it
 
     def verdict(self, step: int) -> Verdict:
         """Return the verdict on a step whose finding is this error alone."""
@@ -80,17 +57,11 @@ class Fact:
 
 @dataclass(eq=False)
 class _Update:
-    """A call of the optimizer's step on gradients that are not finite.
+    """A call of the optimizer's step on gradients that are not finite."""
 
-    Attributes:
-        weights: (parameter, a copy from before) of those whose gradient is not finite.
-        line: the user's line.
-        scaler: whether the loss was scaled and a scaler is within reach of the line.
-    """
-
-    weights: list[tuple[Tensor, Tensor]]
-    line: str
-    scaler: bool
+    weights: list[tuple[Tensor, Tensor]]  # (parameter, a copy from before) of those whose gradient is not finite
+    line: str  # the user's line
+    scaler: bool  # whether the loss was scaled and a scaler is within reach of the line
 
 
 class Loop:
@@ -100,20 +71,18 @@ class Loop:
         optimizer: the loop's.
 
     Attributes:
-        facts: errors found so far, by their numbers.
         bad: (number, scale) of the last step that was not finite, until its gradients are gone.
         carried: the number of the step whose gradients, which were not finite, went into the present one; 0: none.
-        same_window: whether the present step adds to the gradients of a bad one within one update.
         wrote: (number of the step, verdict on it) whose gradients were applied though they were not finite.
         buffers: name of a buffer -> number of the bad step that wrote to it what is not finite.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self.optimizer = optimizer
-        self.facts: dict[str, Fact] = {}
+        self.facts: dict[str, Fact] = {}  # errors found so far, by their numbers
         self.bad: tuple[int, float] | None = None
         self.carried = 0
-        self.same_window = False
+        self.same_window = False  # whether the present step adds to the gradients of a bad one within one update
         self.wrote: tuple[int, Verdict] | None = None
         self.buffers: dict[str, int] = {}
         self._watched: list[Tensor] = []  # parameters

@@ -60,39 +60,24 @@ POLES = frozenset(
 """Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
 
-HUGE = 1e100
-"""The fourth power of a number this large leaves float64 too, which ends at 1.8e308."""
+HUGE = 1e100  # the fourth power of a number this large leaves float64 too, which ends at 1.8e308
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallRecord:
-    """What is kept of one operator call: a node of the replay's dataflow.
+    """What is kept of one operator call: a node of the replay's dataflow."""
 
-    Attributes:
-        site: where it was called.
-        dtypes: formats of its input tensors.
-        shapes: shapes of them.
-        largest: largest finite magnitude among them; 0.0 if they hold none.
-        finite_in: whether all of them were finite.
-        finite_out: whether its results were.
-        made: largest finite magnitude of its results; 0.0 if they hold none.
-        dtype: format of its first result of floating numbers, None without one.
-        parents: the calls that made its arguments; views and queries are none.
-        outside: (kind, name) of batch, parameters and buffers among its arguments.
-        carrier: name of the one of those that holds `largest`, "" if none does.
-    """
-
-    site: Site
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    largest: float
-    finite_in: bool
-    finite_out: bool
-    made: float = 0.0
-    dtype: torch.dtype | None = None
-    parents: tuple[CallRecord, ...] = ()
-    outside: tuple[tuple[str, str], ...] = ()
-    carrier: str = ""
+    site: Site  # where it was called
+    dtypes: tuple[str, ...]  # formats of its input tensors
+    shapes: tuple[tuple[int, ...], ...]  # shapes of them
+    largest: float  # largest finite magnitude among them; 0.0 if they hold none
+    finite_in: bool  # whether all of them were finite
+    finite_out: bool  # whether its results were
+    made: float = 0.0  # largest finite magnitude of its results; 0.0 if they hold none
+    dtype: torch.dtype | None = None  # format of its first result of floating numbers, None without one
+    parents: tuple[CallRecord, ...] = ()  # the calls that made its arguments; views and queries are none
+    outside: tuple[tuple[str, str], ...] = ()  # (kind, name) of batch, parameters and buffers among its arguments
+    carrier: str = ""  # name of the one of those that holds `largest`, "" if none does
 
     @property
     def limit(self) -> float:
@@ -119,37 +104,24 @@ class Source:
     """Where values that are not finite come from first.
 
     Attributes:
-        kind: "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten".
-        order: number of calls before it.
-        name: of the parameter, buffer or input.
-        call: the operator call that made the values, or the first that read them.
-        invalid: for an operator: whether float64 gives no number either.
-        limit: largest number of the format of the result.
-        written: whether the program itself wrote a NaN there.
-        masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
-        position: of a tensor among those from outside, in their order.
-        additive: whether it holds nothing but 0 and -inf besides.
-        over: innocent sources that the operator made NaN of: the masks.
         samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
-        features: the same in its last dimension.
-        remark: what the operator's arguments show, in words of data, "" if nothing.
         needs: what the argument that is remarked on comes from: calls, and (kind, name) of batch and state.
     """
 
-    kind: str
-    order: int
-    name: str = ""
-    call: CallRecord | None = None
-    invalid: bool = False
-    limit: float = 0.0
-    written: bool = False
-    masks: bool = False
-    position: int = 0
-    additive: bool = False
-    over: tuple[Source, ...] = ()
+    kind: str  # "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten"
+    order: int  # number of calls before it
+    name: str = ""  # of the parameter, buffer or input
+    call: CallRecord | None = None  # the operator call that made the values, or the first that read them
+    invalid: bool = False  # for an operator: whether float64 gives no number either
+    limit: float = 0.0  # largest number of the format of the result
+    written: bool = False  # whether the program itself wrote a NaN there
+    masks: bool = False  # for tensors from outside: whether -inf is the only infinity in it, as in additive masks
+    position: int = 0  # of a tensor among those from outside, in their order
+    additive: bool = False  # whether it holds nothing but 0 and -inf besides
+    over: tuple[Source, ...] = ()  # innocent sources that the operator made NaN of: the masks
     samples: tuple[int, ...] = ()
-    features: tuple[int, ...] = ()
-    remark: str = ""
+    features: tuple[int, ...] = ()  # the same in its last dimension
+    remark: str = ""  # what the operator's arguments show, in words of data, "" if nothing
     needs: tuple[tuple[CallRecord, ...], tuple[tuple[str, str], ...]] = ((), ())
 
     def roots(self) -> set[tuple[str, str]]:
@@ -170,42 +142,26 @@ class Source:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """One operator call with its tensors, for as long as it runs.
+    """One operator call with its tensors, for as long as it runs."""
 
-    Attributes:
-        record: what is kept of it.
-        order: number of calls up to it.
-        func: the operator, called with `args` and `kwargs`.
-        again: arguments with which it can be computed again, None if it has overwritten them.
-        inputs: its input tensors of floating or complex numbers.
-        before: `extremes` of them before the call.
-        outputs: the tensors it returned or wrote to.
-        after: `extremes` of them.
-        inner: results of the kernels inside.
-    """
-
-    record: CallRecord
-    order: int
-    func: Callable[..., Any]
+    record: CallRecord  # what is kept of it
+    order: int  # number of calls up to it
+    func: Callable[..., Any]  # the operator, called with `args` and `kwargs`
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    again: Any
-    inputs: list[Tensor]
-    before: list[tuple[float, bool, bool]]
-    outputs: list[Tensor]
-    after: list[tuple[float, bool, bool]]
-    inner: list[Tensor]
+    again: Any  # arguments with which it can be computed again, None if it has overwritten them
+    inputs: list[Tensor]  # its input tensors of floating or complex numbers
+    before: list[tuple[float, bool, bool]]  # `extremes` of them before the call
+    outputs: list[Tensor]  # the tensors it returned or wrote to
+    after: list[tuple[float, bool, bool]]  # `extremes` of them
+    inner: list[Tensor]  # results of the kernels inside
 
 
 class Origins:
-    """The origins of the values of one replay that are not finite; note [origins].
-
-    Attributes:
-        sources: operators that made such values, in order.
-    """
+    """The origins of the values of one replay that are not finite; note [origins]."""
 
     def __init__(self) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[Source] = []  # operators that made such values, in order
         self._origins: dict[int, tuple[StorageWeakRef, frozenset[Source]]] = {}
         self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
         self._insides: dict[int, tuple[StorageWeakRef, CallRecord, frozenset[Source]]] = {}

@@ -29,8 +29,7 @@ from halfstep.update.updater import Deferral
 
 __all__ = ["Attempt", "Replay", "Windows"]
 
-Windows = Callable[..., "Attempt"]
-"""``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`."""
+Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"
@@ -38,27 +37,16 @@ REENTRANT = "CheckpointFunctionBackward"
 
 @dataclass(eq=False)
 class Attempt:
-    """The outcome of one replay.
+    """The outcome of one replay."""
 
-    Attributes:
-        losses: detached, one for each micro-batch.
-        gradients: leaf -> its gradient, summed over the micro-batches.
-        bad: whether the loss or a gradient is not finite.
-        index: the first micro-batch that is not finite, or None.
-        culprits: leaves whose gradient is not finite.
-        trace: the instruments of micro-batch `index`; None in a replay without.
-        odd: why the replay shows nothing, in words: the loss function returned no loss.
-        added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    bad: bool = False
-    index: int | None = None
-    culprits: list[Tensor] = field(default_factory=list)
-    trace: Trace | None = None
-    odd: str = ""
-    added: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)  # detached, one for each micro-batch
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, summed over the micro-batches
+    bad: bool = False  # whether the loss or a gradient is not finite
+    index: int | None = None  # the first micro-batch that is not finite, or None
+    culprits: list[Tensor] = field(default_factory=list)  # leaves whose gradient is not finite
+    trace: Trace | None = None  # the instruments of micro-batch `index`; None in a replay without
+    odd: str = ""  # why the replay shows nothing, in words: the loss function returned no loss
+    added: Tensor | None = None  # the leaf whose gradients are finite in each micro-batch and whose sum is not, or None
 
     @property
     def only(self) -> int | None:
@@ -71,20 +59,15 @@ class Replay:
     """Runs micro-batches again.
 
     Args:
-        model: the user's model, unwrapped.
-        forward: ``forward(batch, named) -> loss``, in its region.
-        window: the micro-batches.
         buffers: values of buffers before the window, as `step.record` keeps them.
-        around: returns the context of a backward pass.
-        wide: whether gradients of micro-batches are added in fp32, whatever the format of their parameter.
     """
 
-    model: nn.Module
-    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    window: Sequence[MicroBatch]
+    model: nn.Module  # the user's model, unwrapped
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]  # ``forward(batch, named) -> loss``, in its region
+    window: Sequence[MicroBatch]  # the micro-batches
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    wide: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # returns the context of a backward pass
+    wide: bool = False  # whether gradients of micro-batches are added in fp32, whatever the format of their parameter
 
     def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
         """Run the window once more.

@@ -59,26 +59,13 @@ __all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic", "rank"]
 
 LOG = logging.getLogger("halfstep")
 
-MOST_REPLAYS = 16
-"""A box explains so many steps by itself; applied steps of a TrainStep count apart."""
-
-LOOK_EVERY = 10
-"""Weights and optimizer state are read at every so many steps of a streak."""
-
-PATIENCE = 10.0
-"""Seconds to wait for the other ranks, which come to a bad step at nearly the same time."""
-
-ASKED = 3.0
-"""Seconds to wait for them where the user called `explain`, perhaps on one rank only."""
-
-REPLAYS = 30
-"""The wait for their verdicts is longer by so many replays of this rank: they may look for cures."""
-
-SHOWN = 8
-"""Missing ranks are named up to this number."""
-
-FINITE = 3
-"""The weight of a verdict on a rank whose replay was finite, see `_weight`."""
+MOST_REPLAYS = 16  # a box explains so many steps by itself; applied steps of a TrainStep count apart
+LOOK_EVERY = 10  # weights and optimizer state are read at every so many steps of a streak
+PATIENCE = 10.0  # seconds to wait for the other ranks, which come to a bad step at nearly the same time
+ASKED = 3.0  # seconds to wait for them where the user called `explain`, perhaps on one rank only
+REPLAYS = 30  # the wait for their verdicts is longer by so many replays of this rank: they may look for cures
+SHOWN = 8  # missing ranks are named up to this number
+FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
 
@@ -97,15 +84,10 @@ UPDATE, CALL = "update", "call"
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A bad step as the ranks name it among each other.
+    """A bad step as the ranks name it among each other."""
 
-    Attributes:
-        name: equal on all ranks, and used for this step only.
-        place: where in the program it is explained: `UPDATE` or `CALL`.
-    """
-
-    name: str
-    place: str
+    name: str  # equal on all ranks, and used for this step only
+    place: str  # where in the program it is explained: `UPDATE` or `CALL`
 
     @property
     def patience(self) -> float:
@@ -119,16 +101,12 @@ class Topic:
 
 
 class Box:
-    """What the boxes of a `TrainStep` and of a loop written by hand share.
-
-    Attributes:
-        verdict: the last one, or None.
-    """
+    """What the boxes of a `TrainStep` and of a loop written by hand share."""
 
     spelled = "step"  # the object whose explain() the user calls
 
     def __init__(self, evidence: Path | None) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: Verdict | None = None  # the last one, or None
         self._folder = evidence
         self._written: list[Path] = []
         self._trouble = Trouble()

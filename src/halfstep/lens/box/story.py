@@ -13,17 +13,10 @@ from halfstep.lens.verdict import Magnitude
 
 __all__ = ["first_extreme", "path", "story"]
 
-ROWS = 8
-"""Rows of a story."""
-
-NEAREST = 3
-"""So many rows are the place and what leads to it directly; the others are where magnitudes changed most."""
-
-EXTREME = 1e3
-"""Activations and gradients above it are out of the normal range: their products pass the end of fp16."""
-
-TINY = 1e-30
-"""Stands for a magnitude of 0 in ratios."""
+ROWS = 8  # rows of a story
+NEAREST = 3  # so many rows are the place and what leads to it directly; the others are where magnitudes changed most
+EXTREME = 1e3  # activations and gradients above it are out of the normal range: their products pass the end of fp16
+TINY = 1e-30  # stands for a magnitude of 0 in ratios
 
 
 def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:

@@ -59,12 +59,10 @@ SILENT = frozenset(
 )
 """Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
 
-OPENED = frozenset({"multi_head_attention_forward"})
-"""Composites of so many operators that a verdict names the part."""
+OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
 
 
-ENGINE = "_engine_run_backward"
-"""The function of torch that runs the autograd engine."""
+ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
 @contextmanager
@@ -78,25 +76,17 @@ def _unobserved() -> Iterator[None]:
 class Trace(Sink):
     """The instruments of one replay, and what they have seen.
 
-    Args:
-        model: the user's model; names of modules, parameters and buffers are those in it.
-
     Attributes:
-        count: how many operator calls there were.
         origins: where values that are not finite come from.
-        loss: the loss of the replay, if it or a gradient is not finite.
-        gradients: leaf -> its gradient, of such a replay.
-        low: the low format of the last region that was on, or None.
-        region: the policy of the last `hs.autocast` that was on, or None.
         numbers: call -> the floats among its arguments, and the format of its result.
     """
 
-    model: nn.Module
-    count: int = 0
-    loss: Tensor | None = None
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    low: torch.dtype | None = None
-    region: Policy | None = None
+    model: nn.Module  # the user's model; names of modules, parameters and buffers are those in it
+    count: int = 0  # how many operator calls there were
+    loss: Tensor | None = None  # the loss of the replay, if it or a gradient is not finite
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, of such a replay
+    low: torch.dtype | None = None  # the low format of the last region that was on, or None
+    region: Policy | None = None  # the policy of the last `hs.autocast` that was on, or None
     numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

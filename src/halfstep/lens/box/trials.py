@@ -45,17 +45,10 @@ from halfstep.weights import WeightStore
 
 __all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches", "refuse_wrong"]
 
-STEPS = 12
-"""Steps of a trial, the bad one included."""
-
-MOST_BATCHES = 32
-"""So many of the batches given are taken, and kept until the trials end."""
-
-BYTES = 12
-"""Of trial weights, their gradients and what an update needs meanwhile, for each element."""
-
-BEYOND = 2.0**20
-"""A loss above this, which is 16 times what fp16 holds, may be none to train on."""
+STEPS = 12  # steps of a trial, the bad one included
+MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
+BYTES = 12  # of trial weights, their gradients and what an update needs meanwhile, for each element
+BEYOND = 2.0**20  # a loss above this, which is 16 times what fp16 holds, may be none to train on
 
 ABSURD = 1e3
 """It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
@@ -63,11 +56,8 @@ ABSURD = 1e3
 LOST = 3.0
 """Training is lost if the loss was so many times the usual one before the step and, after the trial, is so still."""
 
-NEAR = 0.25
-"""A loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most."""
-
-LAST = 3
-"""So many losses are averaged at the end of a trial."""
+NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most
+LAST = 3  # so many losses are averaged at the end of a trial
 
 
 FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
@@ -79,22 +69,16 @@ class Trial:
     """What training under one policy showed.
 
     Attributes:
-        finite_once: whether the bad step is finite under it; None if it cannot run.
-        trained: steps that were made and finite.
-        losses: their losses.
-        buffers_finite: whether buffers that were finite before are so afterwards.
         trains: whether all steps are finite, their losses no larger than losses may be, and near those of fp32.
-        outcome: all this in words.
-        scale: the loss scale at which the first step was finite.
     """
 
-    finite_once: bool | None
-    trained: int = 0
-    losses: tuple[float, ...] = ()
-    buffers_finite: bool = True
+    finite_once: bool | None  # whether the bad step is finite under it; None if it cannot run
+    trained: int = 0  # steps that were made and finite
+    losses: tuple[float, ...] = ()  # their losses
+    buffers_finite: bool = True  # whether buffers that were finite before are so afterwards
     trains: bool = False
-    outcome: str
-    scale: float = 1.0
+    outcome: str  # all this in words
+    scale: float = 1.0  # the loss scale at which the first step was finite
 
 
 class Trials:
@@ -429,17 +413,11 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Weight:
-    """One parameter of a trial: note [trial weights].
+    """One parameter of a trial: note [trial weights]."""
 
-    Attributes:
-        original: the user's.
-        precise: its fp32 value, which is updated.
-        leaf: what is in the model's place; `precise` itself unless the policy has a low one there.
-    """
-
-    original: nn.Parameter
-    precise: nn.Parameter
-    leaf: nn.Parameter
+    original: nn.Parameter  # the user's
+    precise: nn.Parameter  # its fp32 value, which is updated
+    leaf: nn.Parameter  # what is in the model's place; `precise` itself unless the policy has a low one there
 
 
 @contextmanager

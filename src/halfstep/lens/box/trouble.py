@@ -22,8 +22,7 @@ LOW_SCALE = 2.0**8
 THIRD = 3
 """So many bad steps in a row are examined under any scale; then those in places twice as far, for data may change."""
 
-STREAK = 10
-"""A streak of so many bad steps is reported."""
+STREAK = 10  # a streak of so many bad steps is reported
 
 LONG_STREAK = 20
 """The same under a dynamic scale, which skips 24 steps as it falls from 2**24 to 1; most begin at 2**16."""
@@ -47,17 +46,13 @@ class Trouble:
     """Recognises what many bad steps have in common, and reports each diagnosis once.
 
     Attributes:
-        reported: names of the diagnoses made so far.
-        streak: steps in a row whose gradients were not finite.
-        losses: steps in a row whose loss was not finite under finite gradients.
-        verdict: that on a step of the streak, if one was explained.
         helps: the loss scale at which a step of the streak was finite in a replay; 0.0: none, None: not tried.
     """
 
-    reported: set[str] = field(default_factory=set)
-    streak: int = 0
-    losses: int = 0
-    verdict: Verdict | None = None
+    reported: set[str] = field(default_factory=set)  # names of the diagnoses made so far
+    streak: int = 0  # steps in a row whose gradients were not finite
+    losses: int = 0  # steps in a row whose loss was not finite under finite gradients
+    verdict: Verdict | None = None  # that on a step of the streak, if one was explained
     helps: float | None = None
 
     def fine(self) -> None:
