@@ -29,10 +29,11 @@ from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic
 from halfstep.lens.box.trouble import SkippedStep
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.step.arguments import LOSS
 from halfstep.step.parts.record import History, MicroBatch, Window
@@ -88,6 +89,9 @@ class BlackBox(Box):
     """
 
     spelled = "box"
+    explainable = (
+        "the last one was finite, or has not run backward; call it after a step whose loss or gradients are not finite"
+    )
 
     def __init__(
         self,
@@ -122,7 +126,6 @@ class BlackBox(Box):
         self._highest = 0.0  # scale of all bad steps
         self._carried = 0  # the bad step whose gradients were last found in a later one
         self._unsaid: Verdict | None = None  # the verdict on it that is to be logged
-        self._explained_step = 0
         self._ordinal = next(ORDINALS)
         self._synced = True  # whether ranks average the gradients of the last call in its backward pass
         self._parameters: list[nn.Parameter] = []
@@ -160,20 +163,9 @@ class BlackBox(Box):
             loss.register_hook(lambda gradient: self._begin(kept, gradient))
         return returned
 
-    def _last(self) -> Verdict:
-        if self._explained_step == self.step and self.verdict is not None:
-            if self._more:
-                return self._explained(CALL)
-            topic = self._topic(CALL) if self._missing else None
-            return self.verdict if topic is None else self._again(topic)
-        if not self._is_wrong():
-            if self.verdict is not None:
-                return self.verdict
-            raise StepError(
-                "explain(): there is no step to explain: the last one was finite, or has not run backward; call it "
-                "after a step whose loss or gradients are not finite, before the next one"
-            )
-        return self._explained(CALL)
+    def _wrong_window(self) -> Window | None:
+        window = self._memory.window
+        return window if self._known(window) is not None or self._is_wrong() else None
 
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
@@ -218,7 +210,7 @@ class BlackBox(Box):
             first = self._loop.wrote is None and self._explained_step != self.step
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
-                self._unsaid = self._explained(UPDATE)
+                self._unsaid = self._explained(self._memory.window, UPDATE)
         except Exception as error:
             self._failed(f"the update of step {self.step} was not looked at", error)
 
@@ -256,13 +248,14 @@ class BlackBox(Box):
 
     def _see(self) -> None:
         """Examine a step that is not finite, in its gradients or in its loss alone."""
-        model, kept, loop = unwrap(self.model), self._memory.window.batches[0], self._loop
+        model, window, loop = unwrap(self.model), self._memory.window, self._loop
+        kept = window.batches[0]
         loss_finite = kept.loss is None or extremes(kept.loss)[1]
         if not loss_finite and not self._gradients_bad():
             self._lost = True
             if not self._trouble.losses and self._replays < MOST_REPLAYS:
                 self._replays += 1
-                self._unsaid = self._explained(UPDATE)
+                self._unsaid = self._explained(window, UPDATE)
             return
         scale = self._scale()
         loop.bad = loop.bad or (self.step, scale)
@@ -281,9 +274,9 @@ class BlackBox(Box):
         )
         carried = 0 < loop.carried != self._carried and self._replays < MOST_REPLAYS
         self._carried = loop.carried
-        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
+        if carried or self._is_due(self._seen, window):
             self._replays += 1
-            self._unsaid = self._explained(UPDATE)
+            self._unsaid = self._explained(window, UPDATE)
 
     def _report(self, *, applied: bool) -> None:
         """Log what is known of the last bad step, and what is wrong with the loop."""
@@ -341,10 +334,9 @@ class BlackBox(Box):
     def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
         return self.model, unwrap(self.model), f"box {self._ordinal}"
 
-    def _topic(self, place: str) -> Topic | None:
-        """Return the topic of a step whose gradients are bad, so that all ranks see it; None of any other."""
+    def _topic(self, window: Window, place: str) -> Topic | None:
         shared = self._synced and self._gradients_bad() and self.exchange is not None
-        return Topic(str(self.step), place) if shared else None
+        return Topic(str(window.last), place) if shared else None
 
     def _gradients_bad(self) -> bool:
         return self._bad is not None and bool(self._bad)
@@ -359,20 +351,18 @@ class BlackBox(Box):
     def _judged(self, verdict: Verdict) -> Verdict:
         return self._loop.judge(verdict)
 
-    def _explained(self, place: str) -> Verdict:
-        subject = self._subject()
+    def _explained(self, window: Window, place: str = CALL) -> Verdict:
+        subject, seed = self._subject(window), window.batches[0].seed
         if math.isinf(subject.scale):
-            seed = self._memory.window.batches[0].seed
             name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
             cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
             self.verdict = Verdict(
-                kind="scale_too_high", cause="scale", sure="shown", phase="backward", step=self.step, rank=rank(),
-                because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+                kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
+                step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
             )  # fmt: skip
-            self._explained_step = self.step
+            self._explained_step = window.last
             return self.verdict
-        verdict = self.explain_subject(subject, self._topic(place))
-        self._explained_step = self.step
+        verdict = super()._explained(window, place)
         notes = []
         if self._is_written():
             more = "" if self.optimizer is not None else "; pass optimizer="
@@ -382,7 +372,6 @@ class BlackBox(Box):
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
                 "step, and make the scaler once, before the loop"
             )
-        seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:
             notes.append("backward() reached the loss with a gradient that is not finite: the loop has computed it")
         if self._added and verdict.kind == "not_reproducible":
@@ -390,7 +379,7 @@ class BlackBox(Box):
         self.verdict = verdict = replace(verdict, notes=(*verdict.notes, *notes))
         return verdict
 
-    def _subject(self) -> Subject:
+    def _subject(self, window: Window) -> Subject:
         model = unwrap(self.model)
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -402,17 +391,16 @@ class BlackBox(Box):
 
         policy = prepared_policy(model)
         under = instead if policy is None else rebound
-        buffers = [*self._memory.window.buffers, *self._statistics.kept()]
         return Subject(
-            replay=Replay(model, forward, self._memory.window.batches, buffers),
+            replay=Replay(model, forward, window.batches, [*window.buffers, *self._statistics.kept()]),
             model=model,
             optimizer=self.optimizer,
             policy=policy,
             under=lambda tried: under(model, tried),
             scaling=self._scaling(),
             scale=self._scale(),
-            step=self.step,
-            rank=rank(),
+            step=window.last,
+            rank=processes()[0],
             normed=False,
             foreign=policy is None,
             more=self._more,

@@ -23,12 +23,17 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.meeting import processes
+from halfstep.torch_private.distributed import default_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["Answers", "Exchange", "exchange_of"]
 
@@ -50,13 +55,7 @@ class Answers:
 
 
 class Exchange:
-    """The ranks that make a step together.
-
-    Args:
-        store: one that all of them write to.
-        ranks: their global numbers, of this one too.
-        me: the global number of this one.
-    """
+    """The ranks that make a step together, by their global numbers; `me` is that of this one."""
 
     def __init__(self, store: Store, ranks: tuple[int, ...], me: int) -> None:
         self.ranks, self.me = ranks, me
@@ -78,13 +77,10 @@ class Exchange:
         self._note(topic)
 
     def collect(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
-        """Return what has been posted about `topic`.
+        """Return what has been posted about `topic`, of which this rank has posted something itself.
 
-        Args:
-            topic: of which this rank has posted something itself.
-            patience: seconds to wait for ranks that have posted nothing.
-            one: whether to wait for the first value only.
-            at_update: whether every rank should come here, so that one that does not is waited for less the next time.
+        Waits `patience` seconds for ranks that have posted nothing; with `one` for the first value only. A rank that
+        does not come is waited for less the next time if it should have come: `at_update`.
         """
         store, everyone = self._store, len(self.ranks)
         gone = len(self._still_gone())
@@ -104,13 +100,7 @@ class Exchange:
         return Answers(self._values(topic), tuple(self.ranks[index] for index in missing))
 
     def agree(self, topic: str, *, ok: bool, patience: float) -> bool:
-        """Return whether all ranks are here and have `ok`; the same on every rank that returns. See note [agreement].
-
-        Args:
-            topic: of which nothing has been posted.
-            ok: whether this rank agrees.
-            patience: seconds to wait for ranks that are not here.
-        """
+        """Return whether all ranks are here within `patience` seconds and have `ok`, each of them; note [agreement]."""
         store, decision = self._store, f"{topic}/decision"
         self._note(topic)
         if not ok or self._still_gone():  # one that was missing does not stop the others for long
@@ -169,28 +159,25 @@ class Exchange:
 def exchange_of(wrapped: nn.Module, model: nn.Module, name: str) -> Exchange | None:
     """Return the exchange of the ranks that make each step of a model together; None if there are no others.
 
-    Args:
-        wrapped: the model as the user calls it.
-        model: the user's model inside.
-        name: of its black box, equal on all ranks and used for no other.
+    `wrapped` is the model as the user calls it; `name` that of its black box, equal on all ranks, used for no other.
     """
     ranks = ranks_of_step(wrapped, model)
-    store = None if ranks is None else _default_store()
-    if ranks is None or store is None:
+    if ranks is None:
         return None
     names = [name for name, _ in model.named_parameters()]
     # ranks that have made other models before do not take them for each other
     key = hashlib.sha256(repr((name, ranks, names)).encode()).hexdigest()[:16]
-    return Exchange(PrefixStore(f"halfstep/{key}", store), ranks, torch.distributed.get_rank())
+    store = torch.distributed.PrefixStore(f"halfstep/{key}", default_store())
+    return Exchange(store, ranks, processes()[0])
 
 
 def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | None:
     """Return the global numbers of the ranks that see the same verdict on each update; None if there are no others.
 
-    Those are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
+    They are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
     are nested or cross each other, all ranks of the program are taken.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if processes()[1] == 1:
         return None
     found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in _meshes(model)}
     while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled
@@ -199,16 +186,9 @@ def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | Non
         found.add(tuple(sorted(torch.distributed.get_process_group_ranks(wrapped.process_group))))
     if not found:
         return None
-    ranks = found.pop() if len(found) == 1 else tuple(range(torch.distributed.get_world_size()))
+    ranks = found.pop() if len(found) == 1 else tuple(range(processes()[1]))
     return ranks if len(ranks) > 1 else None
 
 
 def _meshes(model: nn.Module) -> Iterable[Any]:
     return {id(m): m for m in (getattr(p, "device_mesh", None) for p in model.parameters()) if m is not None}.values()
-
-
-def _default_store() -> Store | None:
-    """Return the store of the default process group; torch has no public name for it."""
-    c10d: Any = torch.distributed.distributed_c10d
-    store = getattr(c10d, "_get_default_store", lambda: None)()
-    return store if isinstance(store, Store) else None

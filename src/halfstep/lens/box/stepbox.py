@@ -19,14 +19,13 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,20 +41,21 @@ from halfstep.lens.box.advice import advice, settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
+from halfstep.lens.box.exchange import Exchange, exchange_of
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
 from halfstep.lens.verdict import Verdict
+from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.step.parts.record import History, MicroBatch, Window
 
 if TYPE_CHECKING:
-    from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic", "rank"]
+__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -104,6 +104,7 @@ class Box:
     """What the boxes of a `TrainStep` and of a loop written by hand share."""
 
     spelled = "step"  # the object whose explain() the user calls
+    explainable: str  # which steps that method explains, in words
 
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None  # the last one, or None
@@ -114,6 +115,7 @@ class Box:
         self._warned: set[str] = set()
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
         self._posted = ""  # the last topic that a verdict was posted about
+        self._explained_step = 0  # the step that `verdict` is about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
         self._more: dict[int, MicroBatch] = {}  # micro-batches for trials, given to explain()
 
@@ -136,16 +138,55 @@ class Box:
         finally:
             self._more = {}
 
+    # ------------------------------------------------------------------ what the two boxes know of a step
+
+    def _wrong_window(self) -> Window | None:
+        """Return the last window if it was not finite."""
+        raise NotImplementedError
+
+    def _subject(self, window: Window) -> Subject:
+        """Return the window as a step to diagnose."""
+        raise NotImplementedError
+
+    def _topic(self, window: Window, place: str) -> Topic | None:
+        """Return the topic of a window that all ranks see as bad; None of any other, and without other ranks."""
+        raise NotImplementedError
+
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
+        raise NotImplementedError
+
+    def _judged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
+        return verdict
+
+    # ------------------------------------------------------------------ one step
+
     def _last(self) -> Verdict:
         """Return the verdict on the last step that was not finite."""
-        raise NotImplementedError
+        window = self._wrong_window()
+        if window is None:
+            if self.verdict is None:
+                raise StepError(f"explain(): there is no step to explain: {self.explainable}, before the next one")
+            return self.verdict
+        known = None if self._more else self._known(window)
+        if known is None:
+            return self._explained(window)
+        topic = self._topic(window, CALL) if self._missing else None
+        if topic is not None:  # ranks may have posted theirs since
+            self.verdict = self._first_of_ranks(topic, 0.0)
+        return self.verdict or known
+
+    def _known(self, window: Window) -> Verdict | None:
+        return self.verdict if self._explained_step == window.last else None
+
+    def _explained(self, window: Window, place: str = CALL) -> Verdict:
+        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
+        self._explained_step = window.last
+        return verdict
 
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
         """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
-
-        Args:
-            subject: the step.
-            topic: that of the step, if other ranks explain it too.
 
         Raises:
             StepError: the replay failed, and the model is on this rank alone; or a further batch cannot be run.
@@ -184,23 +225,11 @@ class Box:
                     self._warn_once("evidence", saved)
         return self.verdict
 
-    def _judged(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
-        return verdict
-
     # ------------------------------------------------------------------ ranks
-
-    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
-        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
-        raise NotImplementedError
 
     @cached_property
     def exchange(self) -> Exchange | None:
         """The exchange of the ranks that see the same bad steps; None if there are no others."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return None
-        from halfstep.lens.box.exchange import exchange_of  # some builds of torch have no stores
-
         return exchange_of(*self._named_models())
 
     def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
@@ -215,23 +244,17 @@ class Box:
             self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
 
-    def _is_due(self, seen: SkippedStep, topic: Callable[[], Topic | None], subject: Callable[[], Subject]) -> bool:
-        """Return whether a bad step is explained without being asked about; all ranks come here together.
-
-        Args:
-            seen: what is known of it.
-            topic: returns that of the step.
-            subject: returns the step, for a replay at lower scales.
-        """
+    def _is_due(self, seen: SkippedStep, window: Window) -> bool:
+        """Return whether a bad step is explained without being asked about; all ranks come here together."""
         trouble = self._trouble
         if self._replays >= MOST_REPLAYS or not (trouble.streak == 1 or trouble.undecided):
             return False
         if seen.scaling != "dynamic":
             return True
         if trouble.streak > 1:
-            return self._matters(topic(), mine=self._beyond_scaling(subject()))
+            return self._matters(self._topic(window, UPDATE), mine=self._beyond_scaling(self._subject(window)))
         # more than a dynamic scale on its way down
-        return seen.scale <= LOW_SCALE or self._matters(topic(), mine=not seen.loss_finite)
+        return seen.scale <= LOW_SCALE or self._matters(self._topic(window, UPDATE), mine=not seen.loss_finite)
 
     def _beyond_scaling(self, subject: Subject) -> bool:
         """Return whether replays show that no loss scale makes a step finite; not of one that cannot be replayed.
@@ -255,16 +278,11 @@ class Box:
             StepError: they do not.
         """
         if topic is None or self.exchange is None:
-            if torch.distributed.get_world_size() > 1:
+            if processes()[1] > 1:
                 raise StepError("its parameters are sharded, and the other ranks have no part in this")
         elif not self.exchange.agree(topic.agreement, ok=has_room(model), patience=topic.patience):
             raise StepError("its parameters are sharded, and a rank was missing or had no room to gather them all")
         whole.enter_context(unsharded(model))
-
-    def _again(self, topic: Topic) -> Verdict:
-        """Return the verdict of all ranks, some of which may have posted theirs since."""
-        self.verdict = self._first_of_ranks(topic, 0.0)
-        return self.verdict
 
     def _first_of_ranks(self, topic: Topic, patience: float) -> Verdict:
         """Return the verdict of the lowest rank with a fault, which is the same on all ranks that come in time."""
@@ -286,7 +304,7 @@ class Box:
         alike = (v.rank for v in found if _weight(v) == _weight(first) < FINITE)
         notes = first.notes
         if answers.missing:
-            notes = (*notes, f"no verdict came from {_named(answers.missing)} in {patience:.0f} s")
+            notes = (*notes, f"no verdict came from {shown(answers.missing, 'rank', SHOWN)} in {patience:.0f} s")
         return replace(first, ranks=tuple(sorted(alike)), notes=notes)
 
     def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
@@ -322,17 +340,17 @@ class Box:
 
 
 class StepBox(Box):
-    """The black box of one TrainStep, made when one of its steps is not finite.
+    """The black box of one TrainStep, made when one of its steps is not finite."""
 
-    Attributes:
-        verdict: the last one, or None.
-    """
+    explainable = (
+        "the last one was applied and its loss was finite, or nothing has run; call it after a step whose "
+        "result.skipped is true or whose result.loss is not finite"
+    )
 
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step.evidence)
         self._ref = weakref.ref(step)
         self._bad_steps = 0  # updates that were not applied
-        self._explained_step = 0  # the step that `verdict` is about
         self._lone = 0  # explanations of applied steps, on which ranks do not agree
 
     # ------------------------------------------------------------------ what is read of the TrainStep
@@ -385,18 +403,8 @@ class StepBox(Box):
         """Examine an update that was not applied. All ranks come here, at the same place of the program."""
         self._bad_steps += 1
         self._trouble.skipped()
-        seen = self._facts(window)
-        due = self._is_due(seen, lambda: self._topic(window, UPDATE), lambda: self._subject(window))
-        try:
-            if due:  # also after an error: the other ranks wait for a verdict
-                self._replays += 1
-                self._explain_by_itself(window)
-        finally:
-            self._warn(window.last, self._trouble.see(seen))
-
-    def _facts(self, window: Window) -> SkippedStep:
         step, finite = self.step, window.finite()
-        return SkippedStep(
+        seen = SkippedStep(
             loss_finite=finite,
             scaling=self._scaling,
             scale=_scale(window),
@@ -404,6 +412,13 @@ class StepBox(Box):
             low=step.policy.dtype,
             state_finite=finite or self._state_finite(self._history.model, step.optimizer),
         )
+        due = self._is_due(seen, window)
+        try:
+            if due:  # also after an error: the other ranks wait for a verdict
+                self._replays += 1
+                self._explain_by_itself(window)
+        finally:
+            self._warn(window.last, self._trouble.see(seen))
 
     def _lost(self, window: Window) -> None:
         """Examine an update that was applied though a loss of this rank was not finite.
@@ -429,39 +444,18 @@ class StepBox(Box):
 
     # ------------------------------------------------------------------ replay
 
-    def _last(self) -> Verdict:
-        """Return the verdict on the last step that was not applied or whose loss was not finite."""
+    def _wrong_window(self) -> Window | None:
+        """Return the last window that was not applied or whose loss was not finite."""
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
-        if window is not None and window.explainable():
-            known = None if self._more else self._known(window)
-            topic = self._topic(window, CALL) if known is None or self._missing else None
-            if known is None:
-                return self._explained(window, CALL)
-            return known if topic is None else self._again(topic)
-        if self.verdict is None:
-            raise StepError(
-                "explain(): there is no step to explain: the last one was applied and its loss was finite, or nothing "
-                "has run; call it after a step whose result.skipped is true or whose result.loss is not finite, before "
-                "the next one"
-            )
-        return self.verdict
-
-    def _known(self, window: Window) -> Verdict | None:
-        return self.verdict if self._explained_step == window.last else None
+        return window if window is not None and window.explainable() else None
 
     def _topic(self, window: Window, place: str) -> Topic | None:
-        """Return the topic of an update that was not applied; None of any other, and without other ranks."""
         if window.flag is None or not bool(window.flag) or self.exchange is None:
             return None
         number = self._bad_steps + (not window.seen)  # not counted yet
         return Topic(f"{number}.{window.last}", place)
-
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
-        self._explained_step = window.last
-        return verdict
 
     def _subject(self, window: Window) -> Subject:
         step, model = self.step, self._history.model
@@ -477,7 +471,7 @@ class StepBox(Box):
             notes.append(APPLIED)
         elif step.update_in_backward:
             notes.append(BEFORE)
-        subject = Subject(
+        return Subject(
             replay=Replay(model, self._forward, window.batches[0 if gone else dropped :], window.buffers, around, wide),
             model=model,
             optimizer=step.optimizer,
@@ -485,8 +479,9 @@ class StepBox(Box):
             under=lambda policy: rebound(model, policy),
             scaling=self._scaling,
             scale=_scale(window),
+            floor=step.scaler.rule.floor if self._scaling == "dynamic" else 0.0,
             step=window.last,
-            rank=rank(),
+            rank=processes()[0],
             notes=tuple(notes),
             dropped=0 if gone else dropped,
             gone=gone,
@@ -495,9 +490,6 @@ class StepBox(Box):
             clip_value=step.clip_value,
             signals=step.record.signals,
         )
-        if subject.scaling == "dynamic":
-            subject.floor = step.scaler.rule.floor
-        return subject
 
 
 def _weight(verdict: Verdict) -> int:
@@ -523,11 +515,6 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 
 
-def _named(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
 def _recipe(model: nn.Module) -> Recipe:
     """Return the recipe of the policy that `model` is bound to: in a trial that is the policy under trial."""
     binding = binding_of(model)
@@ -541,9 +528,3 @@ def _recomputing(model: nn.Module) -> AbstractContextManager[None]:
 
 def _scale(window: Window) -> float:
     return 1.0 if window.scale is None else number(window.scale)
-
-
-def rank() -> int:
-    """Return the rank of this process, 0 where there are no others."""
-    here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if here else 0
