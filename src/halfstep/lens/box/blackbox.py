@@ -30,7 +30,7 @@ from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, 
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic
-from halfstep.lens.box.trouble import SkippedStep
+from halfstep.lens.box.streak import SkippedStep
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
@@ -240,7 +240,7 @@ class BlackBox(Box):
                 if self._is_wrong():
                     self._see()
                 else:
-                    self._trouble.fine()
+                    self._streak.fine()
             except Exception as error:
                 self._failed(f"step {self.step} was not finite", error)
         if not updating:
@@ -253,7 +253,7 @@ class BlackBox(Box):
         loss_finite = kept.loss is None or extremes(kept.loss)[1]
         if not loss_finite and not self._gradients_bad():
             self._lost = True
-            if not self._trouble.losses and self._replays < MOST_REPLAYS:
+            if not self._streak.losses and self._replays < MOST_REPLAYS:
                 self._replays += 1
                 self._unsaid = self._explained(window, UPDATE)
             return
@@ -261,8 +261,8 @@ class BlackBox(Box):
         loop.bad = loop.bad or (self.step, scale)
         if loop.same_window:
             return  # the first bad step of this window was examined
-        self._trouble.skipped()
-        self._scales = [*self._scales, scale] if self._trouble.streak > 1 else [scale]
+        self._streak.skipped()
+        self._scales = [*self._scales, scale] if self._streak.streak > 1 else [scale]
         self._highest = max(self._highest, scale)
         self._seen = SkippedStep(
             loss_finite=loss_finite,
@@ -301,10 +301,10 @@ class BlackBox(Box):
             self._warn_once("buffers", spoiled)
         if self._lost:
             self._lost = False
-            self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
+            self._warn(self.step, self._streak.lost(applied=self._is_updated()))
         if seen is not None:
             applied = applied or self._loop.wrote is not None
-            self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
+            self._warn(self.step, self._streak.see(replace(seen, applied=applied)))
 
     def _failed(self, what: str, error: Exception) -> None:
         """Log the first error of the box, which does not reach the training loop."""

@@ -2,7 +2,7 @@
 
 A step that is not finite only because a dynamic scale is still falling is left alone. Any other is replayed with
 instruments (`trace`), its first cause is named (`diagnose`), small changes of policy are tried by replay (`cures`), and
-evidence is written if a folder was given. `trouble` recognises what several steps have in common.
+evidence is written if a folder was given. `streak` recognises what several steps have in common.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
 bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
@@ -20,9 +20,9 @@ import pickle
 import time
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +43,11 @@ from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.exchange import Exchange, exchange_of
 from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.streak import LOW_SCALE, SkippedStep, Streak
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
-from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
-from halfstep.lens.verdict import Verdict
+from halfstep.lens.verdict import Verdict, shown
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.step.parts.record import History, MicroBatch, Window
@@ -68,16 +68,6 @@ SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
-
-APPLIED = (
-    "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
-    "those after it"
-)
-
-BEFORE = (
-    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and "
-    "the replay ran with them"
-)
 
 UPDATE, CALL = "update", "call"
 
@@ -110,7 +100,7 @@ class Box:
         self.verdict: Verdict | None = None  # the last one, or None
         self._folder = evidence
         self._written: list[Path] = []
-        self._trouble = Trouble()
+        self._streak = Streak()
         self._replays = 0
         self._warned: set[str] = set()
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
@@ -246,12 +236,12 @@ class Box:
 
     def _is_due(self, seen: SkippedStep, window: Window) -> bool:
         """Return whether a bad step is explained without being asked about; all ranks come here together."""
-        trouble = self._trouble
-        if self._replays >= MOST_REPLAYS or not (trouble.streak == 1 or trouble.undecided):
+        streak = self._streak
+        if self._replays >= MOST_REPLAYS or not (streak.streak == 1 or streak.undecided):
             return False
         if seen.scaling != "dynamic":
             return True
-        if trouble.streak > 1:
+        if streak.streak > 1:
             return self._matters(self._topic(window, UPDATE), mine=self._beyond_scaling(self._subject(window)))
         # more than a dynamic scale on its way down
         return seen.scale <= LOW_SCALE or self._matters(self._topic(window, UPDATE), mine=not seen.loss_finite)
@@ -259,24 +249,20 @@ class Box:
     def _beyond_scaling(self, subject: Subject) -> bool:
         """Return whether replays show that no loss scale makes a step finite; not of one that cannot be replayed.
 
-        Of sharded parameters it returns True: `explain_subject` gathers them, and then finds it out.
+        True of sharded parameters: `explain_subject` gathers them, and then finds it out.
         """
         if subject.gone or math.isinf(subject.scale) or has_parts(subject.model):
             return has_parts(subject.model) and not subject.gone
         try:
             helps = helping_scale(subject)
-            self._trouble.helps = helps if helps >= subject.floor else 0.0
+            self._streak.helps = helps if helps >= subject.floor else 0.0
         except Exception as error:
             self._warn_once("scales", f"step {subject.step} was not replayed: {type(error).__name__}: {error}")
             return False
-        return not self._trouble.helps
+        return not self._streak.helps
 
     def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
-        """Gather the parameters of a sharded model until `whole` is left, if all ranks agree; collective then.
-
-        Raises:
-            StepError: they do not.
-        """
+        """Gather the parameters of a sharded model until `whole` is left; StepError if not all ranks agree to it."""
         if topic is None or self.exchange is None:
             if processes()[1] > 1:
                 raise StepError("its parameters are sharded, and the other ranks have no part in this")
@@ -292,8 +278,8 @@ class Box:
             if self._posted != topic.name:
                 self._posted = topic.name
                 # without any fault all take the verdict of the first rank
-                shown = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
-                exchange.post(topic.name, pickle.dumps(mine) if shown else None)
+                told = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
+                exchange.post(topic.name, pickle.dumps(mine) if told else None)
             answers = exchange.collect(topic.name, patience, at_update=topic.place == UPDATE)
         except Exception as error:
             note = f"the other ranks could not be reached: {type(error).__name__}: {error}"
@@ -309,7 +295,7 @@ class Box:
 
     def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
         """Return whether weights and optimizer state are finite; reads them at every `LOOK_EVERY`-th step."""
-        if self._trouble.streak % LOOK_EVERY != 2:  # the first bad loss is explained
+        if self._streak.streak % LOOK_EVERY != 2:  # the first bad loss is explained
             return True
         states = () if optimizer is None else optimizer.state.values()
         found = [v for state in states for v in state.values() if isinstance(v, Tensor)]
@@ -319,7 +305,7 @@ class Box:
         """Log what happened and what helps in one line, once for each cause; nothing if a dynamic scale is to fall."""
         if verdict.kind == "scale_too_high" and dynamic:
             return
-        self._trouble.verdict = verdict
+        self._streak.verdict = verdict
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
@@ -353,8 +339,6 @@ class StepBox(Box):
         self._bad_steps = 0  # updates that were not applied
         self._lone = 0  # explanations of applied steps, on which ranks do not agree
 
-    # ------------------------------------------------------------------ what is read of the TrainStep
-
     @property
     def step(self) -> TrainStep:
         """The TrainStep."""
@@ -368,11 +352,6 @@ class StepBox(Box):
         if history is None or not history.examined:
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         return history
-
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        """Return the loss, in the region of the policy that the model is bound to now."""
-        model = self._history.model
-        return self.step.run_forward(model, batch, named, _recipe(model))[0]
 
     @property
     def _scaling(self) -> str:
@@ -388,21 +367,20 @@ class StepBox(Box):
 
     def see(self, window: Window) -> None:
         """Count an update; examine one that was not applied. No error of the box reaches the training loop."""
-        if not window.wrong:
-            self._trouble.fine()
-            return
         try:
             if window.bad:
                 self._skipped(window)
-            else:
+            elif window.wrong:
                 self._lost(window)
+            else:
+                self._streak.fine()
         except Exception as error:
             self._warn_once("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
 
     def _skipped(self, window: Window) -> None:
         """Examine an update that was not applied. All ranks come here, at the same place of the program."""
         self._bad_steps += 1
-        self._trouble.skipped()
+        self._streak.skipped()
         step, finite = self.step, window.finite()
         seen = SkippedStep(
             loss_finite=finite,
@@ -416,30 +394,26 @@ class StepBox(Box):
         try:
             if due:  # also after an error: the other ranks wait for a verdict
                 self._replays += 1
-                self._explain_by_itself(window)
+                known = self._known(window)  # the user has called `explain` on this rank
+                if known is None:
+                    self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
+                else:
+                    self._take(known, window)
         finally:
-            self._warn(window.last, self._trouble.see(seen))
+            self._warn(window.last, self._streak.see(seen))
 
     def _lost(self, window: Window) -> None:
-        """Examine an update that was applied though a loss of this rank was not finite.
-
-        The other ranks may not have such a loss, so nothing here is collective, and it has a count of its own.
-        """
-        self._warn(window.last, self._trouble.lost())
-        if self._trouble.losses == 1 and self._lone < MOST_REPLAYS:
+        """Examine an update that was applied though a loss of this rank alone may not be finite."""
+        self._warn(window.last, self._streak.lost())
+        if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
             self._lone += 1
             self._announce(self._known(window) or self._explained(window))
 
-    def _explain_by_itself(self, window: Window) -> None:
-        """Explain a step without a call of `explain`, in one line."""
-        known = self._known(window)  # the user has called `explain` on this rank
-        if known is None:
-            self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
-            return
-        self._trouble.verdict = known
-        if self.exchange is not None and has_parts(self._history.model):  # the others need not wait for this rank
-            topic = self._topic(window, UPDATE)
-            assert topic is not None
+    def _take(self, known: Verdict, window: Window) -> None:
+        """Take a verdict that `explain` has given; the other ranks need not wait for this one."""
+        self._streak.verdict = known
+        topic = self._topic(window, UPDATE)
+        if topic is not None and self.exchange is not None and has_parts(self._history.model):
             self.exchange.agree(topic.agreement, ok=False, patience=0.0)
 
     # ------------------------------------------------------------------ replay
@@ -459,8 +433,6 @@ class StepBox(Box):
 
     def _subject(self, window: Window) -> Subject:
         step, model = self.step, self._history.model
-        around = partial(_recomputing, model)
-        wide = step.policy.grads == "fp32"
         binding = binding_of(model)
         dropped, notes = window.dropped, []
         if dropped:
@@ -468,11 +440,24 @@ class StepBox(Box):
             notes.append(f"micro-batches 1 to {dropped} of {size} were dropped and not run again: {limit} bytes")
         gone = notes.pop() if dropped == len(window.batches) else ""
         if window.flag is not None and not bool(window.flag):
-            notes.append(APPLIED)
+            notes.append(
+                "gradients were finite and the update was applied: the weights have been written to since, and the "
+                "replay ran with those after it"
+            )
         elif step.update_in_backward:
-            notes.append(BEFORE)
+            notes.append(
+                "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
+                "updated, and the replay ran with them"
+            )
         return Subject(
-            replay=Replay(model, self._forward, window.batches[0 if gone else dropped :], window.buffers, around, wide),
+            replay=Replay(
+                model=model,
+                forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
+                window=window.batches[0 if gone else dropped :],
+                buffers=window.buffers,
+                around=lambda: recomputing(_recipe(model)),
+                wide=step.policy.grads == "fp32",
+            ),
             model=model,
             optimizer=step.optimizer,
             policy=None if binding is None else binding.wanted,
@@ -516,14 +501,10 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
 
 
 def _recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of the policy that `model` is bound to: in a trial that is the policy under trial."""
+    """Return the recipe of the policy that `model` is bound to now: in a trial that is the policy under trial."""
     binding = binding_of(model)
     assert binding is not None
     return binding.recipe
-
-
-def _recomputing(model: nn.Module) -> AbstractContextManager[None]:
-    return recomputing(_recipe(model))
 
 
 def _scale(window: Window) -> float:

@@ -1,10 +1,7 @@
-"""Trouble: what many bad steps have in common, and which of a streak are to be explained without being asked about.
-
-Input: each step as training goes on, as `Trouble.fine`, `lost` or `skipped`, and what is known of a bad one without a
-replay (`SkippedStep`). Output: sentences for the log, each once, and which steps of a streak are worth a replay.
+"""Streaks: what many bad steps have in common, and which of a streak are to be explained without being asked about.
 
 Under a dynamic scale most bad steps are its search for the right value. The third in a row is examined: a replay at a
-lower scale decides whether to wait, or whether gradients are not finite at any scale (`Trouble.helps`).
+lower scale decides whether to wait, or whether gradients are not finite at any scale (`Streak.helps`).
 """
 
 from __future__ import annotations
@@ -14,18 +11,12 @@ from dataclasses import dataclass, field
 
 from halfstep.lens.verdict import Verdict
 
-__all__ = ["LOW_SCALE", "SkippedStep", "Trouble"]
+__all__ = ["LOW_SCALE", "SkippedStep", "Streak"]
 
-LOW_SCALE = 2.0**8
-"""The first step of a streak that overflows under a larger dynamic scale is left alone: that scale is still falling."""
-
-THIRD = 3
-"""So many bad steps in a row are examined under any scale; then those in places twice as far, for data may change."""
-
+LOW_SCALE = 2.0**8  # a larger dynamic scale that overflows once is left alone: it is still falling
+THIRD = 3  # bad steps in a row that are examined under any scale; then twice as many each time, for data may change
 STREAK = 10  # a streak of so many bad steps is reported
-
-LONG_STREAK = 20
-"""The same under a dynamic scale, which skips 24 steps as it falls from 2**24 to 1; most begin at 2**16."""
+LONG_STREAK = 20  # the same under a dynamic scale, which skips 24 steps from 2**24 to 1; most begin at 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +33,21 @@ class SkippedStep:
 
 
 @dataclass(eq=False)
-class Trouble:
-    """Recognises what many bad steps have in common, and reports each diagnosis once.
-
-    Attributes:
-        helps: the loss scale at which a step of the streak was finite in a replay; 0.0: none, None: not tried.
-    """
+class Streak:
+    """Recognises what many bad steps have in common, and reports each diagnosis once."""
 
     reported: set[str] = field(default_factory=set)  # names of the diagnoses made so far
     streak: int = 0  # steps in a row whose gradients were not finite
     losses: int = 0  # steps in a row whose loss was not finite under finite gradients
     verdict: Verdict | None = None  # that on a step of the streak, if one was explained
-    helps: float | None = None
+    helps: float | None = None  # the loss scale at which a replay of the streak was finite; 0.0: none, None: not tried
 
     def fine(self) -> None:
         """Count an applied step with a finite loss."""
         self.streak = self.losses = 0
 
     def lost(self, *, applied: bool = True) -> list[str]:
-        """Count a step whose loss was not finite under finite gradients; return what has not been reported before.
-
-        Args:
-            applied: whether its update was applied to the weights.
-        """
+        """Count a step whose loss was not finite under finite gradients; return what has not been reported before."""
         self.streak = 0
         self.losses += 1
         return self._new(self._of_losses(applied))
