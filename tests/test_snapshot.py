@@ -36,7 +36,6 @@ USERS = {
     "lens/audit/record.py": {"torch_states"},
     "lens/audit/run.py": {"Snapshot", "generators_of", "noted"},
     "lens/audit/shadow.py": {"same_numbers"},
-    "lens/box/cures.py": {"Snapshot", "attributes"},
     "lens/box/replay.py": {"Modules", "Snapshot", "contents", "gradients", "noted", "put_buffers"},
     "lens/box/trials.py": {"Snapshot", "attributes"},
     "lens/calls.py": {"same_numbers", "torch_states"},

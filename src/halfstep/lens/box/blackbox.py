@@ -1,10 +1,10 @@
-"""Black box: the box of a loop written by hand, and replays from evidence files; `stepbox` has what boxes share."""
+"""Black box: the box of a loop written by hand, and replays of evidence files; `stepbox` has what boxes share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -46,15 +46,8 @@ __all__ = ["BlackBox", "replay"]
 
 ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name them to each other
 
-STUCK = 6
-"""A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of
-them at the latest in the rules that wait."""
-
-OTHER_CODE = "give the model and the loss of that run: the task's code may be another than the run's was"
-"""Advice where a step is finite in the replay of its evidence, before what else may differ."""
-
-LISTED_EVERY = 16
-"""The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
+STUCK = 6  # bad steps after which a scale that stays counts as fixed: a dynamic one falls at every second, or sooner
+LISTED_EVERY = 16  # calls after which the parameters are listed again: walking a model takes longer than all the rest
 
 
 class BlackBox(Box):
@@ -116,10 +109,9 @@ class BlackBox(Box):
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
         self._loop = Loop(optimizer)
-        self._flag: Tensor | None = None  # whether the loss or a gradient is not finite
+        self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
         self._read_step = 0  # the last step whose flag was read
-        self._wrong: bool | None = None  # the first flag, once it was read
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
         self._scales: list[float] = []  # of a streak of bad steps
@@ -138,13 +130,9 @@ class BlackBox(Box):
                     hook_weakly(add, hook)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Return ``loss_fn(model, *batch, **named)`` and keep the call.
-
-        Raises:
-            StepError: the loss cannot be told in what it returned.
-        """
+        """Return ``loss_fn(model, *batch, **named)`` and keep the call; StepError if what it returns has no loss."""
         self._read()
-        self._flag = self._bad = self._wrong = None
+        self._flag = self._bad = None
         self.step += 1
         self._memory.judged = None
         self._memory.begin()
@@ -172,37 +160,33 @@ class BlackBox(Box):
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             self._added = any(p.grad is not None for p in self._parameters)
-            try:
+            with self._guarded(f"the backward pass of step {self.step} was not looked at"):
                 if self._loop.bad is not None:
                     there = [_values(p.grad) for p in self._parameters if p.grad is not None]
                     self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
                 self._loop.begin(self.step)
-            except Exception as error:
-                self._failed(f"the backward pass of step {self.step} was not looked at", error)
             engine = execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
 
     def _look(self) -> None:
         """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""
-        try:
+        with self._guarded(f"the gradients of step {self.step} were not looked at"):
             kept = self._memory.window.batches[0]
             with torch.no_grad():
                 norms = _norms([_values(p.grad) for p in self._parameters if p.grad is not None])
                 self._bad = _not_finite(norms)
-                self._flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
-            self._memory.end(self._flag, None)
+                flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
+            self._memory.end(flag, None)
             if kept.loss is not None and kept.loss.numel() == 1 and norms:
                 versions = kept.loss._version, norms[0]._version
                 self._memory.signals.recent.append((self.step, kept.loss, norms[0], versions, self._bad, kept.seed))
             self._loop.end()
-        except Exception as error:
-            self._flag = None
-            self._failed(f"the gradients of step {self.step} were not looked at", error)
+            self._flag = flag
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
-        try:
+        with self._guarded(f"the update of step {self.step} was not looked at"):
             self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
@@ -211,38 +195,30 @@ class BlackBox(Box):
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
                 self._unsaid = self._explained(self._memory.window, UPDATE)
-        except Exception as error:
-            self._failed(f"the update of step {self.step} was not looked at", error)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
-        try:
+        with self._guarded(f"the update of step {self.step} was not looked at"):
             update = self._loop.after_update(closure=_closure(args, kwargs))
             if update is not None and self.verdict is not None and self._explained_step == self.step:
                 self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
-        except Exception as error:
-            self._failed(f"the update of step {self.step} was not looked at", error)
 
     def _is_wrong(self) -> bool:
         """Return whether the loss or a gradient of the last backward pass was not finite; waits for the device once."""
-        if self._flag is None:
-            return False
-        if self._wrong is None:
-            self._wrong = bool(self._flag)
-        return self._wrong
+        if self._flag is not None:
+            self._flag = bool(self._flag)
+        return bool(self._flag)
 
     def _read(self, *, updating: bool = False) -> None:
         """Read the flag of the last backward pass, once; under an update it is reported after that."""
         if self._flag is not None and self._read_step != self.step:
             self._read_step = self.step
-            try:
+            with self._guarded(f"step {self.step} was not finite"):
                 if self._is_wrong():
                     self._see()
                 else:
                     self._streak.fine()
-            except Exception as error:
-                self._failed(f"step {self.step} was not finite", error)
         if not updating:
             self._report(applied=False)
 
@@ -301,28 +277,26 @@ class BlackBox(Box):
             self._warn_once("buffers", spoiled)
         if self._lost:
             self._lost = False
-            self._warn(self.step, self._streak.lost(applied=self._is_updated()))
+            updated = self._is_written() if self.optimizer is None else self._loop.updated
+            self._warn(self.step, self._streak.lost(applied=updated))
         if seen is not None:
             applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._streak.see(replace(seen, applied=applied)))
 
-    def _failed(self, what: str, error: Exception) -> None:
-        """Log the first error of the box, which does not reach the training loop."""
-        self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
-
-    def _is_updated(self) -> bool:
-        """Return whether the update of the last step has begun."""
-        return self._is_written() if self.optimizer is None else self._loop.updated
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Log the first error of the box, in words that begin with `what`; none reaches the training loop."""
+        try:
+            yield
+        except Exception as error:
+            self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
 
     def _is_written(self) -> bool:
         """Return whether a weight has been written to since the last forward pass."""
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
-        """Return the largest value of the backward pass's seed, inf if the low format of a loss cannot hold it.
-
-        1.0 if there is none, or if what the loop computes from the loss has made it infinite or NaN.
-        """
+        """Return the largest value of the backward pass's seed: inf if a low loss cannot hold it, 1.0 without one."""
         seed = self._memory.window.batches[0].seed
         if seed is None:
             return 1.0
@@ -429,11 +403,7 @@ def _regions_here() -> list[AbstractContextManager[Any]]:
 
 
 def _loss_in(returned: Any) -> Tensor | None:
-    """Return the loss in what a loss function returned.
-
-    Raises:
-        StepError: there is none.
-    """
+    """Return the loss in what a loss function returned; StepError if there is none."""
     loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if loss is None or isinstance(loss, Tensor):
         return loss
@@ -494,7 +464,8 @@ def replay(file: str | Path, task: Any) -> Verdict:
     scale = torch.tensor(float(content["scale"]))
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, content["step"], scale))
     if verdict.kind == "not_reproducible" and not verdict.detail:
-        verdict = replace(verdict, cures=(Cure(policy=None, text=OTHER_CODE, verified=False), *verdict.cures))
+        other = "give the model and the loss of that run: the task's code may be another than the run's was"
+        verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"

@@ -20,8 +20,8 @@ from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import FAILURES, Trials, highest
-from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
+from halfstep.lens.box.trials import FAILURES, Trials, adapted, highest, in_place_of
+from halfstep.lens.calls import RUNS_BACKWARD, Site, region_here, spelled
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.operators import known
@@ -29,26 +29,18 @@ from halfstep.policy.plan import resolve
 from halfstep.policy.policy import PRESETS, Policy
 from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.snapshot import Snapshot, attributes
 from halfstep.torch_private.autograd import current_graph_task_id
 
 __all__ = ["cures", "instead", "rebound"]
 
-LONGEST = 4  # rules in one cure
-NEAREST = 6  # producers that are tried, one at a time
-ENOUGH = 3  # verified cures
+LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
+NEAREST = 6  # producers that are tried, one at a time: each costs a replay
+ENOUGH = 3  # verified cures, after which no other format is tried
 IMPATIENT = 20  # a scale that grows after fewer good steps skips more than one in so many
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
-    """Return the changes under which training goes on, smallest first; else advice that nothing has verified.
-
-    Args:
-        subject: the step.
-        verdict: the first cause.
-        attempt: the replay that led to it.
-        trials: the trials of the step.
-    """
+    """Return the changes under which training goes on, smallest first; else advice that nothing has verified."""
     if verdict.cause == "divergence":
         return advice(verdict)
     if verdict.kind == "scale_too_high":
@@ -102,16 +94,12 @@ class _Search:
         replay = dataclasses.replace(subject.replay, wide=policy.grads == "fp32")
         try:
             with subject.under(policy):
-                attempt = replay.run(traced=traced, only=self.index)
-                if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-                    return attempt
 
                 def at(scale: float) -> Attempt:
-                    return replay.run(factor=scale / subject.scale, only=self.index)
+                    factor = scale / subject.scale
+                    return replay.run(factor=factor, only=self.index, traced=traced and factor == 1.0)
 
-                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
-                lower = highest(lambda scale: not at(scale).bad, subject.scale, max(subject.floor, LOWEST))
-                return at(lower) if lower else attempt
+                return adapted(subject, at, subject.scale)[0]
         except FAILURES:
             return None  # this model cannot run under it
 
@@ -140,9 +128,7 @@ class _Search:
     def operators(self, verdict: Verdict, upstream: Sequence[Site]) -> None:
         """Give the operator a rule; else one of its producers; else it and those that then overflow after it, or them.
 
-        Args:
-            verdict: the first cause.
-            upstream: the calls that made its inputs, the nearest first.
+        `upstream` are the calls that made its inputs, the nearest first.
         """
         first = [verdict.op] if verdict.op in known() else []
         following = self._next_operators(first) if first else verdict
@@ -276,12 +262,7 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
         wanted = DTYPES.get(concrete.dtype, torch.float32) if decision.low else torch.float32
         if parameter.dtype in POLICY_DTYPES and parameter.dtype is not wanted:
             made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
-    with Snapshot(attributes(model.modules())).returning():
-        # new parameters take their places: another format in `.data` would remove the hooks of a gradient
-        for module in model.modules():
-            for name, old in list(module._parameters.items()):
-                if old is not None and id(old) in made:
-                    setattr(module, name, made[id(old)])
+    with in_place_of(model, made):
         rules = {m.path: m.rule for m in plan.modules}
         for module, own in bound:
             rule = rules.get(own.path, "")
@@ -315,9 +296,6 @@ def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
 
     Without module rules ``hs.autocast(policy=policy)`` takes the place of each region. With module rules `model` is
     prepared for the block, and those regions do nothing.
-
-    Raises:
-        HalfstepError: the model cannot be prepared.
     """
     by_module = bool(policy.modules)
     if by_module and any(p.dtype in LOW_DTYPES for p in model.parameters()):

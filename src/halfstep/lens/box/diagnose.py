@@ -13,9 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens.box.origins import Source
+from halfstep.lens.box.origins import CallRecord, Source
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.story import first_extreme, path, story
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import NORMALISING, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
@@ -36,6 +35,7 @@ __all__ = [
     "helping_scale",
     "inspect",
     "low_of",
+    "path",
     "verdict_of",
 ]
 
@@ -48,6 +48,10 @@ WRITTEN = "a value that is not finite is written here by the program itself"
 CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
 LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
 LARGE = 1e3  # larger weights get a note
+ROWS = 8  # rows of a story
+NEAREST = 3  # so many rows are the place and what leads to it directly; the others are where magnitudes changed most
+EXTREME = 1e3  # activations and gradients above it are out of the normal range: their products pass the end of fp16
+TINY = 1e-30  # stands for a magnitude of 0 in ratios
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
@@ -101,11 +105,7 @@ def low_of(policy: Policy | None, model: nn.Module) -> str:
 
 
 def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
-    """Replay a step with instruments and name the first cause; without cures.
-
-    Returns:
-        The verdict and the replay it was drawn from.
-    """
+    """Replay a step with instruments and name the first cause; without cures."""
     attempt = subject.replay.run(traced=True)
     notes = [*subject.notes, *_differences(subject, attempt)]
     if attempt.odd:
@@ -121,13 +121,13 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
             assert attempt.index is not None
-            micro = subject.replay.window[attempt.index]
-            verdict = replace(verdict, detail=_of_input(micro, verdict.parameter))
+            detail = _of_input(subject.replay.window[attempt.index], verdict.parameter)
+            verdict = replace(verdict, detail=detail)
         elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
             verdict = cast
         elif verdict.kind == "bad_state":
             notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
-        elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
+        elif verdict.kind in {"overflow", "invalid"} and all(extremes(loss)[1] for loss in attempt.losses):
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
         if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN and verdict.op != CAST:
@@ -141,14 +141,9 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
 
 
 def inspect(subject: Subject, why: str) -> Verdict:
-    """Return what the tensors of a step show without a replay; of sharded ones this rank's part.
-
-    Args:
-        subject: the step.
-        why: the reason why it is not replayed, in words.
-    """
-    verdict = Verdict(kind="not_reproducible", detail=f"not replayed: {why}")
-    window = subject.replay.window
+    """Return what the tensors of a step show without a replay, and why there is none; of sharded ones this rank's."""
+    reason, window = f"not replayed: {why}", subject.replay.window
+    verdict = Verdict(kind="not_reproducible", detail=reason)
     state = (*subject.model.named_parameters(), *subject.model.named_buffers())
     bad_state = [name for name, tensor in state if not is_lazy(tensor) and not extremes(tensor)[1]]
     bad_state += _bad_states(subject)
@@ -159,7 +154,6 @@ def inspect(subject: Subject, why: str) -> Verdict:
         if not extremes(tensor)[1]
     ]
     losses = [i for i, micro in enumerate(window) if micro.loss is not None and not extremes(micro.loss)[1]]
-    reason = f"not replayed: {why}"
     if inputs:
         micro, index = inputs[0]
         name = f"input {index}"
@@ -224,8 +218,8 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
         if call.site.phase == "backward" and culprit:
             notes = (*notes, f"reaches the gradient of {culprit}")
         rows = path(call, small=kind == "invalid" and not source.over)
-        told = story(rows)
-        if kind == "overflow" and not source.name and (first := first_extreme(rows)):
+        told = _told(rows)
+        if kind == "overflow" and not source.name and (first := _first_extreme(rows)):
             notes = (*notes, first)
     return Verdict(
         kind=kind,
@@ -260,19 +254,16 @@ def _of_mask(source: Source) -> str:
 
 def _of_input(micro: MicroBatch, name: str) -> str:
     """Return how much of an input is not finite, and where."""
-    for index, tensor in enumerate(tensors((micro.batch, micro.named))):
-        if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
-            bad = ~torch.isfinite(tensor.detach())
-            what = "nan" if bool(torch.isnan(tensor).any()) else "inf"
-            if bool(torch.isinf(tensor).any()):
-                what = "inf" if what == "inf" else "nan or inf"
-            count = int(bad.sum())
-            text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
-            if not tensor.dim():
-                return text
-            rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
-            return f"{text}, in {shown(rows)}"
-    return ""
+    tensor = tensors((micro.batch, micro.named))[int(name.removeprefix("input "))].detach()
+    if tensor.layout is not torch.strided or extremes(tensor)[1]:
+        return ""
+    bad, tests = ~torch.isfinite(tensor), (("nan", torch.isnan), ("inf", torch.isinf))
+    what = " or ".join(word for word, test in tests if bool(test(tensor).any()))
+    count = int(bad.sum())
+    text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
+    if not tensor.dim():
+        return text
+    return f"{text}, in {shown(bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist())}"
 
 
 def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
@@ -312,10 +303,6 @@ def _large(subject: Subject) -> Iterator[str]:
     value, name = max(found, default=(0.0, ""))
     if value > LARGE:
         yield f"{name} holds values as large as {value:.3g}"
-
-
-def _only_gradients(attempt: Attempt) -> bool:
-    return all(extremes(loss)[1] for loss in attempt.losses)
 
 
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
@@ -426,3 +413,68 @@ def _reasons(subject: Subject) -> Iterator[str]:
 
 def _compiled(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+# ------------------------------------------------------------------ what led to the place
+
+
+def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
+    """Return the calls from the first to the place, each the argument of the next that matters most.
+
+    That is an argument that is not finite, else the largest or, with `small`, the smallest, as in a division by 0.
+    """
+    rows, seen = [place], {place}
+    while parents := [p for p in rows[-1].parents if p not in seen and p.dtype is not None]:
+        spoiled = [p for p in parents if not p.finite_out]
+        rows.append((min if small else max)(spoiled or parents, key=lambda p: p.made))
+        seen.add(rows[-1])
+    rows.reverse()
+    return [row for row, following in zip(rows, [*rows[1:], None], strict=True) if not _alike(row, following)]
+
+
+def _alike(row: CallRecord, following: CallRecord | None) -> bool:
+    """Return whether two calls belong to one operator of the user's, such as the kernels of its backward pass."""
+    if following is None:
+        return False
+    one, two = row.site, following.site
+    return (one.op, one.module, one.line, one.phase) == (two.op, two.module, two.line, two.phase)
+
+
+def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
+    """Return at most `ROWS` rows of a path: the last ones, and those before that changed the magnitude most."""
+    early = range(max(len(rows) - NEAREST, 0))
+    changed = sorted(early, key=lambda index: _change(rows, index), reverse=True)[: ROWS - NEAREST]
+    kept = [*sorted(changed), *range(len(early), len(rows))]
+    return tuple(_row(rows[index]) for index in kept)
+
+
+def _change(rows: list[CallRecord], index: int) -> float:
+    """Return by how many powers of e a call changed the magnitude of what it was given."""
+    before = rows[index - 1].made if index else rows[index].largest
+    return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
+
+
+def _row(call: CallRecord) -> Magnitude:
+    return Magnitude(
+        op=call.site.op,
+        module=call.site.module,
+        line=call.site.line,
+        phase=call.site.phase,
+        dtype=str(call.dtype).removeprefix("torch."),
+        largest=call.made,
+        limit=call.limit,
+        finite=call.finite_out,
+    )
+
+
+def _first_extreme(rows: list[CallRecord]) -> str:
+    """Return where on a path before the place magnitudes left the normal range, "" if only at the place."""
+    if rows[0].largest > EXTREME and rows[0].carrier:
+        return f"magnitudes are out of the normal range from {rows[0].carrier} on: it holds {rows[0].largest:.6g}"
+    for index, row in enumerate(rows[:-1]):
+        if row.made > EXTREME and row.site.phase == rows[-1].site.phase:
+            before = rows[index - 1].made if index else row.largest
+            module = f" in {row.site.module}" if row.site.module else ""
+            grew = f"{before:.4g} before it, {row.made:.4g} after"
+            return f"magnitudes passed {EXTREME:g} first in {row.site.op}{module} at {row.site.line}: {grew}"
+    return ""

@@ -1,8 +1,5 @@
 """Loop: errors in the order of calls of a training loop written by hand.
 
-Inputs: the moments that a `BlackBox` sees, which are begin and end of a backward pass and the optimizer's step, before
-and after. Outputs: `Fact`s, each with what shows it, and verdicts with the loop as their cause.
-
 What is compared are gradients and weights themselves: a gradient that no call has written to between two moments is the
 same object with the same version. Two small gradients stand for all, so a good step costs some microseconds on the
 host. Values are read after a bad step, in the first updates of a run, and where something looks wrong.
@@ -144,7 +141,7 @@ class Loop:
 
         Args:
             bad: whether the gradients of the last backward pass were not finite.
-            scale: the seed of that pass, None if it is not known.
+            scale: the seed of that pass.
             closure: whether the step runs a closure, which makes other gradients.
         """
         self._depth += 1
@@ -369,12 +366,7 @@ class Loop:
 
 
 def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) -> list[str]:
-    """Return names of buffers that are not finite, and were when `kept` was taken.
-
-    Args:
-        kept: (module, name, value) from before the step.
-        model: names its modules.
-    """
+    """Return names of buffers that are not finite now, and were in `kept`: (module, name, value before the step)."""
     names: dict[int, str] = {}
     found = []
     for module, name, before in kept:

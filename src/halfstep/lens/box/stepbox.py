@@ -490,7 +490,7 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject, attempt)
+    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject)
     try:
         verdict = settle(subject, verdict, attempt, trials)
         if attempt is None or trials is None:

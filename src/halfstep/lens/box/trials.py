@@ -41,9 +41,18 @@ from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
-from halfstep.weights import WeightStore
 
-__all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches", "refuse_wrong"]
+__all__ = [
+    "FAILURES",
+    "STEPS",
+    "Trial",
+    "Trials",
+    "adapted",
+    "highest",
+    "more_batches",
+    "in_place_of",
+    "refuse_wrong",
+]
 
 STEPS = 12  # steps of a trial, the bad one included
 MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
@@ -75,22 +84,16 @@ class Trial:
     finite_once: bool | None  # whether the bad step is finite under it; None if it cannot run
     trained: int = 0  # steps that were made and finite
     losses: tuple[float, ...] = ()  # their losses
-    buffers_finite: bool = True  # whether buffers that were finite before are so afterwards
     trains: bool = False
     outcome: str  # all this in words
     scale: float = 1.0  # the loss scale at which the first step was finite
 
 
 class Trials:
-    """The trials of one bad step; each policy is tried once.
+    """The trials of one bad step, whose policy is known by now, if it can be; each policy is tried once."""
 
-    Args:
-        subject: the step; its `policy` is known by now, if it can be.
-        attempt: the replay that was diagnosed.
-    """
-
-    def __init__(self, subject: Subject, attempt: Attempt) -> None:
-        self.subject, self.attempt = subject, attempt
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
         self._known: dict[Policy | None, Trial] = {}
 
     @property
@@ -156,9 +159,8 @@ class Trials:
         subject, scale = self.subject, self._scale(policy)
         assert subject.optimizer is not None
         losses: list[float] = []
-        broken: list[str] = []
         found, first_scale = "", scale
-        with _placed(subject.model, self._trained, self._store) as weights:
+        with _placed(subject.model, self._trained) as weights:
             optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
             for window in self._windows():
@@ -178,18 +180,13 @@ class Trials:
                 finite_once=bool(losses),
                 trained=len(losses),
                 losses=tuple(losses),
-                buffers_finite=not broken,
                 outcome=found,
                 scale=first_scale,
             )
 
     @torch.no_grad()
     def _update(
-        self,
-        optimizer: Optimizer,
-        weights: Sequence[_Weight],
-        gradients: dict[Tensor, Tensor],
-        divisor: float,
+        self, optimizer: Optimizer, weights: Sequence[_Weight], gradients: dict[Tensor, Tensor], divisor: float
     ) -> None:
         """Update trial weights as the step does, and round them into the model's leaves."""
         for weight in weights:
@@ -207,16 +204,7 @@ class Trials:
                 weight.leaf.copy_(weight.precise)
 
     def _finite(self, windows: Windows, window: Sequence[MicroBatch], scale: float) -> tuple[Attempt, float]:
-        """Replay a window at `scale` or, if that is dynamic, at the largest lower one at which it is finite."""
-
-        def at(scale: float) -> Attempt:
-            return windows(window, factor=scale / self.subject.scale)
-
-        attempt = at(scale)
-        if not attempt.bad or self.subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-            return attempt, scale
-        lower = highest(lambda scale: not at(scale).bad, scale, max(self.subject.floor, LOWEST))
-        return (at(lower), lower) if lower else (attempt, scale)
+        return adapted(self.subject, lambda scale: windows(window, factor=scale / self.subject.scale), scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step: those of the bad step, then the ones given, then these again.
@@ -250,12 +238,6 @@ class Trials:
         stepped = {id(p) for group in groups for p in group["params"]}
         named = self.subject.model.named_parameters()
         return {name: p for name, p in named if id(p) in stepped and p.requires_grad and not is_lazy(p)}
-
-    @cached_property
-    def _store(self) -> WeightStore | None:
-        """What keeps precise values of low parameters."""
-        binding = binding_of(self.subject.model)
-        return None if binding is None else binding.store
 
     @cached_property
     def _untrainable(self) -> str:
@@ -323,10 +305,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
-    """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
-
-    Returns:
-        Number in `batches`, from 1 -> micro-batch.
+    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
         StepError: they are no iterable of batches, or none is left.
@@ -347,14 +326,7 @@ def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
 
 
 def refuse_wrong(subject: Subject) -> None:
-    """Run each further batch of a step once, as the step was run; nothing is changed.
-
-    Args:
-        subject: a step that could be replayed.
-
-    Raises:
-        StepError: the loss function does not take one of them.
-    """
+    """Run each further batch of a step once, as the step was run; StepError if the loss function does not take it."""
     own = subject.replay.window[0]
     for number, micro in subject.more.items():
         why = ""
@@ -389,6 +361,15 @@ def _form(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
+def adapted(subject: Subject, at: Callable[[float], Attempt], scale: float) -> tuple[Attempt, float]:
+    """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
+    attempt = at(scale)
+    if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
+        return attempt, scale
+    lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
+    return (at(lower), lower) if lower else (attempt, scale)
+
+
 def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
     """Return the largest scale below `scale`, by powers of 16 and down to `floor`, that is finite; 0.0 for none."""
     if scale <= floor or not finite(floor):
@@ -421,8 +402,10 @@ class _Weight:
 
 
 @contextmanager
-def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightStore | None) -> Iterator[list[_Weight]]:
+def _placed(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[list[_Weight]]:
     """Put trial weights in the places of the parameters `trained` in a block, in the formats that are there now."""
+    binding = binding_of(model)
+    store = None if binding is None else binding.store
     weights: dict[int, _Weight] = {}
     for name, original in trained.items():
         value = store.read(original) if store is not None and original in store else Tensor.detach(original).clone()
@@ -432,12 +415,22 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightSto
         leaf = precise if present.dtype is precise.dtype else nn.Parameter(rounded)
         leaf._backward_hooks = backward_hooks(original)
         weights[id(present)] = _Weight(original, precise, leaf)
+    with in_place_of(model, {key: weight.leaf for key, weight in weights.items()}):
+        yield list(weights.values())
+
+
+@contextmanager
+def in_place_of(model: nn.Module, made: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Put parameters in the places of others, given by their ids, in a block.
+
+    Another format in `.data` would remove the hooks of a gradient.
+    """
     with Snapshot(attributes(model.modules())).returning():
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and id(parameter) in weights:
-                    setattr(module, name, weights[id(parameter)].leaf)
-        yield list(weights.values())
+                if parameter is not None and id(parameter) in made:
+                    setattr(module, name, made[id(parameter)])
+        yield
 
 
 def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
