@@ -1,6 +1,5 @@
-"""Rise: whether training is running away, from the history of a run.
+"""Rise: whether training is running away, from losses, gradients and weights of a run.
 
-Inputs: losses and gradients of its updates, and how its weights have grown. Output: a `Rise` with its numbers, or None.
 The black box asks for less evidence (`BAD`) than `Monitor` (`EARLY`), which sees runs that go on.
 
 Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
@@ -126,12 +125,9 @@ def _risen(what: str, seen: Sequence[tuple[int, float]]) -> tuple[Rise | None, f
 
 
 def outlier(inputs: Sequence[tuple[int, tuple[float, ...]]], found: Rise, step: int) -> str:
-    """Return in words which value of a batch was an outlier, of an update in a rise; "" if none was.
+    """Return in words which value of a batch was an outlier, of an update in a rise before `step`; "" if none was.
 
-    Args:
-        inputs: (step, largest magnitude of each floating tensor of its batch), the oldest first.
-        found: the rise.
-        step: the first step whose update was not applied.
+    `inputs`: (step, largest magnitude of each floating tensor of its batch), the oldest first.
     """
     for number, largest in inputs:
         earlier = [values for other, values in inputs if other < number and len(values) == len(largest)]

@@ -1,6 +1,4 @@
-"""Data: what is wrong with the batch of a step that is not finite, in words of data.
-
-Inputs: the step and the replay of it with instruments. Output: sentences that name input, sample, place and value.
+"""Data: what is wrong with the batch of a step that is not finite, in sentences with input, sample, place and value.
 
 Note [outliers]: a value is an outlier if three things hold. It is far out: the magnitudes below the largest gap of the
 batch's samples give a distribution of the tail (Pareto, with a Gamma prior on its index, so few values prove little),
@@ -64,21 +62,17 @@ class Outlier:
 
 
 def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
-    """Return what is wrong with the batch, strongest first; () if nothing is.
-
-    Args:
-        subject: the step.
-        attempt: its replay with instruments.
-    """
+    """Return what is wrong with the batch of a step and its replay with instruments, strongest first."""
     if attempt is None or not attempt.bad or attempt.index is None or not subject.replay.window:
         return ()
     micro = subject.replay.window[attempt.index]
     source = None if attempt.trace is None else first_cause(attempt.trace)[0]
-    found = [*_not_finite(micro, source)]
-    if found:
+    if found := [*_not_finite(micro, source)]:
         return tuple(found)
-    reached = _reached(source)
-    known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
+    known = _inputs(micro)
+    if source is not None and source.call is not None:
+        reached = {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
+        known = [(i, name, t) for i, name, t in known if f"input {i}" in reached]
     found += _constant(subject, attempt, known, source)
     found += _of_call(known, source)
     found += _outliers(subject, attempt, micro, known)
@@ -93,19 +87,8 @@ def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
     return next(_targets(subject.replay.window[attempt.index], attempt.trace), "")
 
 
-# ---------------------------------------------------------------------- names
-
-
 def _inputs(micro: MicroBatch) -> Given:
-    """Return (index, name, tensor) of a micro-batch."""
     return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
-
-
-def _reached(source: Source | None) -> set[str] | None:
-    """Return the inputs that the place depends on; None if that is not known."""
-    if source is None or source.call is None:
-        return None
-    return {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
 
 
 # ---------------------------------------------------------------------- values that are not finite
@@ -140,8 +123,8 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
         return
     empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in given if not tensor.numel()]
+    yield from empty
     if empty:
-        yield from empty
         return
     size = next((len(t) for _, _, t in given if t.dim()), 0)
     known = bool(source.samples) and source.samples[-1] < size
@@ -183,11 +166,8 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
     if source is None or not source.invalid or source.written or not source.samples:
         return []
     samples = list(source.samples)
-    if (
-        samples[-1] >= size
-        or 2 * len(samples) > size
-        or (source.over and source.call is not None and source.call.site.op not in NORMALISING)
-    ):
+    mask = source.over and source.call is not None and source.call.site.op not in NORMALISING
+    if mask or samples[-1] >= size or 2 * len(samples) > size:
         return []
     other = next(index for index in range(size) if index not in samples)
     found = []
@@ -235,7 +215,9 @@ def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
     """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
-    earlier = _earlier(subject)
+    seen = () if subject.signals is None else subject.signals.read().inputs
+    first = subject.step - subject.dropped - len(subject.replay.window)
+    earlier = [maxima for number, maxima in seen if number <= first]
     found = []
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
     for index, name, tensor in given:
@@ -245,28 +227,14 @@ def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Give
         past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
         if (far := outlier(index, name, tensor.detach(), past)) is not None:
             found.append(far)
-    if not found or not _finite(subject, attempt, {far.index: partial(_clipped, far.rest) for far in found}):
+    clipped = {far.index: partial(torch.clamp, min=-far.rest, max=far.rest) for far in found}
+    if not found or not _finite(subject, attempt, clipped):
         return []
     return [f"{far.text}; clipped to that, the step is finite" for far in found]
 
 
-def _earlier(subject: Subject) -> list[tuple[float, ...]]:
-    """Return the largest magnitudes of the inputs of earlier updates."""
-    if subject.signals is None:
-        return []
-    before = subject.step - subject.dropped - len(subject.replay.window)
-    return [maxima for number, maxima in subject.signals.read().inputs if number <= before]
-
-
 def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier | None:
-    """Return the outliers of one input, None if it has none.
-
-    Args:
-        index: of the input.
-        name: of it, for the text.
-        tensor: it.
-        past: largest magnitudes of it in earlier batches.
-    """
+    """Return the outliers of one input, None if it has none; `past`: its largest magnitudes in earlier batches."""
     values = tensor.float() if tensor.element_size() < 4 else tensor
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
@@ -337,10 +305,6 @@ def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
     base, top = min(logs), max(logs)
     spread, gap = 1.0 + sum(value - base for value in logs), math.log(largest) - top
     return gap >= math.log(RATIO) and len(logs) * math.log(spread / (spread + gap)) < math.log(limit)
-
-
-def _clipped(limit: float, tensor: Tensor) -> Tensor:
-    return tensor.clamp(-limit, limit)
 
 
 def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> bool:
