@@ -192,7 +192,7 @@ class BlackBox(Box):
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
             self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             first = self._loop.wrote is None and self._explained_step != self.step
-            if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
+            if first and self._loop.update is not None and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
                 self._unsaid = self._explained(self._memory.window, UPDATE)
 
@@ -257,7 +257,7 @@ class BlackBox(Box):
     def _report(self, *, applied: bool) -> None:
         """Log what is known of the last bad step, and what is wrong with the loop."""
         for name in self._loop.facts.keys() - self._warned:
-            found = self._loop.facts[name].verdict(self.step)
+            found = replace(self._loop.facts[name], step=self.step)
             self._warn_once(name, found.headline)
             if not self._is_wrong():
                 self.verdict = found
@@ -277,7 +277,7 @@ class BlackBox(Box):
             self._warn_once("buffers", spoiled)
         if self._lost:
             self._lost = False
-            updated = self._is_written() if self.optimizer is None else self._loop.updated
+            updated = self._is_written() if self.optimizer is None else self._loop.updates > 0
             self._warn(self.step, self._streak.lost(applied=updated))
         if seen is not None:
             applied = applied or self._loop.wrote is not None

@@ -16,7 +16,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.origins import CallRecord, Source
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import NORMALISING, extremes
+from halfstep.lens.calls import NORMALISING, described, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
@@ -135,7 +135,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
-    if _compiled(subject.model):
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in subject.model.modules()):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
 
@@ -171,23 +171,7 @@ def inspect(subject: Subject, why: str) -> Verdict:
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return the verdict that follows from the trace of a replay that was not finite."""
     source, leaf = first_cause(trace)
-    return _verdict_on(source, "" if leaf is None else names.get(id(leaf), ""))
-
-
-def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
-    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
-    assert trace.loss is not None
-    if not extremes(trace.loss)[1]:
-        return trace.origins.accused(trace.loss)[0], None
-    found: list[tuple[Source, Tensor]] = []
-    for leaf, gradient in trace.gradients.items():
-        if not extremes(gradient)[1]:
-            found += [(source, leaf) for source in trace.origins.accused(gradient)]
-    return min(found, key=lambda pair: pair[0].rank())
-
-
-def _verdict_on(source: Source, culprit: str) -> Verdict:
-    call = source.call
+    culprit, call = "" if leaf is None else names.get(id(leaf), ""), source.call
     kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
         source.kind
     ) or ("invalid" if source.invalid or source.kind == "unwritten" else "overflow")
@@ -238,6 +222,18 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
     )
 
 
+def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
+    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
+    assert trace.loss is not None
+    if not extremes(trace.loss)[1]:
+        return trace.origins.accused(trace.loss)[0], None
+    found: list[tuple[Source, Tensor]] = []
+    for leaf, gradient in trace.gradients.items():
+        if not extremes(gradient)[1]:
+            found += [(source, leaf) for source in trace.origins.accused(gradient)]
+    return min(found, key=lambda pair: pair[0].rank())
+
+
 def _of_mask(source: Source) -> str:
     """Return which mask an operator made NaN of."""
     mask, call = source.over[0], source.call
@@ -275,13 +271,13 @@ def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
     for precise in _precise(subject, weight):
         value, finite, _ = extremes(precise[bad])
         if finite and torch.equal(precise.to(weight.dtype), weight.detach()):
-            limit, low = torch.finfo(weight.dtype).max, str(weight.dtype).removeprefix("torch.")
-            held = f"the {str(precise.dtype).removeprefix('torch.')} value of {verdict.parameter} is {value:.6g}"
+            (wide, low), shapes = described([precise, weight])
+            limit, name = torch.finfo(weight.dtype).max, verdict.parameter
             return Verdict(
-                kind="overflow", op=CAST, module=verdict.parameter.rpartition(".")[0], phase="update",
-                parameter=verdict.parameter, dtypes=(str(precise.dtype).removeprefix("torch."),),
-                shapes=(tuple(weight.shape),), value=value, limit=limit,
-                detail=f"{held}, and its cast to {low}, which ends at {limit:g}, is infinite",
+                kind="overflow", op=CAST, module=name.rpartition(".")[0], phase="update", parameter=name,
+                dtypes=(wide,), shapes=shapes[1:], value=value, limit=limit,
+                detail=f"the {wide} value of {name} is {value:.6g}, and its cast to {low}, which ends at {limit:g}, is "
+                "infinite",
             )  # fmt: skip
     return None
 
@@ -310,10 +306,10 @@ def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
     leaf = attempt.added
     assert leaf is not None
     total = attempt.gradients[leaf]
+    dtypes, shapes = described([total])
     return Verdict(
         kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(leaf), ""),
-        dtypes=(str(total.dtype).removeprefix("torch."),), shapes=(tuple(total.shape),),
-        value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
+        dtypes=dtypes, shapes=shapes, value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
     )  # fmt: skip
 
 
@@ -409,10 +405,6 @@ def _reasons(subject: Subject) -> Iterator[str]:
         "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "
         "own attributes were not"
     )
-
-
-def _compiled(model: nn.Module) -> bool:
-    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
 # ------------------------------------------------------------------ what led to the place
