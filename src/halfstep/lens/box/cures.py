@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = ["cures", "instead", "rebound"]
 LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
 NEAREST = 6  # producers that are tried, one at a time: each costs a replay
 ENOUGH = 3  # verified cures, after which no other format is tried
+ENTRY = re.compile(r"^(?=[^ \n].* = |\[)", re.MULTILINE)  # where an entry of a policy file, or a table, begins
 IMPATIENT = 20  # a scale that grows after fewer good steps skips more than one in so many
 
 
@@ -230,20 +232,9 @@ def _pasted(base: Policy, policy: Policy, words: str, line: str, region: str) ->
 
 def _with_toml(base: Policy, policy: Policy, words: str, line: str) -> str:
     """Return the text of a cure: a line of code, and the entries of a policy file that differ."""
-    known_lines = set(base.to_toml().splitlines())
-    toml, keep = [], False
-    for text in policy.to_toml().splitlines():  # whole entries, also where an array spans lines
-        begins = " = " in text and not text.startswith(" ")
-        keep = (text not in known_lines or (begins and text.endswith("["))) if begins else keep
-        if keep and not (begins and text.endswith("[") and _same(base, policy, text.split(" = ")[0])):
-            toml.append(text)
-        elif begins:
-            keep = False
-    return "\n".join([f"{words}: {line}", "in TOML:", *toml])
-
-
-def _same(base: Policy, policy: Policy, field: str) -> bool:
-    return bool(getattr(base, field) == getattr(policy, field))
+    known_entries = set(map(str.strip, ENTRY.split(base.to_toml())))
+    entries = map(str.strip, ENTRY.split(policy.to_toml()))
+    return "\n".join([f"{words}: {line}", "in TOML:", *(entry for entry in entries if entry not in known_entries)])
 
 
 @contextmanager

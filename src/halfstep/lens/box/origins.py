@@ -1,8 +1,5 @@
 """Origins: where the values of one replay come from: those that are not finite, and those that are large.
 
-It is given each operator call of a replay (`Trace`) and keeps a `CallRecord` of it, which is linked to the calls that
-made its arguments. Values that are not finite have `Source`s.
-
 Note [origins]: every storage that holds a value that is not finite carries the set of `Source`s it comes from. An
 operator whose result is finite ends them; one whose inputs are finite and whose result is not begins one. At the end
 the loss, or a gradient, names its sources: infinities that were masked away are never among them. Infinities written on
@@ -26,23 +23,25 @@ from halfstep.lens.calls import (
     NORMALISING,
     Site,
     constants,
+    copied,
+    described,
     extremes,
     floats,
     has_storage,
     in_float64,
     pointwise,
+    read,
     remark,
     remarked,
     spelled,
     storage,
     writes,
 )
-from halfstep.trees import tensors
+from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Call", "CallRecord", "Origins", "Source", "upstream"]
 
-SOURCES_EXAMINED = 32
-"""So many of the first sources are computed again in float64: each costs its operator, and verdicts name early ones."""
+SOURCES_EXAMINED = 32  # sources that are computed again in float64, the first: verdicts name early ones
 
 UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
@@ -101,12 +100,7 @@ def upstream(calls: Iterable[CallRecord]) -> Iterator[CallRecord]:
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """Where values that are not finite come from first.
-
-    Attributes:
-        samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
-        needs: what the argument that is remarked on comes from: calls, and (kind, name) of batch and state.
-    """
+    """Where values that are not finite come from first."""
 
     kind: str  # "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten"
     order: int  # number of calls before it
@@ -119,9 +113,10 @@ class Source:
     position: int = 0  # of a tensor among those from outside, in their order
     additive: bool = False  # whether it holds nothing but 0 and -inf besides
     over: tuple[Source, ...] = ()  # innocent sources that the operator made NaN of: the masks
-    samples: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()  # where the result is not finite, in its first dimension; (): everywhere, not known
     features: tuple[int, ...] = ()  # the same in its last dimension
     remark: str = ""  # what the operator's arguments show, in words of data, "" if nothing
+    # what the argument that is remarked on comes from: calls, and (kind, name) of batch and state
     needs: tuple[tuple[CallRecord, ...], tuple[tuple[str, str], ...]] = ((), ())
 
     def roots(self) -> set[tuple[str, str]]:
@@ -140,21 +135,40 @@ class Source:
         return self.kind in {"deliberate", "unwritten"} or self.masks
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """One operator call with its tensors, for as long as it runs."""
+    """One operator call with its tensors, for as long as it runs; made before it runs."""
 
-    record: CallRecord  # what is kept of it
-    order: int  # number of calls up to it
-    func: Callable[..., Any]  # the operator, called with `args` and `kwargs`
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    again: Any  # arguments with which it can be computed again, None if it has overwritten them
-    inputs: list[Tensor]  # its input tensors of floating or complex numbers
-    before: list[tuple[float, bool, bool]]  # `extremes` of them before the call
-    outputs: list[Tensor]  # the tensors it returned or wrote to
-    after: list[tuple[float, bool, bool]]  # `extremes` of them
-    inner: list[Tensor]  # results of the kernels inside
+    def __init__(
+        self, origins: Origins, site: Site, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.site, self.func, self.args, self.kwargs = site, func, args, kwargs
+        self.inputs = read(func, args, kwargs)
+        self.before = [extremes(tensor) for tensor in self.inputs]
+        self.finite_in = all(finite for _, finite, _ in self.before)
+        self.given = {storage(tensor) for tensor in tensors((args, kwargs))}
+        self.parents, self.outside = origins.made_by((args, kwargs))
+        self.carrier = origins.carrier(self.inputs, self.before)
+        self.again: Any = (args, kwargs)  # with which it can be computed again, None if it overwrites them
+        if writes(func):
+            self.again = map_tensors(self.again, copied) if self.finite_in else None
+
+    def end(self, result: Any, inner: list[Tensor]) -> CallRecord:
+        """Read what it returned or wrote to, and the results of the kernels inside; return what is kept of it."""
+        self.inner, self.outputs = inner, floats(result)
+        self.after = [extremes(tensor) for tensor in self.outputs]
+        self.record = CallRecord(
+            self.site,
+            *described(self.inputs),
+            largest=max((value for value, _, _ in self.before), default=0.0),
+            finite_in=self.finite_in,
+            finite_out=all(finite for _, finite, _ in self.after),
+            made=max((value for value, _, _ in self.after), default=0.0),
+            dtype=next((t.dtype for t in self.outputs if t.is_floating_point()), None),
+            parents=self.parents,
+            outside=self.outside,
+            carrier=self.carrier,
+        )
+        return self.record
 
 
 class Origins:
@@ -166,7 +180,7 @@ class Origins:
         self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
         self._insides: dict[int, tuple[StorageWeakRef, CallRecord, frozenset[Source]]] = {}
         self._makers: dict[int, tuple[StorageWeakRef, CallRecord]] = {}  # storage -> the call that wrote it last
-        self._order = 0
+        self.order = 0  # calls with results
 
     def expect(self, kind: str, name: str, tensor: Tensor) -> None:
         """Note a tensor that exists before the first call."""
@@ -195,15 +209,16 @@ class Origins:
             return ""
         return self._outside.get(storage(inputs[largest]), ("", ""))[1]
 
-    def note(self, record: CallRecord, results: Any, read: set[int]) -> None:
-        """Note that the call made `results`; those that share the memory of its arguments (`read`) are views."""
-        for tensor in tensors(results):
-            if has_storage(tensor) and (key := storage(tensor)) not in read:
+    def follow(self, call: Call, result: Any, inner: list[Tensor]) -> None:
+        """Note which call made its results, and where those of their values come from that are not finite."""
+        record = call.end(result, inner)
+        written = {storage(tensor) for tensor in call.outputs} if writes(call.func) else set[int]()
+        for tensor in tensors((result, inner)):  # those that share the memory of an argument are views
+            if has_storage(tensor) and (key := storage(tensor)) not in call.given - written:
                 self._makers[key] = (StorageWeakRef(tensor.untyped_storage()), record)
-
-    def follow(self, call: Call) -> None:
-        """Note where the values of the call's results that are not finite come from."""
-        record, self._order = call.record, call.order
+        if not call.outputs:
+            return
+        self.order += 1
         if record.finite_out:
             for tensor in call.outputs:
                 self._clear(tensor)
@@ -216,9 +231,9 @@ class Origins:
         if record.finite_in:
             constant = not all(map(math.isfinite, constants((*call.args, *call.kwargs.values()))))
             if constant and not any(nan for _, _, nan in call.after):  # a NaN, such as 0 * -inf, is not meant
-                origins = frozenset({Source("deliberate", call.order, call=record)})
+                origins = frozenset({Source("deliberate", self.order, call=record)})
             elif record.site.op in UNWRITTEN:
-                origins = frozenset({Source("unwritten", call.order, call=record)})
+                origins = frozenset({Source("unwritten", self.order, call=record)})
             else:
                 origins = frozenset({self._source(call)})
         elif _adds(call, origins):
@@ -259,7 +274,7 @@ class Origins:
         everything = op not in DIVIDING or writes(call.func)
         source = Source(
             "operator",
-            call.order,
+            self.order,
             name,
             call.record,
             invalid or written,
@@ -287,7 +302,7 @@ class Origins:
         if inside is not None and key not in self._outside:
             _, maker, made = inside
             invalid = nan or maker.site.op in POLES
-            made = made or frozenset({Source("operator", self._order, call=maker, invalid=invalid)})
+            made = made or frozenset({Source("operator", self.order, call=maker, invalid=invalid)})
         else:
             kind, name = self._outside.get(key, ("constant", ""))
             masks = (
@@ -296,7 +311,7 @@ class Origins:
             position = next((index for index, known in enumerate(self._outside) if known == key), 0)
             additive = masks and largest == 0.0
             made = frozenset(
-                {Source(kind, self._order, name, record, masks=masks, position=position, additive=additive)}
+                {Source(kind, self.order, name, record, masks=masks, position=position, additive=additive)}
             )
         self._set(tensor, made)
         return made
