@@ -32,17 +32,14 @@ OUTLIER = 30.0  # times that the largest value of a batch is above those of the 
 class Demand:
     """How much evidence to ask for.
 
-    Attributes:
-        grew: times that the weights grew meanwhile. From update n to update 2n healthy ones grow by 2 at most, at the
-            beginning of training and from zero.
-        large: how large the weights are then at least. Healthy ones may grow as fast from zero while the learning rate
-            warms up, and are 0.02 to 0.3 once they are trained.
+    From update n to update 2n healthy weights grow by 2 at most at the beginning of training. From zero, while the
+    learning rate warms up, they may grow as fast as any, and are 0.02 to 0.3 once they are trained.
     """
 
     digits: float  # decimal digits that values rose by, added up over the steps in a row above the floor
-    grew: float
+    grew: float  # times that the weights grew meanwhile
     burst: float  # the same where weights are the only evidence: no loss was finite after the update that was too large
-    large: float
+    large: float  # how large the weights are then at least
 
 
 BAD = Demand(digits=3.0, grew=2.0, burst=10.0, large=0.1)
@@ -59,18 +56,14 @@ UNKNOWN = (0, math.nan, math.nan)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rise:
-    """A quantity that has run away.
-
-    Attributes:
-        grew: times that the size of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
-    """
+    """A quantity that has run away."""
 
     what: str  # `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size
     first: int  # the last step before it rose
     last: int  # the last step that it is known of
     before: float  # its value at `first`
     after: float  # its value at `last`
-    grew: float = math.nan
+    grew: float = math.nan  # times that the weights grew since `first`; inf: from zero, or to inf; nan: not known
 
     def __str__(self) -> str:
         """Return it as a clause with its numbers."""

@@ -53,8 +53,7 @@ ADVICE = {
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
-UNTRAINED = "before any update"
-"""What the evidence of a verdict begins with where not even fp32 trains from the initial weights."""
+UNTRAINED = "before any update"  # evidence begins so where not even fp32 trains from the initial weights
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "

@@ -125,9 +125,9 @@ class BlackBox(Box):
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
-            for register, hook in (("pre", self._before_update), ("post", self._after_update)):
-                if callable(add := getattr(optimizer, f"register_step_{register}_hook", None)):
-                    hook_weakly(add, hook)
+            hook_weakly(optimizer.register_step_pre_hook, self._before_update)
+            if callable(add := getattr(optimizer, "register_step_post_hook", None)):
+                hook_weakly(add, self._after_update)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and keep the call; StepError if what it returns has no loss."""

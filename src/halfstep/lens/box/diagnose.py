@@ -26,18 +26,9 @@ from halfstep.trees import tensors
 from halfstep.weights.store import WeightStore
 
 __all__ = [
-    "CURABLE",
-    "LOWEST",
-    "MASKED",
-    "WRITTEN",
-    "Subject",
-    "diagnose",
-    "helping_scale",
-    "inspect",
-    "low_of",
-    "path",
+    "CURABLE", "LOWEST", "MASKED", "WRITTEN", "Subject", "diagnose", "helping_scale", "inspect", "low_of", "path",
     "verdict_of",
-]
+]  # fmt: skip
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
 

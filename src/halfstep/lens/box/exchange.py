@@ -39,8 +39,8 @@ MOST_VALUES = 16  # values read of one topic, the first that were posted
 KEPT = 16  # topics whose keys stay in the store
 LESS = 50  # ranks that were missing before are waited for this much less
 
-SOON, LATE = 0.0005, 0.02
-"""Seconds between the first two looks at the store, and at most; for more than 2000 ranks longer in proportion."""
+FIRST_PAUSE = 0.0005  # seconds between the first two looks at the store
+LONGEST_PAUSE = 0.02  # seconds between two of them; for more than 2000 ranks longer in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Exchange:
         store, everyone = self._store, len(self.ranks)
         gone = len(self._still_gone())
         began = time.monotonic()
-        pause = SOON
+        pause = FIRST_PAUSE
         while True:
             count = store.add(f"{topic}/count", 0)
             if one and (found := self._values(topic)):
@@ -105,7 +105,7 @@ class Exchange:
         elif store.add(f"{topic}/count", 1) == len(self.ranks):
             store.compare_set(decision, "", "yes")
         end = time.monotonic() + patience
-        pause = SOON
+        pause = FIRST_PAUSE
         while not store.check([decision]):
             if time.monotonic() >= end:
                 store.compare_set(decision, "", "no")
@@ -114,7 +114,7 @@ class Exchange:
 
     def _wait(self, pause: float) -> float:
         time.sleep(pause)
-        return min(2 * pause, LATE * max(1.0, len(self.ranks) / 2000))
+        return min(2 * pause, LONGEST_PAUSE * max(1.0, len(self.ranks) / 2000))
 
     def _still_gone(self) -> list[int]:
         """Return the indices of ranks that have posted nothing, until now, about the topic they missed."""

@@ -1,8 +1,7 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-What a replay restores is a `Snapshot` of the generators and of the `Modules` that it calls. Its backward pass returns
-the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an optimizer or reduce over ranks;
-only re-entrant checkpointing needs accumulation into ``.grad``.
+Its backward pass returns the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an
+optimizer or reduce over ranks; only re-entrant checkpointing needs accumulation into ``.grad``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ lower scale decides whether to wait, or whether gradients are not finite at any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep.lens.verdict import Verdict
@@ -50,7 +50,18 @@ class Streak:
         """Count a step whose loss was not finite under finite gradients; return what has not been reported before."""
         self.streak = 0
         self.losses += 1
-        return self._new(self._of_losses(applied))
+        found = [(
+            "the loss is not finite while gradients are",
+            f"the update was {'applied, as torch.amp does' if applied else 'not applied: the loop has left it out'}; "
+            "the loss shows nothing now, and a term of it trains nothing. "
+            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
+        )]  # fmt: skip
+        if self.losses == STREAK:
+            found.append((
+                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
+                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
+            ))  # fmt: skip
+        return self._new(found)
 
     def skipped(self) -> None:
         """Count a step whose gradients were not finite."""
@@ -69,26 +80,13 @@ class Streak:
         """Return what has not been reported before about a bad step that `skipped` has counted."""
         return self._new(self._diagnoses(step))
 
-    def _new(self, diagnoses: Iterator[tuple[str, str]]) -> list[str]:
+    def _new(self, diagnoses: Iterable[tuple[str, str]]) -> list[str]:
         found = []
         for name, text in diagnoses:
             if name not in self.reported:
                 self.reported.add(name)
                 found.append(f"{name}: {text}")
         return found
-
-    def _of_losses(self, applied: bool) -> Iterator[tuple[str, str]]:
-        yield (
-            "the loss is not finite while gradients are",
-            f"the update was {'applied, as torch.amp does' if applied else 'not applied: the loop has left it out'}; "
-            "the loss shows nothing now, and a term of it trains nothing. "
-            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
-        )
-        if self.losses == STREAK:
-            yield (
-                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
-                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
-            )
 
     def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
         if not seen.state_finite:

@@ -1,8 +1,7 @@
 """Trials: some steps of training under a policy, from the state of a bad step, beside the same steps in fp32.
 
 A policy under which a step is finite once may still not train: its loss is 1e13, or statistics of a BatchNorm become
-infinite. A trial replays the step's window, updates, and goes on with the same micro-batches (and more, if given), from
-the weights, optimizer state, buffers and generators of the bad step. Everything is as before afterwards.
+infinite. A trial goes on from the bad step with the same micro-batches, and more if given; then all is as before.
 
 Note [trial weights]: a trial has parameters of its own, which take the places of the model's for its time, and a copy
 of the optimizer over fp32 values of them; the user's tensors are not written to. Where the policy has low parameters,
@@ -43,28 +42,15 @@ from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
 
 __all__ = [
-    "FAILURES",
-    "STEPS",
-    "Trial",
-    "Trials",
-    "adapted",
-    "highest",
-    "more_batches",
-    "in_place_of",
-    "refuse_wrong",
-]
+    "FAILURES", "STEPS", "Trial", "Trials", "adapted", "highest", "in_place_of", "more_batches", "refuse_wrong",
+]  # fmt: skip
 
 STEPS = 12  # steps of a trial, the bad one included
 MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
 BYTES = 12  # of trial weights, their gradients and what an update needs meanwhile, for each element
 BEYOND = 2.0**20  # a loss above this, which is 16 times what fp16 holds, may be none to train on
-
-ABSURD = 1e3
-"""It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
-
-LOST = 3.0
-"""Training is lost if the loss was so many times the usual one before the step and, after the trial, is so still."""
-
+ABSURD = 1e3  # times the usual loss, above which it is none; at first it is above the square of the batch's values
+LOST = 3.0  # training is lost if the loss was so many times the usual one before the step, and is so after the trial
 NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most
 LAST = 3  # so many losses are averaged at the end of a trial
 
@@ -111,7 +97,7 @@ class Trials:
 
     @property
     def usual(self) -> float | None:
-        """What the size of the loss was before the bad step: the median of those kept; None without any."""
+        """The median size of the losses before the bad step; None without any."""
         return median(self.before) if self.before else None
 
     def of(self, policy: Policy | None) -> Trial:
