@@ -111,8 +111,8 @@ FIXES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 """The operator at the place, those that made its input (`LIGHT` ones may be between), and a formula in their place."""
 
+# operators that belong to the formula around them
 LIGHT = frozenset({"clamp", "clamp_min", "clamp_max", "add", "sub", "rsub", "to", "float", "half", "squeeze"})
-"""Operators that belong to the formula around them."""
 
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 MASKS = frozenset({"masked_fill", "where"})
@@ -146,13 +146,9 @@ NOTHING = Around()
 def advice(
     verdict: Verdict, around: Around = NOTHING, *, everywhere: bool = False, cured: bool = False
 ) -> tuple[Cure, ...]:
-    """Return what to change in the program, the most specific first.
+    """Return what to change in the program, the most specific first; nothing general if a policy has `cured` the step.
 
-    Args:
-        verdict: the place, with its cause.
-        around: the calls around it.
-        everywhere: whether the step is not finite in fp32 either.
-        cured: whether a change of policy was verified; then only what is specific is returned.
+    `everywhere`: the step is not finite in fp32 either.
     """
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
@@ -264,10 +260,7 @@ MARGIN = 10.0  # times that weights may have moved farther than a plain update d
 
 
 def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
-    """Return the verdict with its root cause, and with the history of the run.
-
-    Trials run training under other policies: only where the answer depends on it, and not at all if they are None.
-    """
+    """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
     cause, because, sure = _cause(subject, verdict, attempt, trials)
     rows: list[tuple[int, float | None, float | None]] = []
     if subject.signals is not None:

@@ -66,9 +66,10 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
     if not search.found:
         search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
     told = advice(verdict, around, cured=bool(search.verified))
+    once = [cure for cure in search.found if not cure.verified]
     if verdict.cause == "data":
-        return (*told, *search.verified, *search.once)
-    return (*search.verified, *told, *search.once)
+        return (*told, *search.verified, *once)
+    return (*search.verified, *told, *once)
 
 
 class _Search:
@@ -84,11 +85,6 @@ class _Search:
     def verified(self) -> list[Cure]:
         """Those under which training goes on."""
         return [cure for cure in self.found if cure.verified]
-
-    @property
-    def once(self) -> list[Cure]:
-        """The others."""
-        return [cure for cure in self.found if not cure.verified]
 
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
         """Replay the step under `policy`; None if it cannot run."""
@@ -133,29 +129,23 @@ class _Search:
         `upstream` are the calls that made its inputs, the nearest first.
         """
         first = [verdict.op] if verdict.op in known() else []
-        following = self._next_operators(first) if first else verdict
+        following = self._next(*self._with_operators(first)) if first else verdict
         if self.found:
             return
         before = [site.op for site in upstream if site.op in known() and site.op not in first]
         before = list(dict.fromkeys(before))[:NEAREST]
         for op in before:
-            if self._try_operators([op]):
+            if self.try_one(*self._with_operators([op])):
                 return
         rules, current = first, following
         while current is not None and current.op in known() and current.op not in rules and len(rules) < LONGEST:
             rules = [*rules, current.op]
-            current = self._next_operators(rules)
+            current = self._next(*self._with_operators(rules))
         if self.found:
             return
         for count in range(1, LONGEST if first else 0):
-            if self._try_operators([*first, *before[:count]]):
+            if self.try_one(*self._with_operators([*first, *before[:count]])):
                 return
-
-    def _try_operators(self, rules: list[str]) -> bool:
-        return self.try_one(*self._with_operators(rules))
-
-    def _next_operators(self, rules: list[str]) -> Verdict | None:
-        return self._next(*self._with_operators(rules))
 
     def _with_operators(self, rules: list[str]) -> tuple[Policy, str, str]:
         return self.base.with_ops(fp32=rules), f"{' and '.join(rules)} in fp32", f"policy.with_ops(fp32={rules!r})"

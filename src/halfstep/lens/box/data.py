@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
-from halfstep.lens.box.origins import Source
+from halfstep.lens.box.origins import Source, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
@@ -42,14 +42,13 @@ EARLIER = 5  # so many earlier batches have to be known before a whole batch is 
 SHARE = 4  # outliers are in one of so many samples, or in one sample
 
 
+# losses of a prediction and a target, both of floating numbers
 COMPARING = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "poisson_nll_loss soft_margin_loss".split()
 )
-"""Losses of a prediction and a target, both of floating numbers."""
-
+# what may lie between a batch and the loss
 CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as", "view", "reshape", "unsqueeze"})
-"""What may lie between a batch and the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         return tuple(found)
     known = _inputs(micro)
     if source is not None and source.call is not None:
-        reached = {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
+        reached = {name for call in upstream([source.call]) for kind, name in call.outside if kind == "batch"}
         known = [(i, name, t) for i, name, t in known if f"input {i}" in reached]
     found += _constant(subject, attempt, known, source)
     found += _of_call(known, source)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +175,8 @@ def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | Non
     """
     if processes()[1] == 1:
         return None
-    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in _meshes(model)}
+    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes - {None}}
     while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled
         wrapped = inner
     if isinstance(wrapped, DistributedDataParallel):
@@ -185,7 +185,3 @@ def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | Non
         return None
     ranks = found.pop() if len(found) == 1 else tuple(range(processes()[1]))
     return ranks if len(ranks) > 1 else None
-
-
-def _meshes(model: nn.Module) -> Iterable[Any]:
-    return {id(m): m for m in (getattr(p, "device_mesh", None) for p in model.parameters()) if m is not None}.values()

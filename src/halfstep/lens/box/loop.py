@@ -113,13 +113,7 @@ class Loop:
             self.bad = None
 
     def before_update(self, *, bad: bool, scale: Tensor | None, closure: bool) -> None:
-        """The optimizer steps.
-
-        Args:
-            bad: whether the gradients of the last backward pass were not finite.
-            scale: the seed of that pass.
-            closure: whether the step runs a closure, which makes other gradients.
-        """
+        """The optimizer steps, on gradients that are `bad`; `scale` is their seed; a closure makes other gradients."""
         self._depth += 1
         if self._depth > 1 or closure:
             return

@@ -46,7 +46,6 @@ SOURCES_EXAMINED = 32  # sources that are computed again in float64, the first: 
 UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
 )
-
 GROWS = frozenset(
     "exp exp2 expm1 special.expm1 sinh cosh pow float_power prod cumprod ldexp matrix_exp matrix_power "
     "linalg.matrix_power linalg.matrix_exp det linalg.det".split()
@@ -83,10 +82,6 @@ class CallRecord:
         """Largest number of the format of its result; 0.0 without one."""
         return torch.finfo(self.dtype).max if self.dtype is not None else 0.0
 
-    def upstream(self) -> Iterator[CallRecord]:
-        """Iterate over this call and all calls that its arguments depend on, the nearest first."""
-        return upstream([self])
-
 
 def upstream(calls: Iterable[CallRecord]) -> Iterator[CallRecord]:
     """Iterate over `calls` and all that their arguments depend on, the nearest first."""
@@ -122,7 +117,7 @@ class Source:
     def roots(self) -> set[tuple[str, str]]:
         """Return (kind, name) of the batch and state tensors that the argument remarked on depends on."""
         calls, outside = self.needs
-        return set(outside) | {root for call in calls for above in call.upstream() for root in above.outside}
+        return set(outside) | {root for above in upstream(calls) for root in above.outside}
 
     def rank(self) -> tuple[bool, bool, bool, int, int]:
         """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
