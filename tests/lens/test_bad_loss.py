@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.stepbox import MOST_REPLAYS
-from halfstep.lens.box.streak import Streak
+from halfstep.lens.box.stepbox import MOST_REPLAYS, Streak
 from tests.lens.broken import Body, squared
 from tests.two_processes import in_two_processes
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.errors import StepError
-from halfstep.lens.box.streak import SkippedStep, Streak
+from halfstep.lens.box.stepbox import SkippedStep, Streak
 from tests.lens.broken import Body, batch, classify, explained, here, squared, transformer
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")

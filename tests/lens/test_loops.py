@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box.cures import _pasted
-from halfstep.lens.box.stepbox import Box
-from halfstep.lens.box.streak import SkippedStep, Streak
+from halfstep.lens.box.stepbox import Box, SkippedStep, Streak
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 

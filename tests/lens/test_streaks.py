@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.lens.box.streak import SkippedStep, Streak
+from halfstep.lens.box.stepbox import SkippedStep, Streak
 from tests.lens.test_blackbox import SEEN
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")

@@ -29,8 +29,7 @@ from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic
-from halfstep.lens.box.streak import SkippedStep
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes

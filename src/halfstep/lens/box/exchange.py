@@ -173,8 +173,6 @@ def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | Non
     They are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
     are nested or cross each other, all ranks of the program are taken.
     """
-    if processes()[1] == 1:
-        return None
     meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
     found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes - {None}}
     while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled

@@ -1,6 +1,6 @@
 """Step boxes: what a black box does about one bad step, and the box of a `TrainStep`.
 
-A step that is not finite only because a dynamic scale is still falling is left alone (`streak`). Any other is replayed
+A step that is not finite only because a dynamic scale is still falling is left alone (`Streak`). Any other is replayed
 with instruments (`trace`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
@@ -18,9 +18,9 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,6 @@ from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.exchange import Exchange, exchange_of
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.streak import LOW_SCALE, SkippedStep, Streak
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
@@ -54,7 +53,7 @@ from halfstep.step.parts.record import History, MicroBatch, Window
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic"]
+__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "SkippedStep", "StepBox", "Topic"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -63,6 +62,10 @@ LOOK_EVERY = 10  # weights and optimizer state are read at every so many steps o
 PATIENCE = 10.0  # seconds to wait for the other ranks, which come to a bad step at nearly the same time
 ASKED = 3.0  # seconds to wait for them where the user called `explain`, perhaps on one rank only
 REPLAYS = 30  # the wait for their verdicts is longer by so many replays of this rank: they may look for cures
+LOW_SCALE = 2.0**8  # a larger dynamic scale that overflows once is left alone: it is still falling
+THIRD = 3  # bad steps in a row that are examined under any scale; then twice as many each time, for data may change
+STREAK = 10  # a streak of so many bad steps is reported
+LONG_STREAK = 20  # the same under a dynamic scale, which skips 24 steps from 2**24 to 1; most begin at 2**16
 SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 
@@ -87,6 +90,123 @@ class Topic:
     def agreement(self) -> str:
         """The topic of an agreement, which holds for one place: elsewhere ranks may run other collectives."""
         return f"{self.name}/{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """What is known without a replay of a step whose gradients were not finite."""
+
+    loss_finite: bool
+    scaling: str  # "none", "static" or "dynamic"
+    scale: float
+    floor: float  # the lowest the scale can be; 0.0 if that is not known
+    low: str  # the low format
+    state_finite: bool  # weights and optimizer state; read every `LOOK_EVERY` steps
+    applied: bool = False  # whether its update was applied to the weights
+
+
+@dataclass(eq=False)
+class Streak:
+    """Recognises what many bad steps have in common, and reports each diagnosis once.
+
+    Under a dynamic scale most bad steps are its search for the right value. The third in a row is examined: a replay at
+    a lower scale decides whether to wait, or whether gradients are not finite at any scale (`helps`).
+    """
+
+    reported: set[str] = field(default_factory=set)  # names of the diagnoses made so far
+    streak: int = 0  # steps in a row whose gradients were not finite
+    losses: int = 0  # steps in a row whose loss was not finite under finite gradients
+    verdict: Verdict | None = None  # that on a step of the streak, if one was explained
+    helps: float | None = None  # the loss scale at which a replay of the streak was finite; 0.0: none, None: not tried
+
+    def fine(self) -> None:
+        """Count an applied step with a finite loss."""
+        self.streak = self.losses = 0
+
+    def lost(self, *, applied: bool = True) -> list[str]:
+        """Count a step whose loss was not finite under finite gradients; return what has not been reported before."""
+        self.streak = 0
+        self.losses += 1
+        found = [(
+            "the loss is not finite while gradients are",
+            f"the update was {'applied, as torch.amp does' if applied else 'not applied: the loop has left it out'}; "
+            "the loss shows nothing now, and a term of it trains nothing. "
+            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
+        )]  # fmt: skip
+        if self.losses == STREAK:
+            found.append((
+                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
+                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
+            ))  # fmt: skip
+        return self._new(found)
+
+    def skipped(self) -> None:
+        """Count a step whose gradients were not finite."""
+        self.streak += 1
+        self.losses = 0
+        if self.streak == 1:
+            self.verdict = self.helps = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the streak has come to a step that is examined under any scale: the 3rd, 6th, 12th and so on."""
+        times, rest = divmod(self.streak, THIRD)
+        return self.verdict is None and not rest and times > 0 and not times & (times - 1)
+
+    def see(self, step: SkippedStep) -> list[str]:
+        """Return what has not been reported before about a bad step that `skipped` has counted."""
+        return self._new(self._diagnoses(step))
+
+    def _new(self, diagnoses: Iterable[tuple[str, str]]) -> list[str]:
+        found = []
+        for name, text in diagnoses:
+            if name not in self.reported:
+                self.reported.add(name)
+                found.append(f"{name}: {text}")
+        return found
+
+    def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
+        if not seen.state_finite:
+            yield (
+                "weights or optimizer state are not finite",
+                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
+            )
+            return
+        dynamic = seen.scaling == "dynamic"
+        if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
+            yield "the scale is at its floor", f"{seen.scale:g} cannot get lower; {self._reason()}"
+        elif dynamic and self.helps and self.helps < 1.0:
+            yield (
+                "the loss is too large for fp16 gradients",
+                f"at a loss scale of 1 they overflow too, and at {self.helps:g} they are finite; a dynamic scale gets "
+                "there by skipping steps, and a smaller loss (a mean for a sum) skips none",
+            )
+        if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
+            if seen.applied:
+                yield f"the gradients of {self.streak} steps in a row were not finite", self._reason()
+            else:
+                yield f"{self.streak} steps in a row were skipped", f"training stands still; {self._reason()}"
+        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none" and not seen.applied:
+            yield (
+                "bf16 skips steps",
+                f"bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid; {self._reason()}",
+            )
+        if not seen.loss_finite and self.streak >= 2 and not seen.applied:
+            yield (
+                "the loss is not finite",
+                f"skipping leaves weights as they are, so the same data gives the same; {self._reason()}",
+            )
+
+    def _reason(self) -> str:
+        """Return what is known of the reason of a streak."""
+        verdict = self.verdict
+        if verdict is not None and verdict.kind == "bad_batch":
+            return f"look at the batch: {verdict.headline}"
+        if verdict is not None and verdict.kind != "not_reproducible":
+            return f"the verdict on step {verdict.step} has the reason and what helps"
+        if self.helps:
+            return f"a replay was finite at a loss scale of {self.helps:g}"
+        return "the reason is not known yet (step.explain() looks for it)"
 
 
 class Box:
@@ -219,7 +339,7 @@ class Box:
     @cached_property
     def exchange(self) -> Exchange | None:
         """The exchange of the ranks that see the same bad steps; None if there are no others."""
-        return exchange_of(*self._named_models())
+        return exchange_of(*self._named_models()) if processes()[1] > 1 else None
 
     def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
         """Return whether a step matters on some rank; `mine`: it does on this one."""
