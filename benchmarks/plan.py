@@ -25,7 +25,8 @@ import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.stamp import write
 from halfstep.tasks import load_task, machine
-from halfstep.testing.models import GPT, ResNet18
+from halfstep.tasks.gpt import GPT
+from halfstep.testing.count import GPT_5M, ResNet18
 
 PERSISTENT, PEAK = 0.03, 0.10
 """Largest relative error of what persists, and of the peak."""
@@ -91,9 +92,9 @@ def task_case(name: str) -> Case:
 class CheckpointedGPT(GPT):
     """The GPT with every block under activation checkpointing."""
 
-    def hidden(self, words: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         """As GPT."""
-        x = self.word(words) + self.position(torch.arange(words.shape[1], device=words.device))
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.norm(x)  # type: ignore[no-any-return]
@@ -179,7 +180,7 @@ def cases() -> dict[str, Case]:
     def patches() -> tuple[Tensor, Tensor]:
         return torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
 
-    gpt = Case(model=GPT, batch=lambda: words(4, 128), loss_fn=scores_loss, optimizer=adamw)
+    gpt = Case(model=lambda: GPT(**GPT_5M), batch=lambda: words(4, 128), loss_fn=scores_loss, optimizer=adamw)
     return {
         "lenet5": task_case("lenet5"),
         "gpt": task_case("gpt"),
@@ -190,7 +191,7 @@ def cases() -> dict[str, Case]:
         "vit": Case(model=vit, batch=patches, loss_fn=own_loss, optimizer=adamw),
         "gpt-5m accumulate": dataclasses.replace(gpt, options={"accumulate": 2, "clip_norm": 1.0}, policies=FEW),
         "gpt-5m in backward": dataclasses.replace(gpt, options={"update_in_backward": True}, policies=FEW),
-        "gpt-5m checkpointed": dataclasses.replace(gpt, model=CheckpointedGPT, policies=FEW),
+        "gpt-5m checkpointed": dataclasses.replace(gpt, model=lambda: CheckpointedGPT(**GPT_5M), policies=FEW),
         "t5": Case(model=t5, batch=lambda: words(4, 64), loss_fn=t5_loss, optimizer=adamw),
     }
 

@@ -34,11 +34,11 @@ import halfstep as hs
 from benchmarks.stamp import commit
 from benchmarks.tune_tasks import TASKS
 from halfstep.advise.tune import Tuning, tune
-from halfstep.advise.tune.proof import Proof, prove
-from halfstep.advise.tune.trainings import Run
+from halfstep.advise.tune.proof import Proof, Run, prove
 from halfstep.report import strict_json
 from halfstep.tasks import Task, machine
-from halfstep.tasks.candidates import FP32, Candidate, policy_candidate
+from halfstep.tasks.candidates import FP32, Candidate
+from halfstep.tasks.candidates import candidates as labelled
 from halfstep.tasks.compare import started
 from halfstep.tasks.loops import Loop, make_loop
 from halfstep.timing import WARM_UP, Ratio, paired_ratio
@@ -80,13 +80,13 @@ class Row:
 
 def candidates(tuning: Tuning) -> list[Candidate]:
     """Return fp32, the presets, and the policy that `hs.tune` has chosen."""
-    found = [policy_candidate(label, "cpu") for label in PRESETS]
+    found = [c for label in PRESETS for c in labelled([label], "cpu") if c.policy is not None]
     fp32 = Candidate(label=FP32, dtype="fp32")
     chosen = tuning.chosen
     plain = chosen.label == FP32  # the loop of torch alone
     tuned = Candidate(label=TUNED, dtype=chosen.policy.dtype, policy=None if plain else chosen.policy,
                       compile=tuning.compile)  # fmt: skip
-    return [fp32, tuned, *(c for c in found if c is not None)]
+    return [fp32, tuned, *found]
 
 
 def timed(task: Task, those: Sequence[Candidate], seconds: float) -> dict[str, list[float]]:

@@ -5,7 +5,8 @@
 Ways: `ddp` (DistributedDataParallel, policy mixed), `pure` (hs.shard: bf16 weights with their 16-bit remainders and
 optimizer states in bf16, 2 + 2 + 4 bytes a parameter over all ranks together), `tp` (the same, over pairs of ranks that
 split each layer). Without torchrun it trains alone, with the same batches. The checkpoint of any number of ranks opens
-on any other number: start it again with another --nproc-per-node, and it goes on.
+on any other number: start it again with another --nproc-per-node, and it goes on. Each process takes an accelerator if
+there are enough for all, else the CPU.
 """
 
 from __future__ import annotations
@@ -78,15 +79,25 @@ def batch(number: int, part: int, parts: int) -> Tensor:
     return torch.stack(rows).chunk(parts)[part]
 
 
-def build(way: str, ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+def device_here() -> torch.device:
+    """Return the device of this process: an accelerator of its own, or the CPU."""
+    found, processes = torch.accelerator.current_accelerator(check_available=True), os.environ.get("LOCAL_WORLD_SIZE")
+    if found is None or torch.accelerator.device_count() < int(processes or 1):
+        return torch.device("cpu")
+    device = torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def build(way: str, ranks: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """Return the model, its optimizer, and how many ranks share one part of the batch."""
     torch.manual_seed(0)  # the same initial weights on every rank
-    model, together = GPT(), 1
+    model, together = GPT().to(device), 1
     if ranks > 1 and way == "pure":
         hs.shard(model, PURE)
     elif ranks > 1 and way == "tp":
         together = 2
-        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
         columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
         rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")}
         parallelize_module(model, mesh["tensor"], {**columns, **rows})
@@ -112,17 +123,17 @@ def main(way: str = "", updates: int = 60, folder: str = "") -> dict[str, Any]:
     """Train; return the loss of the last updates over all ranks, and what this rank stores."""
     if not way:
         way, updates, folder = arguments()
-    torchrun = "RANK" in os.environ
+    torchrun, device = "RANK" in os.environ, device_here()
     if torchrun:
-        dist.init_process_group("gloo")  # "nccl" on GPUs
+        dist.init_process_group(dist.get_default_backend_for_device(device))  # nccl on CUDA, gloo on a CPU
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if torchrun else (1, 0)
-    model, optimizer, together = build(way, ranks)
+    model, optimizer, together = build(way, ranks, device)
     step = hs.TrainStep(model, optimizer, loss_fn, clip_norm=1.0)
     if folder:
         hs.load(step, folder, missing_ok=True)
     first, losses = step.record.done, []
     for number in range(first, updates):
-        losses.append(step(batch(number, rank // together, ranks // together)).loss)
+        losses.append(step(batch(number, rank // together, ranks // together).to(device)).loss)
     if folder:
         hs.save(step, folder)
     last = torch.stack(losses[-10:]).mean()

@@ -33,18 +33,16 @@ PACKAGE = Path(hs.__file__).parent
 
 USERS = {
     "lens/audit/audit.py": {"Snapshot", "generators_of", "noted"},
-    "lens/audit/record.py": {"torch_states"},
-    "lens/audit/run.py": {"Snapshot", "generators_of", "noted"},
-    "lens/audit/shadow.py": {"same_numbers"},
+    "lens/audit/record.py": {"same_numbers", "torch_states"},
     "lens/box/replay.py": {"Modules", "Snapshot", "contents", "gradients", "noted", "put_buffers"},
     "lens/box/trials.py": {"Snapshot", "attributes"},
     "lens/calls.py": {"same_numbers", "torch_states"},
     "step/state.py": {"Snapshot", "optimizer_state", "scheduler_state"},
     "binding/construct.py": {"Snapshot", "optimizer_state"},
-    "step/graph/graphs.py": {"Snapshot", "gradients", "noted"},
+    "step/graphs.py": {"Snapshot", "gradients", "noted"},
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},
-    "step/parts/schedule.py": {"Snapshot", "scheduler_state"},
+    "step/parts/verdicts.py": {"Snapshot", "scheduler_state"},
     "auto/trial.py": {
         "Loan", "Modules", "Snapshot", "attributes", "cloned", "generators_of", "gradients", "noted", "optimizer_state",
     },

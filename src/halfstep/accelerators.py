@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from halfstep.torch_private.devices import get_privateuse1_backend_name, mps_generator
+from halfstep.torch_private.devices import cuda_stream_of, get_privateuse1_backend_name, mps_generator
 
 __all__ = [
     "TYPES",
     "capturing",
     "copies_behind_events",
+    "current_stream",
     "default_generators",
     "empty_cache",
     "initialise",
@@ -92,6 +93,15 @@ def copies_behind_events(device_type: str) -> bool:
     except RuntimeError:
         return False
     return hasattr(module, "Event") and hasattr(module, "device")
+
+
+def current_stream(tensor: torch.Tensor) -> int:
+    """Return a number for the stream on which operators of `tensor` are queued now; 0 where there is one for all."""
+    if tensor.is_cpu:
+        return 0
+    if tensor.is_cuda:
+        return 0 if cuda_stream_of is None else int(cuda_stream_of(tensor.device.index))
+    return torch.accelerator.current_stream(tensor.device).stream_id if copies_behind_events(tensor.device.type) else 0
 
 
 def empty_cache(device_type: str) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "FLAG",
     "FRACTION",
     "INDEX",
+    "LARGEST",
     "MODEL",
     "NONE",
     "NOT_NEGATIVE",
@@ -41,24 +42,22 @@ __all__ = [
     "check",
     "fixed",
     "listed",
+    "number",
     "one_of",
     "shown",
+    "whole",
 ]
+
+LARGEST = 2**63 - 1  # that a counter on a device can hold
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Values that an argument may have.
+    """Values that an argument may have."""
 
-    Attributes:
-        words: what an error says is expected.
-        has: whether a value is one of them.
-        options: names to compare a wrong text with.
-    """
-
-    words: str
+    words: str  # what an error says is expected
     has: Callable[[Any], bool]
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # names to compare a wrong text with
 
     def __or__(self, other: Kind) -> Kind:
         return Kind(
@@ -69,16 +68,7 @@ class Kind:
 
 
 def check(where: str, error: type[HalfstepError], /, **given: tuple[object, Kind]) -> None:
-    """Refuse the first of some arguments that is not of its kind.
-
-    Args:
-        where: the public entry, as its user writes it.
-        error: the class to raise.
-        given: name of an argument -> its value and kind.
-
-    Raises:
-        HalfstepError: of class `error`; it names the entry, the argument, what is expected and what was given.
-    """
+    """Refuse the first of some arguments that is not of its kind."""
     for name, (value, kind) in given.items():
         if not kind.has(value):
             near = did_you_mean(value, kind.options)
@@ -133,20 +123,30 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"})
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) < 2**63
+def whole(low: int = 0, high: int = LARGEST, *, of: str = "") -> Kind:
+    """Return the kind of whole numbers within bounds; `of` says what they count."""
+    words = f"a whole number{of and ' of '}{of} from {low}{'' if high == LARGEST else f' to {high}'}"
 
-
-def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
     def has(value: Any) -> bool:
+        return not isinstance(value, (bool, float)) and isinstance(value, Integral) and low <= int(value) <= high
+
+    return Kind(words, has)
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, finite: bool = True) -> Kind:
+    """Return the kind of numbers within bounds; ``finite=False`` allows infinities and nan."""
+
+    def test(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
         try:
-            return math.isfinite(value) and fits(float(value))
+            known = float(value)
         except OverflowError:
             return False
+        return low <= known <= high and math.isfinite(known) if finite else True
 
-    return has
+    bounds = "" if low == -math.inf else f" from {low:g}" + ("" if high == math.inf else f" to {high:g}")
+    return Kind(f"a {'finite ' if finite else ''}number{bounds}", test)
 
 
 def _is_path(value: object) -> bool:
@@ -159,12 +159,12 @@ def _is_path(value: object) -> bool:
 
 NONE = Kind("None", lambda value: value is None)
 FLAG = Kind("True or False", _is_flag)
-COUNT = Kind("a whole number from 1", _whole(1))
-WHOLE = Kind("a whole number from 0", _whole(0))
-INDEX = Kind("a whole number", _whole(-(2**63)))
-POSITIVE = Kind("a positive finite number", _real(lambda value: value > 0))
-NOT_NEGATIVE = Kind("a finite number from 0", _real(lambda value: value >= 0))
-FRACTION = Kind("a number from 0 to 1", _real(lambda value: 0 <= value <= 1))
+COUNT = whole(1)
+WHOLE = whole()
+INDEX = Kind("a whole number", whole(-LARGEST - 1).has)
+NOT_NEGATIVE = number(0.0)
+POSITIVE = Kind("a positive finite number", lambda value: NOT_NEGATIVE.has(value) and value > 0)
+FRACTION = Kind("a number from 0 to 1", number(0.0, 1.0).has)
 TEXT = a(str, words="a text")
 PATH = Kind("a path", _is_path)
 CALLABLE = Kind("callable", lambda value: callable(value) and not isinstance(value, type))
@@ -178,13 +178,7 @@ DEVICE_TYPE = a(str, words="a string such as 'cuda'")
 
 
 def fixed(name: str, remedy: str, kept: str = "") -> Any:
-    """Return an attribute that refuses to be assigned; reading it costs no Python call.
-
-    Args:
-        name: of the attribute.
-        remedy: what to do instead.
-        kept: the attribute that holds its value; default: `name` after an underscore.
-    """
+    """Return an attribute that refuses to be assigned; reading it costs no Python call."""
 
     def refuse(owner: object, value: object) -> None:
         raise SettingError(f"{type(owner).__name__}.{name} is fixed when the object is built; {remedy}")

@@ -20,12 +20,7 @@ WEIGHTS_ATTRIBUTE = "_halfstep_weights"
 
 
 def hook_weakly(register: Callable[[Callable[..., Any]], Any], method: Callable[..., Any]) -> Any:
-    """Register a bound method as a hook; return torch's handle. The hook does not keep its object and ends with it.
-
-    Args:
-        register: such as ``optimizer.register_step_pre_hook``.
-        method: a bound method.
-    """
+    """Register a bound method as a hook; return torch's handle. The hook does not keep its object and ends with it."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

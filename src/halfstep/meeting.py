@@ -26,7 +26,7 @@ import torch.distributed as dist
 from halfstep.errors import CheckpointError
 from halfstep.torch_private.distributed import default_store
 
-__all__ = ["Alone", "Meeting", "announce", "meeting", "processes", "store_under"]
+__all__ = ["Meeting", "announce", "facts_of", "processes", "store_under"]
 
 LOG = logging.getLogger("halfstep")
 NAMED_AFTER = 60.0  # seconds of waiting until the ranks that have not come are named
@@ -58,7 +58,7 @@ def announce() -> None:
     """Tell the other ranks which process this is: note [ended]."""
     fake = dist.is_initialized() and dist.get_backend() == "fake"  # whose other ranks do not exist
     if processes()[1] > 1 and not fake:
-        told = _machine(), os.getpid(), _start_of(os.getpid())
+        told = _machine(), os.getpid(), facts_of(os.getpid())[1]
         store_under("processes").set(str(processes()[0]), pickle.dumps(told))
 
 
@@ -70,51 +70,34 @@ def _machine() -> str:
         return ""
 
 
-def _start_of(process: int) -> str:
-    """Return when a process of this machine began, in clock ticks, as text; "" once it has ended."""
+def facts_of(process: int) -> tuple[int, str]:
+    """Return the parent of a process here and when it began, in clock ticks; (0, "") once it has ended, or unknown."""
     try:
         text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
-        state, *fields = text.rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]  # field 22 of the file, whose numbers are used again
-
-
-class Alone:
-    """The meeting of one process."""
-
-    rank, size = 0, 1
-
-    def gather(self, value: Any, *, limit: float | None = None) -> list[Any]:
-        """Return the values of all ranks."""
-        return [value]
-
-    def publish(self, value: Any, *, limit: float | None = None, last: bool = False) -> Any:
-        """Return the value of rank 0."""
-        return value
+        return 0, ""
+    state, parent, *more = text.rpartition(")")[2].split()
+    return (0, "") if state in "ZX" else (int(parent), more[17])  # fields 4 and 22: numbers of processes are used again
 
 
 class Meeting:
-    """An exchange of values between all ranks of the default group.
+    """An exchange of values between all ranks; a wait is at most as long as the timeout of the process group.
 
-    Args:
-        what: the call that meets, for messages: "hs.save".
-        number: how many meetings for this call there were before; the same on all ranks.
+    `what` is the call that meets, such as "hs.save"; `number` counts its meetings, and is the same on all ranks.
     """
 
     def __init__(self, what: str, number: int) -> None:
         self.rank, self.size = processes()
         self._what, self._rounds = what, 0
-        self._store = store_under(f"{what}/{number}")
-        self._limit = float(self._store.timeout.total_seconds())
+        self._store: Any = None  # a process alone needs none
+        if self.size > 1:
+            self._store = store_under(f"{what}/{number}")
+            self._limit = float(self._store.timeout.total_seconds())
 
     def gather(self, value: Any, *, limit: float | None = None) -> list[Any]:
-        """Give `value` to rank 0; return the values of all ranks there, and [] elsewhere, without waiting.
-
-        Raises:
-            CheckpointError: on rank 0: other ranks have not come within `limit` seconds (default: the timeout of the
-                process group).
-        """
+        """Give `value` to rank 0, which waits up to `limit` seconds and returns all values; others return []."""
+        if self.size == 1:
+            return [value]
         self._rounds += 1
         if self.rank:
             self._store.set(f"{self._rounds}/{self.rank}", pickle.dumps(value))
@@ -129,15 +112,11 @@ class Meeting:
     def publish(self, value: Any, *, limit: float | None = None, last: bool = False) -> Any:
         """Return the value that rank 0 gives.
 
-        Args:
-            value: that of rank 0.
-            limit: seconds to wait for it; default: the timeout of the process group.
-            last: whether the program may end next: rank 0, whose process may have the store, then waits until the other
-                ranks have read the value, or have ended, or for `LEAVE`.
-
-        Raises:
-            CheckpointError: on other ranks: rank 0 has not come within `limit` seconds.
+        `last`: the program may end next: rank 0, whose process may have the store, then waits until the other ranks
+        have read the value, or have ended, or for `LEAVE`.
         """
+        if self.size == 1:
+            return value
         self._rounds += 1
         key = f"{self._rounds}/0"
         if self.rank:
@@ -193,14 +172,9 @@ class Meeting:
         for rank in missing():
             if store.check([str(rank)]):
                 machine, process, start = pickle.loads(store.get(str(rank)))
-                ended = machine == _machine() != "" and _start_of(process) != start
+                ended = machine == _machine() != "" and facts_of(process)[1] != start
                 if ended and rank in missing():  # else it has come and ended since
                     raise CheckpointError(
                         f"{self._what}: rank {rank} will not come: its process {process} on this machine has ended; "
                         "look there for the first error, and start the run again"
                     )
-
-
-def meeting(what: str, number: int) -> Alone | Meeting:
-    """Return a meeting of all processes there are."""
-    return Alone() if processes()[1] == 1 else Meeting(what, number)

@@ -16,22 +16,19 @@ A table is made of Python's own literals; `check` raises an error that names the
 from __future__ import annotations
 
 import json
-import math
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from halfstep.arguments import Kind, shown
+from halfstep.arguments import Kind, number, shown, whole
 from halfstep.errors import HalfstepError, did_you_mean
 
 __all__ = ["Each", "check", "is_bounded", "number", "read_json", "regular", "text", "whole"]
 
-LARGEST = 2**63 - 1  # that a counter on a device can hold
 DEEPEST = 100  # levels of containers
 NOTHING = "nothing was loaded"
 
@@ -44,47 +41,13 @@ class Each:
     value: Any
 
 
-def whole(low: int = 0, high: int = LARGEST, *, of: str = "") -> Kind:
-    """Return the kind of whole numbers within bounds; `of` says what they count."""
-    words = f"a whole number{of and ' of '}{of} from {low}{'' if high == LARGEST else f' to {high}'}"
-    is_whole: Callable[[Any], bool] = lambda n: isinstance(n, Integral) and not isinstance(n, (bool, float))  # noqa: E731
-    return Kind(words, lambda n: is_whole(n) and low <= int(n) <= high)
-
-
-def number(low: float = -math.inf, high: float = math.inf, *, finite: bool = True) -> Kind:
-    """Return the kind of numbers within bounds; ``finite=False`` allows infinities and nan."""
-
-    def test(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            return False
-        try:
-            known = float(value)
-        except OverflowError:
-            return False
-        return low <= known <= high and math.isfinite(known) if finite else True
-
-    bounds = "" if low == -math.inf else f" from {low:g}" + ("" if high == math.inf else f" to {high:g}")
-    return Kind(f"a {'finite ' if finite else ''}number{bounds}", test)
-
-
 def text(pattern: str = "(?s:.*)", words: str = "text") -> Kind:
     """Return the kind of text that matches all of `pattern`."""
     return Kind(words, lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
 
 
 def check(value: object, schema: Any, path: str, error: type[HalfstepError], remedy: str = NOTHING) -> None:
-    """Check `value` against `schema`.
-
-    Args:
-        value: what was read.
-        schema: the table.
-        path: where `value` stands, for messages: the name of a file, or of a part of one.
-        error: the class of what is raised.
-        remedy: the last words of the message.
-
-    Raises:
-        HalfstepError: an `error`: "PATH: GOT, expected KIND; REMEDY", of the first mistake.
-    """
+    """Check `value` against `schema`."""
     if problem := _problem(value, schema, path):
         raise error(f"{problem}; {remedy}")
 
@@ -192,11 +155,7 @@ def is_bounded(tree: object, most: int) -> bool:
 
 
 def regular(path: Path, error: type[HalfstepError], most: int = 1 << 62, *, links: bool = False) -> int:
-    """Return the size in bytes of a file that is about to be read; `links`: also of one that a link leads to.
-
-    Raises:
-        HalfstepError: an `error`: it is not there, or a link, pipe, device or folder, or has more than `most` bytes.
-    """
+    """Return the size in bytes of a file that is about to be read; `links`: also of one that a link leads to."""
     try:
         found = path.stat() if links else path.lstat()
     except (OSError, ValueError) as cause:
@@ -213,11 +172,7 @@ SPECIAL: Sequence[tuple[Callable[[int], bool], str]] = ((stat.S_ISLNK, "a link")
 
 
 def read_json(path: Path, error: type[HalfstepError], schema: Any, most: int) -> Any:
-    """Return the content of a JSON file of at most `most` bytes that fits `schema`.
-
-    Raises:
-        HalfstepError: an `error` with the name of the file, and the path in it.
-    """
+    """Return the content of a JSON file of at most `most` bytes that fits `schema`."""
     regular(path, error, most)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -51,11 +52,7 @@ GeneratorStates = list[tuple[torch.Generator, Tensor]]
 
 
 class Snapshot:
-    """Parts that were noted together.
-
-    Args:
-        *parts: functions that restore; each may be called several times. The last one is restored first.
-    """
+    """Parts that were noted together."""
 
     __slots__ = ("parts",)
 
@@ -70,11 +67,7 @@ class Snapshot:
 
     @contextmanager
     def returning(self, critical: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Restore all parts at the end of a block.
-
-        Args:
-            critical: is entered while they are restored: it may defer signals.
-        """
+        """Restore all parts at the end of a block."""
         try:
             yield
         finally:
@@ -138,14 +131,10 @@ def _content(container: Any) -> list[Any]:
 def _put(container: Any, content: list[Any]) -> None:
     """Give a container its items back; nothing is written if they are the same objects in the same order."""
     now = _content(container)
-    same: Callable[[Any, Any], bool] = _same_pair if isinstance(container, dict) else is_
-    if len(now) != len(content) or not all(map(same, now, content)):
+    pairs = [now, content] if not isinstance(container, dict) else [[*chain.from_iterable(x)] for x in (now, content)]
+    if len(now) != len(content) or not all(map(is_, *pairs)):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
-
-
-def _same_pair(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] is other[0] and one[1] is other[1]
 
 
 def contents(containers: Iterable[Any], depth: int = 0) -> Callable[[], None]:
@@ -213,11 +202,7 @@ def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
-    """Put values of buffers back: in place, unless the buffer has another shape now.
-
-    Args:
-        kept: (module, name, value) of each.
-    """
+    """Put values of buffers back: in place, unless the buffer has another shape now."""
     for module, name, value in kept:
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.shape == value.shape:
@@ -227,14 +212,9 @@ def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class Modules:
-    """A part: the modules of some models, and others that a loss function calls besides (a critic, a teacher).
+    """A part: attributes, generators and buffers of some models, and of others that a loss function calls (a critic).
 
-    Their attributes, generators and buffers, which are copied, and copied back where they were written to.
-
-    Args:
-        *models: to be noted now.
-        known: modules that are noted elsewhere.
-        gradients: whether gradients are noted too, by reference and by value.
+    `known` modules are noted elsewhere; with `gradients` these are noted too, by reference and by value.
     """
 
     def __init__(self, *models: nn.Module, known: Iterable[nn.Module] = (), gradients: bool = False) -> None:
@@ -291,10 +271,6 @@ class Loan:
     """A part: copies in the place of parameters, buffers and optimizer states, which a block may write to.
 
     References to what is not a tensor's memory are noted by `attributes` and `optimizer_state`.
-
-    Args:
-        model: not prepared. Tensors that are attributes of its modules, or in a dict among them, are lent too.
-        optimizer: over its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -83,28 +83,17 @@ class Unfit(Exception):
 class Race:
     """Times of candidates by round.
 
-    Args:
-        measure: ``measure(name, number)`` runs a candidate in round `number` and returns its seconds; raises `Unfit`.
-        seed: of the order of candidates, which `order` shuffles in each round.
-
-    Attributes:
-        times: candidate -> round -> seconds.
-        dropped: candidate -> reason, of those that left the race.
+    ``measure(name, number)`` runs a candidate in round `number` and returns its seconds; it may raise `Unfit`. `order`
+    shuffles the candidates of each round with `seed`.
     """
 
     def __init__(self, measure: Callable[[str, int], float], *, seed: int = 0) -> None:
         self._measure, self._shuffle = measure, random.Random(seed)
-        self.times: dict[str, dict[int, float]] = {}
-        self.dropped: dict[str, str] = {}
+        self.times: dict[str, dict[int, float]] = {}  # candidate -> round -> seconds
+        self.dropped: dict[str, str] = {}  # candidate -> reason, of those that left the race
 
     def round(self, names: Iterable[str], number: int, *, timed: bool = True) -> None:
-        """Run each candidate of `names` once, without those that left.
-
-        Args:
-            names: candidates.
-            number: of the round.
-            timed: whether their times are kept; not those of the first `WARM_UP` rounds.
-        """
+        """Run each candidate of `names` once, without those that left; their times are kept if `timed`."""
         for name in self.order([name for name in names if name not in self.dropped], number):
             try:
                 seconds = self._measure(name, number)
@@ -129,15 +118,9 @@ class Race:
         clock: Callable[[], float] = time.perf_counter,
         on_share: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Warm up, then run rounds for a time.
+        """Warm up, then run rounds for `seconds`, but from `least` to `most` of them.
 
-        Args:
-            names: candidates.
-            seconds: after so many no further round begins.
-            least: rounds, whatever the time allows.
-            most: rounds, whatever the time allows.
-            clock: returns seconds.
-            on_share: called before each round with the share of the time that is gone, from 0 to 1.
+        `on_share` is called before each round with the share of the time that is gone, from 0 to 1.
         """
         for number in range(WARM_UP):
             self.round(names, number, timed=False)
@@ -150,13 +133,7 @@ class Race:
             self.round(names, WARM_UP + number)
 
     def ratio(self, name: str, base: str, *, plus: float = 0.0) -> Ratio | None:
-        """Return the paired ratio of two candidates; None if they had no round in common.
-
-        Args:
-            name: the candidate.
-            base: what it is compared with.
-            plus: seconds added to the base's time in every round.
-        """
+        """Return the paired ratio of two candidates (`plus` seconds on the base); None without a round in common."""
         return ratio_of(self.times.get(name, {}), self.times.get(base, {}), plus=plus)
 
     def typical(self, name: str) -> float:

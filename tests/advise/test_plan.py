@@ -18,12 +18,13 @@ import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
+from halfstep.tasks.gpt import GPT
 from halfstep.tasks.images import LeNet5
-from halfstep.testing.models import GPT, ResNet18
+from halfstep.testing.count import ResNet18
 
 
 def gpt() -> nn.Module:
-    return GPT(words=64, width=32, layers=2, heads=2, length=32)
+    return GPT(vocabulary=64, width=32, layers=2, heads=2, length=32)
 
 
 def resnet() -> nn.Module:
@@ -107,7 +108,7 @@ def test_rows_sum_to_totals_by_part_module_and_format() -> None:
     phases = [m.phase for m in plan.timeline]
     assert phases == sorted(phases, key=PHASES.index) and set(phases) == set(PHASES)
     owners = {name for name in plan.by_module(2, peak=False) if name}
-    assert {"blocks.0", "blocks.1", "word", "head", "norm"} <= owners
+    assert {"blocks.0", "blocks.1", "tokens", "head", "norm"} <= owners
 
 
 def test_gradients_take_as_much_as_fp32_parameters_when_the_update_begins() -> None:
@@ -121,14 +122,14 @@ def most_gradients(plan: MemoryPlan) -> int:
 
 def test_activations_are_saved_until_their_backward_and_checkpointing_saves_fewer() -> None:
     class Checkpointed(GPT):
-        def hidden(self, words: Tensor) -> Tensor:
-            x = self.word(words) + self.position(torch.arange(words.shape[1]))
+        def features(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
             return self.norm(x)  # type: ignore[no-any-return]
 
     def deep(kind: type[GPT]) -> Callable[[], nn.Module]:
-        return lambda: kind(words=64, width=32, layers=4, heads=2, length=64)
+        return lambda: kind(vocabulary=64, width=32, layers=4, heads=2, length=64)
 
     batch = words(4, 64, 64)
     plain, fewer = (hs.plan(deep(kind), batch, scores_loss, adamw) for kind in (GPT, Checkpointed))

@@ -46,6 +46,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("advise", "tasks"): "what is decided is decided for a task, and measured with its tools",
     ("advise", "report"): "a decision, a plan and findings are written as pages",
     ("advise", "testing"): "a plan for a GPU is traced on the fake GPU",
+    ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "tasks"): "the command line works on tasks",
@@ -61,7 +62,7 @@ ROOT_IMPORTS = frozenset({*PUBLIC, "advise", "cast", "integrations", "kernels", 
 """Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
-    ("halfstep.compat.apex.optimizers.common", "kernels"): "which of torch's fused kernels do their work stands once",
+    ("halfstep.compat.apex.optimizers", "kernels"): "which of torch's fused kernels do their work stands once",
     ("halfstep.step.parts.verdicts", "lens"): "the black box, inside a function: who looks at a step is above it",
     ("halfstep.step.train_step", "lens"): "the annotation of TrainStep.explain",
 }

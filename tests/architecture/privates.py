@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGE = "halfstep"
 SPLIT = ("lens", "step")
-"""Folders whose own folders are parts, too: `step.graph` and `step` are two."""
+"""Folders whose own folders are parts, too: `step.parts` and `step` are two."""
 
 TORCHS: Mapping[str, str] = {
     "_buffers": "torch.nn.Module",

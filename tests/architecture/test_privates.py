@@ -40,7 +40,7 @@ def package(root: Path, place: str, text: str) -> Path:
 IMPORT = "from halfstep.step.train import Step\n"
 
 
-@pytest.mark.parametrize("place", ["lens/box/x.py", "step/graph/x.py", "cli/x.py", "optim.py"])
+@pytest.mark.parametrize("place", ["lens/box/x.py", "step/parts/x.py", "cli/x.py", "optim.py"])
 @pytest.mark.parametrize(
     ("text", "line"),
     [

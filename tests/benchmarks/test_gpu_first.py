@@ -49,7 +49,7 @@ def test_a_block_that_fails_dies_or_hangs_hides_no_other(
     assert list(json.loads(file.read_text())["blocks"]) == ["0", "1", "2", "3"]
 
 
-HEAVY = ("waits", "compiled", "ratios", "no_compiler")  # the whole dry run below runs these
+HEAVY = ("waits", "compiled", "ratios", "no_compiler", "two_ranks")  # the whole dry run below runs these
 
 
 @pytest.mark.parametrize("name", [name for name in gpu_blocks.BLOCKS if name not in HEAVY])

@@ -47,7 +47,7 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
         assert sum(line.startswith(f"| {label} ") for line in lines) == 2, label
     assert "\x1b[" not in done.stdout  # no colours where it is no terminal
     assert "minus fp32, 90 % interval" in done.stdout and "time / torch.amp bf16" in done.stdout
-    assert "with 2 of 5 seeds this is only an indication" in done.stdout
+    assert "An indication, not a verdict: 2 runs of each policy. A verdict takes 5." in done.stdout
     assert "(the same result, bit for bit)" in done.stdout
     assert "torch.amp fp16 was not run" in done.stdout
     data = json.loads(report.read_text(), parse_constant=no_constants)
@@ -65,13 +65,13 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
 def test_by_default_the_steps_are_the_tasks_and_the_seeds_suffice_for_a_verdict(task: str) -> None:
     done = run("--task", task, "--policies", "torch")
     assert done.exit_code == 0
-    assert "20 steps, 5 seeds" in done.stdout and "only an indication" not in done.stdout
+    assert "20 steps, 5 seeds" in done.stdout and "An indication" not in done.stdout
 
 
 def test_the_same_task_asked_for_twice_runs_once(task: str) -> None:
     done = run("--task", task, "--task", task, "--policies", "torch", "--steps", "2", "--seeds", "1")
-    assert done.stdout.count("small: ") == 1
-    assert "no times: a run is too short" in done.stdout
+    assert done.stdout.count("\nsmall\n") == 1
+    assert "No times: a run is too short" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_without_the_images_the_gpt_runs_alone(monkeypatch: pytest.MonkeyPatch) 
     done = run("--policies", "fp32", "--steps", "1", "--seeds", "1")
     assert done.exit_code == 0
     assert "left out: task 'lenet5'" in done.stderr and "pip install 'halfstep[tasks]'" in done.stderr
-    assert "gpt: character-level GPT" in done.stdout and "lenet5:" not in done.stdout
+    assert "\ngpt\nCharacter-level GPT" in done.stdout and "lenet5" not in done.stdout
     named = run("--task", "lenet5")
     assert named.exit_code == 2 and "pip install 'halfstep[tasks]'" in named.stderr
 

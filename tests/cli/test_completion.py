@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli import app
-from halfstep.cli.completion import policy, task
+from halfstep.cli.options import policy, task
 
 
 def offered(*words: str) -> list[str]:

@@ -15,11 +15,11 @@ import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
 from halfstep.cli.demo import TIMED, Settings, demonstrate
-from halfstep.cli.pages.conclusions import conclusions
+from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
+from halfstep.tasks.compare import Cost, Pace, pace
 from halfstep.tasks.overflow import Rescue
-from halfstep.tasks.pace import Pace, PaceRow, pace
 from halfstep.tasks.workloads import Workload, workloads
 from halfstep.timing import Ratio
 from tests.report.reader import Page
@@ -48,13 +48,17 @@ def ratio(median: float) -> Ratio:
     return Ratio(median=median, low=median - 0.02, high=median + 0.02, rounds=20)
 
 
-def row(label: str, median: float | None, **changes: Any) -> PaceRow:
+def row(label: str, median: float | None, **changes: Any) -> Cost:
     to_fp32 = None if median is None else ratio(median)
     fields = {"to_amp": None, "slow": 0.0, "state_bytes": 2000, "saved_bytes": 900}
-    return PaceRow(**{"label": label, "milliseconds": 3.0, "to_fp32": to_fp32, **fields, **changes})
+    return Cost(**{"label": label, "milliseconds": 3.0, "to_fp32": to_fp32, **fields, **changes})
 
 
-def paces(*rows: PaceRow, control: Ratio = QUIET) -> list[tuple[Workload, Pace]]:
+def demo(found: list[tuple[Workload, Pace]], units: hs.policy.Units) -> Demo:
+    return Demo(device="cpu", units=units, paces=found)
+
+
+def paces(*rows: Cost, control: Ratio = QUIET) -> list[tuple[Workload, Pace]]:
     made = Pace(
         task="products", about="a GPT", parameters=7, device="cpu", control=control, rows=(row("fp32", None), *rows)
     )
@@ -62,7 +66,7 @@ def paces(*rows: PaceRow, control: Ratio = QUIET) -> list[tuple[Workload, Pace]]
 
 
 def said(found: list[tuple[Workload, Pace]], units: hs.policy.Units = BF16) -> str:
-    first = conclusions(found, None, (), units, ())[0]
+    first = conclusions(demo(found, units))[0]
     return " ".join((first.text, *first.more))
 
 
@@ -139,31 +143,29 @@ def test_bad_input_is_named_and_nothing_runs(words: list[str], complaint: str) -
 
 def test_where_a_low_format_is_faster_it_is_said_with_its_interval() -> None:
     words = said(paces(row("torch.amp bf16", 0.8), row("pure bf16", 0.6), row("O0", 1.001)))
-    assert words.startswith(
-        "pure bf16 comes first: 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82]."
-    )
-    assert "halfstep's step in fp32 (O0): undecided, 1.00 [0.98, 1.02]." in words
+    assert words.startswith("Fastest: pure bf16, 0.60 [0.58, 0.62] of fp32's time. torch.amp bf16: 0.80 [0.78, 0.82].")
+    assert "halfstep's step in fp32 (O0): undecided (1.00 [0.98, 1.02])." in words
 
 
 def test_where_fp32_is_faster_it_is_said_plainly() -> None:
     words = said(paces(row("torch.amp bf16", 1.6), row("mixed bf16", 1.4), row("O0", 0.7)))
-    assert words.startswith("fp32 is fastest. The nearest low format, mixed bf16, takes 1.40 [1.38, 1.42] of its time.")
+    assert words.startswith("fp32 is fastest. The nearest low format is mixed bf16: 1.40 [1.38, 1.42] of fp32's time.")
     assert "halfstep's step in fp32 (O0): 0.70 [0.68, 0.72]" in words
 
 
 def test_what_the_machine_does_not_resolve_is_undecided() -> None:
     noisy = Ratio(median=1.0, low=0.5, high=1.5, rounds=5)
     words = said(paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy))
-    assert words.startswith("Undecided: mixed bf16 comes first with 0.80 [0.78, 0.82] of fp32's time.")
+    assert words.startswith("Undecided: mixed bf16 comes first with 0.80 [0.78, 0.82] of fp32's time,")
     found = paces(row("torch.amp bf16", 0.9), row("mixed bf16", 0.8), control=noisy)
-    assert conclusions(found, None, (), BF16, ())[0].tone == "open"
+    assert conclusions(demo(found, BF16))[0].tone == "open"
 
 
 def test_without_units_what_was_left_out_is_named_with_its_reason() -> None:
     slow = [row(f"{name} bf16", None, slow=40.0) for name in ("torch.amp", "mixed")]
     found = paces(*slow, row("O0", 0.9))
     words = said(found, NONE)
-    assert "also without units for bf16, as here" in " ".join(conclusions(found, None, (), NONE, ())[1].more)
+    assert "also without units for bf16, as here" in " ".join(conclusions(demo(found, NONE))[1].more)
     begin = "fp32 is fastest. A step of each low format took over 40 times as long: this CPU has no bf16 units."
     assert words.startswith(f"{begin} halfstep's step in fp32 (O0): 0.90")
     some = said(paces(slow[0], row("mixed bf16", 1.5)), NONE)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from halfstep.cli.pages.findings import findings
+from halfstep.cli.pages.facts import findings
 from halfstep.report import Fact
 from halfstep.timing import Ratio
 from tests.cli.small_comparison import FAST, SAME, SLOW, comparison, row
@@ -43,7 +43,11 @@ def test_the_fastest_is_named_with_its_interval_and_what_cannot_be_told_from_it(
     near = Ratio(median=0.705, low=0.70, high=0.72, rounds=100)
     _, time, _ = findings(comparison(5, row("a", SAFE, FAST, FAST), row("b", SAFE, near, near)))
     assert (time.text, time.tone) == ("Fastest: a, 0.70 [0.69, 0.71] of fp32's time.", "good")
-    assert time.more == ("Cannot be told from it: b.", "Against torch.amp bf16: 0.70.")
+    assert time.more == (
+        "Cannot be told from it: b.",
+        "Against torch.amp bf16: 0.70.",
+        "torch.amp bf16: undecided (1.01 [1.00, 1.01]).",
+    )
 
 
 def test_a_fast_policy_that_spoilt_the_result_is_not_recommended() -> None:
@@ -63,7 +67,7 @@ def test_when_nothing_is_faster_than_fp32_that_is_said() -> None:
     slow = comparison(5, row("a", SAFE, SLOW, SLOW))
     amp = dataclasses.replace(slow.rows[1], to_fp32=Ratio(median=1.2, low=1.19, high=1.21, rounds=100))
     _, time, _ = findings(dataclasses.replace(slow, rows=(slow.rows[0], amp, slow.rows[2])))
-    assert time.text == "None is faster than fp32. The nearest is torch.amp bf16: 1.20 [1.19, 1.21] of fp32's time."
+    assert time.text == "fp32 is fastest. The nearest low format is torch.amp bf16: 1.20 [1.19, 1.21] of fp32's time."
 
 
 def test_without_times_nothing_is_said_about_speed() -> None:
@@ -80,7 +84,7 @@ def test_memory_names_the_smallest_and_what_masters_cost() -> None:
     )
     _, _, memory = findings(comparison(5, *rows))
     assert memory.text == "Least saved for backward: a and b, 0.56 kB (44 % less than fp32)."
-    assert memory.more == ("Between steps 50 % more than fp32: b.",)
+    assert memory.more == ("Between steps 50 % more than fp32: b, 3.75 MB.",)
     _, _, same = findings(comparison(5))
     assert same.text == "None saves less for backward than fp32's 1.00 kB." and same.tone == "open"
     assert "Between steps all hold as much as fp32." in words(same)

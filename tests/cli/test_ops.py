@@ -190,7 +190,7 @@ def test_a_model_that_cannot_run_is_no_reason_to_hide_its_plan(source: Path) -> 
         (["--policy", "mixed:bf61"], "unknown format 'bf61'; did you mean 'bf16'?"),
         (["--policy", "none.toml"], "cannot read the policy file 'none.toml'"),
         (["--policy", "fp32"], "has no policy; preset 'O0' keeps everything in fp32"),
-        (["--diff", "torch.amp"], "has no policy; preset 'torch' has its lists"),
+        (["--diff", "torch.amp"], "has no policy; preset 'O0' keeps everything in fp32, preset 'torch' has its lists"),
         (["--diff", "O22"], "unknown policy 'O22'"),
         (["--diff", "O2", "--model", "gpt"], "leave one of them out"),
         (["--model", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),

@@ -80,7 +80,7 @@ def test_a_policy_looks_the_same_in_every_picture_and_its_second_format_is_paler
 def test_few_seeds_and_unrepeatable_runs_are_not_passed_over() -> None:
     text = " ".join(Page(render(page(comparison(3, repeatable=False)))).texts)
     assert "An indication, not a verdict: 3 runs of each policy. A verdict takes 5." in text
-    assert "did not end with the same result" in text and "100 steps, 3 seeds, on cpu." in text
+    assert "did not end with the same result" in text and "100 steps, 3 seeds, on cpu; same weights" in text
     sure = " ".join(Page(render(page(comparison(5)))).texts)
     assert "An indication" not in sure and "did not end" not in sure
 

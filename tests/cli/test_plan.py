@@ -68,7 +68,7 @@ def test_without_a_gpu_those_that_it_fits_are_named(tasks: Path) -> None:
         (("nothing",), "unknown task 'nothing'"),
         (("gpt", "--gpu", "h20"), "unknown GPU 'h20'; did you mean 'h200'?"),
         (("gpt", "--policy", "mixd"), "did you mean 'mixed'"),
-        (("gpt", "--policy", "torch.amp"), "is a loop without halfstep"),
+        (("gpt", "--policy", "torch.amp"), "is a training loop without halfstep"),
         (("gpt", "--devices", "8"), "devices=8 need a way to share the work: shard='ddp' or shard='fsdp2'"),
         (("gpt", "--shard", "fsdp2"), "shard='fsdp2' needs devices=2 or more"),
         (("gpt", "--devices", "8", "--shard", "zero"), "and is 'zero'"),

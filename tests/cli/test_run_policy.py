@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import halfstep as hs
+from halfstep.cli import app
 from halfstep.cli.run import run_under_policy
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.errors import PolicyError
@@ -126,7 +128,7 @@ def test_an_unknown_policy_a_file_that_is_not_there_and_fp32_are_errors(capsys: 
     assert run("mixt", SCRIPT) == run("mixed", Path("missing.py")) == run("fp32", SCRIPT) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and "did you mean 'mixed'?" in said[0]
-    assert "no file and no program 'missing.py'" in said[1] and "without casts: O0" in said[2]
+    assert "no file and no program 'missing.py'" in said[1] and "preset 'O0' keeps everything in fp32" in said[2]
 
 
 # ---------------------------------------------------------------------- names
@@ -160,6 +162,13 @@ def test_the_status_and_an_error_of_the_script_come_through_after_the_line(
     said = capsys.readouterr()
     assert said.out == "['--policy', 'x']\n" and said.err.count("0 steps") == 2
     assert "HALFSTEP_RUN_POLICY" not in os.environ
+
+
+def test_an_error_of_halfstep_in_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import halfstep as hs\nraise hs.HalfstepError('mine')\n")
+    done = CliRunner().invoke(app, ["run", "--policy", "O1", str(script)])
+    assert isinstance(done.exception, hs.HalfstepError) and "error: mine" not in done.stderr
 
 
 def test_what_is_imported_from_where_torch_defines_it_is_reported(

@@ -5,14 +5,15 @@ import io
 
 from rich.console import Console
 
-from halfstep.cli.pages.comparison import print_comparison
+from halfstep.cli.pages.comparison import comparison_section
+from halfstep.cli.terminal import print_section
 from halfstep.tasks.compare import Comparison
 from tests.cli.small_comparison import comparison
 
 
 def shown(what: Comparison, *, terminal: bool = False) -> str:
     file = io.StringIO()
-    print_comparison(Console(file=file, force_terminal=terminal, width=160), what)
+    print_section(Console(file=file, force_terminal=terminal, width=200), comparison_section(what))
     return file.getvalue()
 
 
@@ -27,13 +28,13 @@ def test_a_row() -> None:
     assert cost == ["O2 fp16", "12.3", "0.700", "0.700", "2.50", "1.00"]
     assert cells(text, "torch.amp bf16")[1][2:4] == ["undecided (1.008)", ""]
     assert cells(text, "fp32")[0][2:4] == ["", ""]
-    assert "inside +-1, fixed beforehand" in text and "indication" not in text
+    assert "inside ±1, fixed beforehand" in text and "indication" not in text
     assert "torch.amp twice = 1.002 [0.990, 1.012] (the same result, bit for bit)" in text
     assert "O2 fp16: fp16 is emulated" in text
 
 
 def test_few_seeds_are_only_an_indication() -> None:
-    assert "with 2 of 5 seeds this is only an indication" in shown(comparison(2))
+    assert "An indication, not a verdict: 2 runs of each policy. A verdict takes 5." in shown(comparison(2))
     text = shown(comparison(1))
     assert "1 seed," in text and cells(text, "O2 fp16")[0][2:4] == ["−7.00", "undecided"]
 
@@ -52,4 +53,4 @@ def test_without_times_the_column_still_names_torch_amp() -> None:
     short = dataclasses.replace(
         short, control=None, rows=tuple(dataclasses.replace(r, to_fp32=None, to_amp=None) for r in short.rows)
     )
-    assert "time / torch.amp bf16" in shown(short) and "no times: a run is too short" in shown(short)
+    assert "time / torch.amp bf16" in shown(short) and "No times: a run is too short" in shown(short)

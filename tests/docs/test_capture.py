@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.step.graph.graphs import KINDS, WARM_UPS
+from halfstep.step.graphs import KINDS, WARM_UPS
 from tests.snippets import run_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.compat.apex.amp._initialize import close_casts
+from halfstep.compat.apex.amp.handle import close_casts
 from tests.snippets import run_page, snippets
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"

@@ -17,6 +17,7 @@ from halfstep.kernels.watched import (
     READS,
     SHAPES,
     WRITES,
+    Owner,
     WatchedParameter,
     WeightTensor,
     low_written,
@@ -30,17 +31,15 @@ FINE = 1.0 + 2.0**-12
 """A value that bf16 rounds to 1."""
 
 
-class Owner:
+class Kept(Owner):
     """Keeps the fp32 value of one parameter, and what was asked of it."""
 
     def __init__(self, wide: Tensor) -> None:
+        super().__init__(in_region=lambda: self.computing)
         self.wide, self.heard, self.computing, self.gone = wide, list[Any](), False, False
 
     def __contains__(self, parameter: object) -> bool:
         return not self.gone
-
-    def computes(self) -> bool:
-        return self.computing
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         return self.wide
@@ -55,18 +54,12 @@ class Owner:
         self.heard.append((name, value, converted))
         return value.to(BF16)
 
-    def moved(self, parameter: nn.Parameter) -> bool:
-        return False
-
     def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
         self.heard.append(("rounded", value))
 
-    def data_read(self) -> None:
-        pass
 
-
-def made() -> tuple[Any, Owner]:
-    parameter, owner = nn.Parameter(torch.ones(3, dtype=BF16)), Owner(torch.full((3,), FINE))
+def made() -> tuple[Any, Kept]:
+    parameter, owner = nn.Parameter(torch.ones(3, dtype=BF16)), Kept(torch.full((3,), FINE))
     watch(parameter, owner, "w")
     return parameter, owner
 
@@ -171,7 +164,7 @@ def test_it_is_a_plain_parameter_wherever_it_is_carried_to() -> None:
     assert type(saved["w"]) is nn.Parameter and type(saved["d"]) is Tensor
     with torch.inference_mode():
         assert torch.equal(parameter.data, torch.ones(3, dtype=BF16))
-    unwatch(parameter, Owner(owner.wide))
+    unwatch(parameter, Kept(owner.wide))
     assert type(parameter).__name__ == "WatchedParameter"
     unwatch(parameter, owner)
     assert type(parameter).__name__ == "Parameter" and not vars(parameter)
@@ -191,7 +184,7 @@ def test_an_owner_that_is_gone_leaves_low_values() -> None:
 
 def test_other_classes_are_left_alone() -> None:
     parameter: Any = nn.UninitializedParameter()
-    watch(parameter, Owner(torch.ones(3)), "w")
+    watch(parameter, Kept(torch.ones(3)), "w")
     assert type(parameter) is nn.UninitializedParameter
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.lens.audit.comparison import Hidden, added_masks, hidden_in
+from halfstep.lens.audit.rows import Hidden, added_masks, hidden_in
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")
 LENGTH, WIDTH = 16, 8

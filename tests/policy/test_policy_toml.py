@@ -87,7 +87,7 @@ def test_an_empty_text_is_the_default() -> None:
     [
         ("tabel = 'mixed'", r"unknown key 'tabel' in a policy; it has name, dtype, .*did you mean 'table'\?"),
         ("[scale]\nintervall = 3", r"unknown key 'intervall' in \[scale\].*did you mean 'interval'\?"),
-        ("[scale]\ninit = -1.0", r"\[scale\] of a policy: scale rule: init=-1.0"),
+        ("[scale]\ninit = -1.0", r"\[scale\] of a policy: scale rule: init must be a number in .* and is -1.0"),
         ("preset = 'mixd'", r"unknown preset 'mixd'.*did you mean 'mixed'\?"),
         ("preset = ['mixed']", "it is a preset's name"),
         ("dtype = 16", "policy: dtype=16; expected one of"),

@@ -21,7 +21,7 @@ from halfstep.policy.rule_kinds import MODULE_RULES, NO_RULE, RULE_KINDS, RULES,
 READERS = {
     "halfstep.policy.policy": "Policy.with_ops has no answer for the rules ['int8']",
     "halfstep.binding.bind": "binding.bind has no answer for the rules ['int8']",
-    "halfstep.cli.optables": "'int8'",
+    "halfstep.cli.ops": "'int8'",
 }
 """Module with answers of its own for each kind -> what it says of a kind that it does not know."""
 

@@ -94,32 +94,53 @@ def test_static_is_one_scale() -> None:
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ({"init": "65536"}, "init='65536' is a str; expected a number"),
-        ({"init": True}, "init=True is a bool"),
-        ({"init": math.nan}, "init=nan is outside"),
-        ({"init": 2.0**30}, "expected between floor and ceiling"),
-        ({"init": 2.0**-20}, "expected between floor and ceiling"),
+        (
+            {"init": "65536"},
+            "init must be a number in [6.103515625e-05, 16777216.0], between floor and ceiling, and is '65536'",
+        ),
+        ({"init": True}, "and is True"),
+        (
+            {"init": math.nan},
+            "init must be a number in [6.103515625e-05, 16777216.0], between floor and ceiling, and is nan",
+        ),
+        ({"init": 2.0**30}, "between floor and ceiling, and is "),
+        ({"init": 2.0**-20}, "between floor and ceiling, and is "),
         ({"init": 0.0, "floor": 0.0}, "init=0.0 is 0 in fp32; give a positive scale"),
         ({"init": 1e-60, "floor": 0.0}, "init=1e-60 is 0 in fp32"),
-        ({"growth": 0.5}, "growth=0.5 is outside [1.0"),
-        ({"growth": math.inf}, "growth=inf is outside"),
-        ({"backoff": 0.0}, "backoff=0.0 is outside"),
-        ({"backoff": 1.5}, "expected above 0 and at most 1; 0.5 halves the scale"),
-        ({"interval": 0}, "interval=0 is outside [1, 2147483646]"),
-        ({"interval": 2000.5}, "interval=2000.5 is a float; expected a whole number of steps, at least 1"),
-        ({"interval": True}, "interval=True is a bool"),
-        ({"interval": 2**31}, "interval=2147483648 is outside"),
-        ({"floor": -1.0}, "floor=-1.0 is outside"),
-        ({"floor": 2.0, "ceiling": 1.0}, "ceiling=1.0 is outside [2.0"),
+        (
+            {"growth": 0.5},
+            "growth must be a number in [1.0, 3.4028234663852886e+38], at least 1; 2 doubles the scale, and is 0.5",
+        ),
+        (
+            {"growth": math.inf},
+            "growth must be a number in [1.0, 3.4028234663852886e+38], at least 1; 2 doubles the scale, and is inf",
+        ),
+        ({"backoff": 0.0}, "at most 1; 0.5 halves the scale, and is 0.0"),
+        (
+            {"backoff": 1.5},
+            "backoff must be a number in [1.1754943508222875e-38, 1.0], above 0 and at most 1; 0.5 halves",
+        ),
+        ({"interval": 0}, "interval must be a whole number of steps in [1, 2147483646] and is 0"),
+        ({"interval": 2000.5}, "interval must be a whole number of steps in [1, 2147483646] and is 2000.5"),
+        ({"interval": True}, "and is True"),
+        ({"interval": 2**31}, "and is 2147483648"),
+        (
+            {"floor": -1.0},
+            "floor must be a number in [0.0, 3.4028234663852886e+38], 0 (no floor) or a positive scale, and is -1.0",
+        ),
+        (
+            {"floor": 2.0, "ceiling": 1.0},
+            "ceiling must be a number in [2.0, 3.4028234663852886e+38], at least floor; FP32_MAX for none, and is 1.0",
+        ),
         ({"ceiling": math.inf}, "FP32_MAX for none"),
-        ({"hysteresis": 0}, "hysteresis=0 is outside"),
-        ({"delay": -1}, "delay=-1 is outside"),
-        ({"patience": 1.5}, "patience=1.5 is a float"),
-        ({"tolerance": 2.0}, "tolerance=2.0 is outside"),
-        ({"refill": "never"}, "refill='never'; expected one of 'growth', 'good'"),
-        ({"at_floor": "stop"}, "at_floor='stop'; expected one of 'warn', 'raise', 'refuse'"),
-        ({"divide": 1}, "divide=1; expected one of False, True"),
-        ({"guard": None}, "guard=None; expected one of False, True"),
+        ({"hysteresis": 0}, "hysteresis must be a whole number of steps in [1, 2147483646] and is 0"),
+        ({"delay": -1}, "delay must be a whole number of steps in [0, 2147483646] and is -1"),
+        ({"patience": 1.5}, "patience must be a whole number of steps in [0, 2147483646] and is 1.5"),
+        ({"tolerance": 2.0}, "tolerance must be a number in [0.0, 1.0], a share of steps, and is 2.0"),
+        ({"refill": "never"}, "refill must be one of 'growth', 'good' and is 'never'"),
+        ({"at_floor": "stop"}, "at_floor must be one of 'warn', 'raise', 'refuse' and is 'stop'"),
+        ({"divide": 1}, "divide must be True or False and is 1"),
+        ({"guard": None}, "guard must be True or False and is None"),
         ({"divide": True, "growth": 3.0}, "is not 1/growth; set backoff=0.3333333333333333 or divide=False"),
         ({"at_floor": "refuse", "init": 1.0, "floor": 1.0}, "raise init or lower floor"),
     ],
@@ -133,7 +154,10 @@ def test_each_impossible_value_is_named(numbers: dict[str, object], text: str) -
 
 @pytest.mark.parametrize("value", [0.0, -8.0, math.inf, True, None, "128"])
 def test_a_static_scale_that_cannot_be_is_named(value: object) -> None:
-    with pytest.raises(ScaleError, match=f"scale rule: static value={value!r} "):
+    with pytest.raises(
+        ScaleError,
+        match=f"scale rule: a static value must be a number in .*a positive scale that fp32 can hold, and is {value!r}",
+    ):
         ScaleRule.static(value)  # type: ignore[arg-type]
 
 

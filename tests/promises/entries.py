@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import BindError
-from halfstep.step import recorder
-from halfstep.step.graph import capturable
-from halfstep.step.graph.graphs import WARM_UPS
+from halfstep.step import graphs, recorder
+from halfstep.step.graphs import WARM_UPS
 from halfstep.weights import attachment, states
 from tests.promises.probe import Entry, Job, Trained, accumulated, one_rank
 from tests.step.tape import TapeRecorder
@@ -200,7 +199,7 @@ class Captured(Step):
             for module in (attachment, states):
                 patch.setattr(module, "skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
             tape = str(Path(__file__).parents[1] / "step" / "tape.py")
-            patch.setattr(capturable, "OURS", (*capturable.OURS, tape))
+            patch.setattr(graphs, "OURS", (*graphs.OURS, tape))
             yield
 
 

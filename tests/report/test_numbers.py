@@ -16,7 +16,7 @@ from halfstep.report.numbers import Decimals, Size, counted, listed, minus
     ],
 )
 def test_numbers_have_the_decimals_that_can_matter(largest: float, number: float, plain: str, signed: str) -> None:
-    decimals = Decimals.of(largest)
+    decimals = Decimals(largest)
     assert (decimals(number), decimals.signed(number)) == (plain, signed)
 
 
@@ -31,7 +31,7 @@ def test_numbers_have_the_decimals_that_can_matter(largest: float, number: float
     ],
 )
 def test_bytes_share_a_unit(counts: list[int], shown: list[str]) -> None:
-    size = Size.of(counts)
+    size = Size(counts)
     assert [f"{size(count)} {size.unit}" for count in counts] == shown
 
 

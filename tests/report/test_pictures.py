@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from halfstep.report import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Point, PointChart, Series, Strip
-from halfstep.report.charts import COLOURS, Chart
-from halfstep.report.pictures import Drawing, draw
+from halfstep.report.charts import COLOURS, Chart, Drawing, draw
 
 LINES = LineChart(
     x_label="step",

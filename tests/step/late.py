@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.step.parts.landing import Landing
+from halfstep.step.parts.record import Landing
 
 
 class Late(Landing):

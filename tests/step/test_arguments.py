@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.update.rates import check_rates
-from halfstep.update.updater import Updater
+from halfstep.update.updater import Updater, check_rates
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 NAN, INF = float("nan"), float("inf")

@@ -21,7 +21,7 @@ import halfstep as hs
 from halfstep.auto import choose, trial
 from halfstep.auto.choose import pays
 from halfstep.auto.race import Elimination
-from halfstep.auto.trial import Ground
+from halfstep.auto.trial import StepSnapshot
 from halfstep.errors import BindError, PolicyError, StepError, WeightsError
 from halfstep.step import undecided as auto
 from halfstep.step.undecided import Undecided
@@ -231,8 +231,8 @@ def test_low_weights_of_a_checkpoint_are_as_they_were() -> None:
     seeded()
     model = nn.Linear(4, 4).bfloat16()
     before = model.weight.data
-    ground = Ground(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ground.lent():
+    snapshot = StepSnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with snapshot.lent():
         hs.prepare(model, policy="O0")
         assert model.weight.dtype is torch.float32
     assert model.weight.dtype is torch.bfloat16
@@ -293,8 +293,8 @@ def test_memory_that_is_shared_stays_shared() -> None:
     model = nn.Linear(4, 4)
     model.weight.data, model.bias.data = flat[:16].view(4, 4), flat[16:]
     before = flat.clone()
-    ground = Ground(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ground.lent():
+    snapshot = StepSnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with snapshot.lent():
         assert model.weight.untyped_storage().data_ptr() == model.bias.untyped_storage().data_ptr() != flat.data_ptr()
         with torch.no_grad():
             model.weight.fill_(1.0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.kernels.triton import tables
-from halfstep.step.graph.graphs import WARM_UPS
+from halfstep.step.graphs import WARM_UPS
 
 pytestmark = pytest.mark.gpu
 

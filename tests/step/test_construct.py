@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step import settings
-from halfstep.step.parts.sums import MANY
+from halfstep.step.parts.gradients import MANY
 from halfstep.update import optimizer_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

@@ -18,11 +18,9 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
+from halfstep.step import graphs as graph_module
 from halfstep.step import recorder
-from halfstep.step.graph import capturable
-from halfstep.step.graph import graphs as graph_module
-from halfstep.step.graph.facts import Rates
-from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs
+from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
 from halfstep.weights import attachment, states
 from tests.step.tape import CaptureError, TapeRecorder
 
@@ -32,7 +30,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
     for module in (attachment, states):
         monkeypatch.setattr(module, "skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
-    monkeypatch.setattr(capturable, "OURS", (*capturable.OURS, str(Path(__file__).with_name("tape.py"))))
+    monkeypatch.setattr(graph_module, "OURS", (*graph_module.OURS, str(Path(__file__).with_name("tape.py"))))
     yield
 
 
@@ -577,5 +575,5 @@ def test_a_place_is_the_users_innermost_line() -> None:
     try:
         torch.ones(2).reshape(3)
     except RuntimeError as error:
-        assert "test_graphed.py" in capturable.place_of(error) and "reshape(3)" in capturable.place_of(error)
-    assert capturable.place_of(RuntimeError("none")) == ""
+        assert "test_graphed.py" in graph_module.place_of(error) and "reshape(3)" in graph_module.place_of(error)
+    assert graph_module.place_of(RuntimeError("none")) == ""

@@ -66,7 +66,7 @@ def test_a_rank_that_runs_or_is_not_known_is_waited_for_and_named(play: Any) -> 
         if known:
             play(0)
             announce()
-            assert meeting._start_of(os.getpid()) or not Path("/proc/self/stat").exists()
+            assert meeting.facts_of(os.getpid())[1] or not Path("/proc/self/stat").exists()
         play(1)
         with pytest.raises(CheckpointError, match=r"hs\.load has waited 0:08:2\d for ranks \[0\] to call it too"):
             Meeting("hs.load", 1 + known).publish(None, limit=LIMIT)
@@ -79,13 +79,13 @@ def test_what_a_rank_has_said_counts_after_it_has_ended(play: Any, monkeypatch: 
     play(1)
     _announce_ended(0)
     listening = Meeting("hs.save", 1)
-    looked = meeting._start_of
+    looked = meeting.facts_of
 
-    def start_of(process: int) -> str:
+    def facts_of(process: int) -> tuple[int, str]:
         spoken._store.set("1/0", pickle.dumps("the plan"))  # while the other rank finds that it has ended
         return looked(process)
 
-    monkeypatch.setattr(meeting, "_start_of", start_of)
+    monkeypatch.setattr(meeting, "facts_of", facts_of)
     assert listening.publish(None, limit=LIMIT) == "the plan"
 
 

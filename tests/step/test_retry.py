@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.parts.retry import ENOUGH, Retry
+from halfstep.step.arguments import ENOUGH
+from halfstep.step.parts.scaling import Retry
 from tests.step.cutting import Knife, plain, plain_copy
 from tests.two_processes import in_two_processes
 

@@ -29,6 +29,7 @@ from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.generators import check_saved_states
 from halfstep.checkpoints.preemption import Preemption
 from halfstep.errors import CheckpointError, StepError
+from halfstep.meeting import facts_of
 from halfstep.step.saved import check_scheduler
 
 POLICIES = {
@@ -354,10 +355,11 @@ def test_an_update_that_ends_before_ranks_agree_that_it_is_the_last_ends_the_run
             if number == 1:  # another rank got a signal while update 2 was under way
 
                 def agree(seconds: float) -> bool:
-                    block.end_after(2, signal.SIGTERM)
+                    block.requested, block._last = signal.SIGTERM, 2
                     return True
 
-                assert block.hold() == 1
+                assert block._finished == 1
+                block._may_begin = 2
                 monkeypatch.setattr(block._known, "wait", agree)
             step(torch.randn(4, 8))
     assert (hs.load(made(), tmp_path).step, number) == (2, 1)
@@ -639,7 +641,7 @@ ELSEWHERE = "other-host:17:1"
 def alive() -> Iterator[str]:
     """A process of this host that has not started this one."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        yield f"{socket.gethostname()}:{process.pid}:{writers._facts(process.pid)[1]}"
+        yield f"{socket.gethostname()}:{process.pid}:{facts_of(process.pid)[1]}"
         assert process.stdin is not None
         process.stdin.close()
 

@@ -73,7 +73,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "weight nan": (lambda s: s["model"]["0.weight"].fill_(NAN), r"model\['0.weight'\] holds nan or inf"),
     "weight inf": (lambda s: s["model"]["2.weight"].fill_(INF), r"model\['2.weight'\] holds nan or inf"),
     "scaler of text": (lambda s: s.update(scaler="x"), "scaler: 'x', expected a dict"),
-    "scaler, scale": (lambda s: s["scaler"].update(scale=NAN), "scale=nan; expected a finite number"),
+    "scaler, scale": (lambda s: s["scaler"].update(scale=NAN), "scale must be a finite number from 0 and is nan"),
     "weights of text": (lambda s: s.update(weights="x"), "weights: 'x', expected a dict"),
     "weights of nothing": (
         lambda s: s.update(weights={"seed": 1, "counts": {}}),

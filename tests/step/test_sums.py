@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.step import settings
-from halfstep.step.parts.sums import Sums
+from halfstep.step.parts.gradients import Sums
 from tests.stepping import without_collector
 
 WIDTH = 264

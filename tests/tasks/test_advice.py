@@ -6,7 +6,7 @@ import pytest
 
 import halfstep as hs
 from halfstep.tasks.advice import advise, rows_for_o2
-from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
+from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed, decided
 from halfstep.timing import Ratio
 
 QUIET = Ratio(median=1.0, low=0.99, high=1.01, rounds=20)
@@ -21,7 +21,10 @@ def ratio(median: float) -> Ratio:
 
 
 def work(name: str, gains: dict[str, float], control: Ratio = QUIET) -> WorkSpeed:
-    rows = [Speed(label=label, gflops=100 * gain, faster=ratio(gain)) for label, gain in gains.items()]
+    rows = [
+        Speed(label=label, gflops=100 * gain, faster=ratio(gain), decided=decided(ratio(gain), control))
+        for label, gain in gains.items()
+    ]
     return WorkSpeed(work=name, size="n", control=control, speeds=(Speed(label="fp32", gflops=100, faster=None), *rows))
 
 

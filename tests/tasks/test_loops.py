@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import halfstep as hs
 from halfstep.tasks.candidates import Candidate, candidates
-from halfstep.tasks.loops import AmpLoop, fused, make_loop
+from halfstep.tasks.loops import TorchLoop, fused, make_loop
 from tests.tasks.small import batches, small_task
 
 MIXED = Candidate(label="mixed fp16", dtype="fp16", policy=hs.Policy.of("mixed", dtype="fp16"))
@@ -74,7 +74,7 @@ def test_a_skipped_step_is_counted_and_does_not_move_the_learning_rate(candidate
             x[0, 0] = 100
         loop((x, y))
         assert torch.equal(before, weights(model)) is (i == 1)
-    if isinstance(loop, AmpLoop):
+    if isinstance(loop, TorchLoop):
         assert made[0].last_epoch == 3
     assert loop.skipped() == (1,)
     assert loop.scale() == 2.0**15

@@ -7,7 +7,7 @@ import torch
 
 import halfstep as hs
 from halfstep.tasks import speed
-from halfstep.tasks.speed import Sizes, Speed, WorkSpeed, measure_speed, sizes_for
+from halfstep.tasks.speed import Sizes, decided, measure_speed, sizes_for
 from halfstep.timing import Ratio
 
 TINY = Sizes(product=16, small_product=8, image=(1, 4, 8), small_image=(1, 2, 4), seconds=0.0)
@@ -43,18 +43,17 @@ def test_operations_are_counted_forward_and_backward(monkeypatch: pytest.MonkeyP
 
 
 def test_a_speed_is_decided_only_beyond_what_identical_programs_differ_by() -> None:
-    def work(low: float, high: float) -> WorkSpeed:
-        control = Ratio(median=1.0, low=low, high=high, rounds=9)
-        return WorkSpeed(work="w", size="n", control=control, speeds=())
+    def of(median: float, low: float, high: float) -> Ratio:
+        return Ratio(median=median, low=low, high=high, rounds=9)
 
-    def of(median: float, low: float, high: float) -> Speed:
-        return Speed(label="bf16", gflops=1.0, faster=Ratio(median=median, low=low, high=high, rounds=9))
+    def control(low: float, high: float) -> Ratio:
+        return of(1.0, low, high)
 
-    assert work(0.95, 1.05).decided(of(1.2, 1.1, 1.3)) and work(0.95, 3.0).decided(of(0.05, 0.04, 0.2))
-    assert not work(0.95, 1.3).decided(of(1.2, 1.1, 1.3))
-    assert not work(0.7, 1.0).decided(of(1.2, 1.1, 1.3))
-    assert not work(0.99, 1.01).decided(of(1.2, 0.9, 1.3))
-    assert not work(0.99, 1.01).decided(Speed(label="fp32", gflops=1.0, faster=None))
+    assert decided(of(1.2, 1.1, 1.3), control(0.95, 1.05)) and decided(of(0.05, 0.04, 0.2), control(0.95, 3.0))
+    assert not decided(of(1.2, 1.1, 1.3), control(0.95, 1.3))
+    assert not decided(of(1.2, 1.1, 1.3), control(0.7, 1.0))
+    assert not decided(of(1.2, 0.9, 1.3), control(0.99, 1.01))
+    assert not decided(None, control(0.99, 1.01))
 
 
 def test_tf32_is_switched_on_cuda_alone_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,17 @@ def made_inside() -> dict[str, list[Any]]:
     return found
 
 
+def moved_after() -> list[str]:
+    """Move a model after its TrainStep was made, and train: return the formats of a layer's output in each step."""
+    model, formats = net("cpu"), list[str]()
+    step = hs.TrainStep(model, adamw(model), loss_fn, policy=hs.Policy.of("mixed", dtype="bf16"))
+    model.get_submodule("4").register_forward_hook(lambda module, args, output: formats.append(str(output.dtype)))
+    model.cuda()
+    for _ in range(3):
+        count_step(step, *batch())
+    return formats
+
+
 def moves(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Wait three times: a number from the host, a value to the host, and a flag."""
     weight = torch.tensor(1.0, device="cuda")
@@ -153,6 +164,7 @@ def main() -> None:
         except CountError as error:
             answer["shapes"] = str(error)
         answer["inside"] = made_inside()
+        answer["moved after"] = moved_after()
         answer["float64"] = refused()
         answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason

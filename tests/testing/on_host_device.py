@@ -11,15 +11,17 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.binding.bind import binding_of
 from halfstep.cli.doctor import examine
 from halfstep.compat.apex import amp
-from halfstep.step.parts.landing import Landing
+from halfstep.step.parts.record import Landing
 from halfstep.tasks.speed import Sizes
 from halfstep.testing import host_device
 from halfstep.testing.host_device import HostDeviceError
@@ -34,6 +36,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 WIDE_NORMS = {"fp32": ["layer_norm", "batch_norm"]}
 """torch's CPU kernels take low inputs with fp32 weights, which those of other devices do not: norms run in fp32."""
+
+HERE = {"cpu": "bf16", "cuda": "fp16"}
+"""What dtype="auto" means on two devices."""
 
 POLICIES = {
     "O0": hs.Policy.of("O0"),
@@ -231,6 +236,41 @@ def device_itself(device: torch.device) -> dict[str, Any]:
     }
 
 
+def moved(device: torch.device) -> dict[str, Any]:
+    """A model that is moved after `hs.prepare` computes there as its policy says."""
+    formats = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        formats.append(str(output.dtype))
+
+    model = hs.prepare(net("cpu"), policy=POLICIES["mixed"])
+    model[4].register_forward_hook(note)
+    for place in ("cpu", device, "cpu"):
+        model.to(place)(batches(place, 1)[0][0])
+    refused = hs.prepare(net("cpu"), policy=hs.Policy.of("mixed"))
+    binding = binding_of(refused)
+    assert binding is not None
+    words, binding.device_types = "", ("cuda",)  # as if it had been prepared there
+    with mock.patch("halfstep.binding.bind.resolved", lambda policy, kind: policy.replace(dtype=HERE[kind])):
+        try:
+            refused(batches("cpu", 1)[0][0])
+        except hs.HalfstepError as error:
+            words = str(error).partition("\n")[0]
+    return {"formats": formats, "refused": words}
+
+
+def reads(device: torch.device) -> dict[str, int]:
+    """Return how often 5 updates by optimizers without a form of the user's choice read the device."""
+    found = {}
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        model = net(device)
+        step = hs.TrainStep(model, kind(model.parameters(), lr=0.01), loss_fn, policy=POLICIES["mixed"])
+        for x, y in batches(device, 5):
+            step(x, y)
+        found[kind.__name__] = step.host_reads
+    return found
+
+
 def apex(device: torch.device) -> list[float]:
     """Return the losses of a program with Apex's O2, whose casts last as long as the process."""
     model = net(device)
@@ -278,6 +318,8 @@ def run() -> dict[str, Any]:
             "instruments": instruments(device),
             "doctor": doctor(),
             "apex": apex(device),
+            "moved": moved(device),
+            "reads": reads(device),
         }
 
 

@@ -122,6 +122,11 @@ def test_modules_made_inside_reach_the_device_in_every_way_and_stay_the_same_obj
 
 
 @device
+def test_a_model_moved_after_its_step_was_made_computes_low_there(found: dict[str, Any]) -> None:
+    assert found["moved after"] and set(found["moved after"]) == {"torch.bfloat16"}
+
+
+@device
 def test_a_device_without_float64_is_asked_for_none(found: dict[str, Any]) -> None:
     assert found["float64"] == {"widens": "TypeError: aten._to_copy.default made float64"}
 
@@ -181,7 +186,9 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
         pytest.skip(missing())
     module = sys.modules[FakeCudaError.__module__]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "SOURCE", "#error out of order\n")
+    source = tmp_path / "fake_cuda.cpp"
+    source.write_text("#error out of order\n")
+    monkeypatch.setattr(module, "SOURCE", source)
     with pytest.raises(FakeCudaError, match="g.. cannot build the fake CUDA device for torch .*out of order"):
         build()
     assert not list(tmp_path.rglob("*.so"))

@@ -116,6 +116,19 @@ def test_a_program_of_apex_trains_there(found: dict[str, Any]) -> None:
     assert found["apex"] == sorted(found["apex"], reverse=True) and found["apex"][-1] < found["apex"][0] - 0.3
 
 
+@device
+def test_a_model_that_is_moved_there_computes_in_the_formats_of_its_policy(found: dict[str, Any]) -> None:
+    assert found["moved"]["formats"] == ["torch.bfloat16"] * 3
+    assert found["moved"]["refused"].startswith(
+        "the model was prepared on 'cuda' with policy 'mixed' and moved to 'cpu', where"
+    )
+
+
+@device
+def test_updates_there_read_nothing_from_the_device(found: dict[str, Any]) -> None:
+    assert found["reads"] == {"AdamW": 0, "SGD": 0}
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 

@@ -18,7 +18,7 @@ from halfstep.formats import FP16, float64_of
 from halfstep.kernels import triton
 from halfstep.kernels.choose import check_norms, norms_for
 from halfstep.kernels.reference import exponents
-from halfstep.lens.audit.updates import Intended
+from halfstep.lens.audit.updates import intended
 from halfstep.lens.calls import in_float64
 from halfstep.lens.monitor.sampler import Sampler
 from halfstep.policy import SCALE_RULES
@@ -69,13 +69,14 @@ def samples_and_shadows() -> None:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
         optimizer.state[p]["momentum_buffer"] = torch.empty_like(p)
-    sampler = Sampler(model, optimizer, None, weights=True, activations=False)
+    sampler = Sampler(model, optimizer, None, FP16, weights=True, activations=False)
     sampler.before(list(model.parameters()), None)
     sampler.after(torch.empty((), dtype=torch.bool, device="cuda"))
     gradients = {p: float64_of(p.grad) for p in model.parameters() if p.grad is not None}
-    after = Intended(optimizer, {p: p for p in gradients}, gradients).after
+    changes = intended(optimizer, {p: p for p in gradients}, gradients)
     again = in_float64(torch.add, (model.weight, 1.0), {})
-    assert {(x.dtype, x.device.type) for x in (again, *after.values())} == {(torch.float64, "cpu")}
+    after = [change.after for change in changes.values()]
+    assert {(x.dtype, x.device.type) for x in (again, *after)} == {(torch.float64, "cpu")}
 
 
 def steps() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.auto.race import Elimination
-from halfstep.auto.trial import Ground, TimedSteps
+from halfstep.auto.trial import StepSnapshot, TimedSteps
 from halfstep.binding.bind import is_bound
 from halfstep.errors import StepError
 from halfstep.policy.plan import resolve
@@ -47,28 +47,17 @@ SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward".
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What policy="auto" has chosen.
+    """What policy="auto" has chosen; `ratios` and what follows are empty for a choice from a checkpoint."""
 
-    Attributes:
-        policy: as it could be given to TrainStep.
-        compiled: whether the step is compiled.
-        line: what was logged: the choice, and why.
-        ratios: candidate -> its time over that of fp32, or of the one chosen where fp32 did not run; () from a
-            checkpoint, as the following.
-        dropped: candidate -> why it could not be chosen.
-        rounds: of the measurement.
-        seconds: that it took.
-        calls: how often `loss_fn` was called in it.
-    """
-
-    policy: Policy
-    compiled: bool
-    line: str
+    policy: Policy  # as it could be given to TrainStep
+    compiled: bool  # whether the step is compiled
+    line: str  # what was logged: the choice, and why
+    # candidate -> its time over that of fp32, or of the one chosen where fp32 did not run
     ratios: tuple[tuple[str, Ratio], ...] = ()
-    dropped: tuple[tuple[str, str], ...] = ()
-    rounds: int = 0
-    seconds: float = 0.0
-    calls: int = 0
+    dropped: tuple[tuple[str, str], ...] = ()  # candidate -> why it could not be chosen
+    rounds: int = 0  # of the measurement
+    seconds: float = 0.0  # that it took
+    calls: int = 0  # how often `loss_fn` was called in it
 
 
 def choose(
@@ -76,16 +65,8 @@ def choose(
     make: Callable[..., Any],
     batch: tuple[Any, ...],
     named: dict[str, Any],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Choice, Any]:
-    """Measure the candidates of `step` on a batch, and change nothing.
-
-    Args:
-        step: a `TrainStep` that has not chosen.
-        make: `TrainStep`, which makes the candidates.
-        batch: positional arguments of `loss_fn` after the model.
-        named: its named arguments.
-        clock: returns seconds.
+    """Measure the candidates of `step`, which `make` makes, on a batch, and change nothing.
 
     Returns:
         What was chosen, and the compiled loss function if it is compiled.
@@ -96,8 +77,8 @@ def choose(
     """
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
-    begun, nodes = clock(), list[int]()
-    ground = Ground(step.model, step.optimizer)
+    begun, nodes = time.perf_counter(), list[int]()
+    snapshot = StepSnapshot(step.model, step.optimizer)
     settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
     visits: dict[str, TimedSteps] = {}
 
@@ -108,7 +89,7 @@ def choose(
             policy = POLICIES[name.removesuffix(COMPILED)]
             return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
-        visits[name] = TimedSteps(ground, build, (batch, named), step, clock)
+        visits[name] = TimedSteps(snapshot, build, (batch, named), step)
         return name
 
     def measure(name: str, number: int) -> float:
@@ -121,7 +102,7 @@ def choose(
                 raise  # loss_fn's own
             raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
 
-    race = Elimination(measure, most=ROUNDS, seconds=SECONDS, clock=clock)
+    race = Elimination(measure, most=ROUNDS, seconds=SECONDS)
     wish = step.compile
     every = False if wish is None else wish
     mark = COMPILED if every is not False else ""
@@ -148,8 +129,8 @@ def choose(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
     calls = sum(timed.calls for timed in visits.values())
-    choice = concluded(race, best, device_types_of([step.model])[0], clock() - begun, calls)
-    return choice, visits[best].compiled
+    seconds = time.perf_counter() - begun
+    return concluded(race, best, device_types_of([step.model])[0], seconds, calls), visits[best].compiled
 
 
 def candidates(step: Any) -> list[str]:
@@ -167,10 +148,7 @@ def candidates(step: Any) -> list[str]:
 def pays(nodes: list[int], seconds: float, spent: float) -> bool:
     """Return whether to compile a candidate, see note [compilation].
 
-    Args:
-        nodes: number of autograd nodes of the loss; [] if it is not known.
-        seconds: of an eager step.
-        spent: seconds of compilation so far.
+    The loss has `nodes` autograd nodes ([]: unknown), an eager step takes `seconds`, and `spent` went to compilation.
     """
     predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
     return predicted <= min(BUDGET - spent, PAYBACK * seconds)
@@ -209,15 +187,7 @@ def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
 
 
 def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:
-    """Return the choice of candidate `best`, with the ratios behind it.
-
-    Args:
-        race: that is over.
-        best: the candidate chosen.
-        device: device type of the model.
-        seconds: that the measurement took.
-        calls: of `loss_fn`.
-    """
+    """Return the choice of candidate `best` in a race that is over, with the ratios behind it."""
     timed = [name for name in race.times if name not in race.dropped]
     base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
     ratios = {name: ratio for name in timed if (ratio := race.over(name, base)) is not None}

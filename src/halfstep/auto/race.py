@@ -27,17 +27,9 @@ FUTILE, CLOSE = 8, 0.03
 
 
 class Elimination(Race):
-    """A race with preferences. Each visit of a candidate warms up by itself, so every round is timed.
+    """A race with preferences, of `most` rounds, none of which begins after `seconds`.
 
-    Args:
-        measure: returns the seconds of one step of a candidate in the coming round; raises `Unfit`.
-        most: rounds.
-        seconds: after so many no further round begins.
-        clock: returns seconds.
-
-    Attributes:
-        names: the candidates that are left, in the order of preference.
-        rounds: how many there were.
+    Each visit of a candidate warms up by itself, so every round is timed.
     """
 
     def __init__(
@@ -50,15 +42,13 @@ class Elimination(Race):
     ) -> None:
         super().__init__(measure)
         self._most, self._seconds, self._clock = most, seconds, clock
-        self.names: list[str] = []
+        self.names: list[str] = []  # the candidates that are left, in the order of preference
         self.rounds = 0
 
     def eliminate(self, names: Sequence[str], most: int | None = None) -> None:
-        """Race until one candidate is left, or rounds or time are up.
+        """Race until one candidate is left, or rounds (`most` here, if that is fewer) or time are up.
 
-        Args:
-            names: candidates, those first that are preferred; some may have times of an earlier call.
-            most: the last round, if it is before the race's own.
+        The candidates that are preferred come first; some may have times of an earlier call.
         """
         self.names = [name for name in names if name not in self.dropped]
         begun, least = self._clock(), self.rounds + 1

@@ -10,7 +10,6 @@ not known here.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,31 +37,24 @@ from halfstep.snapshot import (
 from halfstep.timing import Unfit, timed
 from halfstep.update.updater import Deferral
 
-__all__ = ["Ground", "TimedSteps"]
+__all__ = ["StepSnapshot", "TimedSteps"]
 
 WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
 TIMED = 0.05  # seconds of timed steps at each visit
 MOST = 40  # of them
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeError that torch raises on a CPU
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
-class Ground(Snapshot):
-    """Everything that training steps change of a model and its optimizer; see the note above.
-
-    Args:
-        model: not prepared.
-        optimizer: over its parameters.
-
-    Attributes:
-        others: modules besides the model's that `loss_fn` calls; they are found in the first step.
-    """
+class StepSnapshot(Snapshot):
+    """Everything that training steps change of a model, not prepared, and its optimizer; see the note above."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         modules = list(model.modules())
-        self.others = Modules(known=modules, gradients=True)
+        self.others = Modules(known=modules, gradients=True)  # that `loss_fn` calls besides; found in the first step
         self._loan = Loan(model, optimizer)
         super().__init__(
             noted(generators_of(modules)),
@@ -90,42 +82,25 @@ class Ground(Snapshot):
             yield
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is a lack of memory; torch raises a plain RuntimeError on a CPU."""
-    words = "out of memory", "can't allocate memory"
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
-
-
 class TimedSteps:
     """One candidate: complete training steps under a policy.
 
-    Args:
-        ground: what is trained.
-        build: makes the training step, with a loss scaler of before, or None for its own.
-        batch: positional and named arguments of a micro-batch.
-        owner: as long as it lives, malloc keeps the memory of steps.
-        clock: returns seconds.
-
-    Attributes:
-        compiled: the compiled loss function, if the step has one; it stays from visit to visit.
-        first: seconds of the first step of all, in which what compiles compiles.
-        seconds: the last time that was measured.
-        calls: how often `loss_fn` was called.
+    `build` makes the training step, with a loss scaler of before, or None for its own; `batch` is the positional and
+    named arguments of a micro-batch; as long as `owner` lives, malloc keeps the memory of steps.
     """
 
     def __init__(
         self,
-        ground: Ground,
+        snapshot: StepSnapshot,
         build: Callable[[Any], Any],
         batch: tuple[tuple[Any, ...], Mapping[str, Any]],
         owner: object,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ground, self._build, self._batch, self._owner, self._clock = ground, build, batch, owner, clock
+        self._snapshot, self._build, self._batch, self._owner = snapshot, build, batch, owner
         self._scaler: Any = None
-        self.compiled: Any = None
-        self.first: float | None = None
-        self.seconds, self.calls = math.nan, 0
+        self.compiled: Any = None  # the compiled loss function, if the step has one; it stays from visit to visit
+        self.first: float | None = None  # seconds of the first step of all, in which what compiles compiles
+        self.seconds, self.calls = math.nan, 0  # the last time that was measured; calls of `loss_fn`
 
     def visit(self) -> float:
         """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards.
@@ -134,33 +109,31 @@ class TimedSteps:
             Unfit: the first step was not finite, or memory was not enough.
         """
         try:
-            with self._ground.lent():
+            with self._snapshot.lent():
                 self.seconds = self._timed()
         except Exception as error:
-            if not _out_of_memory(error):
+            lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:
             return self.seconds
-        if self._ground.device.type != "cpu":  # the error is gone, and with it what its frames refer to
-            empty_cache(self._ground.device.type)
+        if self._snapshot.device.type != "cpu":  # the error is gone, and with it what its frames refer to
+            empty_cache(self._snapshot.device.type)
         raise Unfit(problem)
 
     def _timed(self) -> float:
         step = self._build(self._scaler)
-        if self.compiled is None:
-            self.compiled = step._compiled
-        else:
-            step._compiled = self.compiled
+        self.compiled = step._compiled = step._compiled if self.compiled is None else self.compiled
         if self.compiled is not None:
             bindings = map(binding_of, step.model.modules())
             self.compiled.guarded = [binding.methods for binding in bindings if binding is not None]
         batch, named = cloned(self._batch)
-        if self._ground.unwatched:
+        if self._snapshot.unwatched:
             step._compiled = None  # guards of compiled code would notice the hook
-            with self._ground.others.watching():
+            with self._snapshot.others.watching():
                 self._step(step, batch, named, check=True)
-            self._ground.unwatched = False
+            self._snapshot.unwatched = False
             step._compiled = self.compiled
         taken = self._step(step, batch, named, check=self.first is None)
         if self.first is None:
@@ -168,7 +141,7 @@ class TimedSteps:
             taken = self._step(step, batch, named)
         if step.scaler.is_enabled():
             self._scaler = step.scaler
-        if self._ground.device.type == "cpu":
+        if self._snapshot.device.type == "cpu":
             keep_pages(self._owner)
         warm = WARM_AGAIN if taken < LONG else 0.0
         while warm > 0.0:
@@ -179,18 +152,14 @@ class TimedSteps:
         return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 
     def _step(self, step: Any, batch: Any, named: Any, *, check: bool = False) -> float:
-        """Return the seconds of one training step, all micro-batches of it.
-
-        Raises:
-            Unfit: it is not finite, with `check`, also after the loss scale has come down.
-        """
+        """Return the seconds of a step, all micro-batches; `check`: it is finite, if need be at a lower scale."""
         for _ in range(PATIENCE if check else 1):
             results: list[StepResult] = []
 
             def window(results: list[StepResult] = results) -> None:
                 results += [step(*batch, **named) for _ in range(step.accumulate)]
 
-            taken = timed(window, self._ground.device, self._clock)
+            taken = timed(window, self._snapshot.device)
             self.calls += step.accumulate
             if not check:
                 return taken

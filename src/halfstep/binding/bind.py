@@ -64,7 +64,7 @@ from halfstep.errors import BindError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import reduces_itself, resolved
+from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
 from halfstep.policy.rule_kinds import MODULE_RULES, for_every_kind
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
@@ -109,6 +109,7 @@ class Binding:
         entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         module_ref: returns the module, None if it is gone.
+        first: of a root, returns its first parameter, whose device type is that of the model; None if it is not known.
         methods: the functions of the methods that its module has been given, by name.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
@@ -137,41 +138,41 @@ class Binding:
     ) -> None:
         self.wanted = wanted
         self.policy = resolved(wanted, device_types[0]) if policy is None else policy
-        self.device_types = device_types
         self.path = path
         self.root = root  # Dynamo guards on this and not on the path, which would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.store = store
-        self.recipe = module_recipe(wanted, device_types, rule)
-        self.passes = NOWHERE if root or entrance else self.recipe
-        self.home: frozenset[Any] | None = None
         self.holders = WeakSet[nn.Module]()
-        if guest:
-            rules = {"", *(rule for _, rule in wanted.modules)} if entrance else ()
-            self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
-            self.home |= {None} if alone else set()
         self.module_ref: Callable[[], nn.Module | None] = type(None)
+        self.first: Callable[[], nn.Parameter | None] = type(None)
         self.methods = _Methods()
-        self.unruled: bool | None = None
-        self.idle = False
+        self.enter_on(device_types, guest=guest, alone=alone)
         self.averages = reduces_itself(self.policy)
         self.sharded = False
         self.fresh = True
 
+    def enter_on(self, device_types: tuple[str, ...], *, guest: bool, alone: bool) -> None:
+        """Let the region of this module be one on `device_types`."""
+        self.device_types = device_types
+        self.recipe = module_recipe(self.wanted, device_types, self.rule)
+        self.passes = NOWHERE if self.root or self.entrance else self.recipe
+        self.home: frozenset[Any] | None = None
+        if guest:
+            rules = {"", *(rule for _, rule in self.wanted.modules)} if self.entrance else ()
+            self.home = frozenset(module_recipe(self.wanted, device_types, each) for each in rules)
+            self.home |= {None} if alone else set()
+        self.unruled: bool | None = None
+        self.idle = False
+
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
         self.root, self.passes, self.home = True, NOWHERE, None
-
         if (module := self.module_ref()) is not None:
             ROOTS[id(module)] = module
 
     def here(self) -> nn.Module:
-        """Return the module.
-
-        Raises:
-            BindError: it is gone.
-        """
+        """Return the module."""
         module = self.module_ref()
         if module is None:
             raise BindError(
@@ -263,15 +264,7 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 def _casts(
     binding: Binding, args: Any, kwargs: Any, outer: Any, *, method: bool = False
 ) -> tuple[Any, Any, torch.dtype | None]:
-    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come).
-
-    Args:
-        binding: of the module that is called.
-        args: what it is called with.
-        kwargs: the same, by name.
-        outer: what `STATE.bound` is around the call.
-        method: whether a method other than forward is called; see note [methods].
-    """
+    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
     policy, outside = binding.policy, outer is None or outer is SUSPENDED or outer is CALLED
     if binding.rule == "fp32" and binding.entrance:
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
@@ -304,11 +297,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _check_shards(binding: Binding, module: nn.Module) -> None:
-    """Register for low states the parameters that fully_shard has put in place of the prepared ones.
-
-    Raises:
-        BindError: they took the place of low ones, and have no masters.
-    """
+    """Register for low states the parameters that fully_shard has put in place of the prepared ones."""
     policy = binding.policy
     if binding.sharded:
         return
@@ -322,6 +311,40 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
         LowStates.keep_low(module.parameters())
 
 
+def _is_elsewhere(binding: Binding, module: nn.Module) -> bool:
+    """Return whether a root was moved to a device type that its region does not enter."""
+    parameter = binding.first()
+    if parameter is None:
+        if (parameter := next(module.parameters(), None)) is None:
+            return False
+        binding.first = ref(parameter)
+    return parameter.device.type not in binding.device_types
+
+
+def _follow(root: Binding, module: nn.Module) -> None:
+    """Let the regions of a prepared model be those of the devices that it was moved to.
+
+    Raises:
+        BindError: there its policy means other formats than those that it was prepared in.
+    """
+    there = device_types_of([module])
+    if set(there) <= set(root.device_types):  # the parameters are on the meta device
+        return
+    before, after = (resolved(root.wanted, devices[0]) for devices in (root.device_types, there))
+    if before != after:
+        raise BindError(
+            f"the model was prepared on {root.device_types[0]!r} with policy {root.wanted.name!r} and moved to "
+            f"{there[0]!r}, where that means other formats; move it first, then call hs.prepare (or hs.unprepare "
+            f"it now, and prepare it anew). They differ:\n{before.diff(after)}"
+        )
+    for part in list(module.modules()):
+        binding = binding_of(part)
+        if binding is not None and binding.wanted == root.wanted:
+            kept = binding.settings()
+            binding.enter_on(there, guest=kept["guest"], alone=kept["alone"])
+            bind(part, binding)
+
+
 def _enter(
     binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
 ) -> Any:
@@ -331,6 +354,8 @@ def _enter(
         return forward(module, *args, **kwargs)
     store = binding.store
     if binding.root:
+        if _is_elsewhere(binding, module):
+            _follow(binding, module)
         if hasattr(type(module), "unshard"):
             _check_shards(binding, module)
         elif binding.fresh or "_is_fsdp_managed_module" in module.__dict__:
@@ -392,6 +417,7 @@ def _call(run: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) ->
 
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
 run_eagerly(_call, below=False)
+run_eagerly(_follow)
 run_eagerly(WeightStore.before_forward)
 
 
@@ -418,6 +444,11 @@ def _enter_compiled(
     outer = state.bound
     if binding.home is not None and outer not in binding.home:
         return forward(module, *args, **kwargs)
+    if binding.root:
+        for parameter in module.parameters():
+            if parameter.device.type not in binding.device_types and not parameter.is_meta:
+                _follow(binding, module)  # Dynamo breaks its graph here
+            break
     if state.statistics is not None and binding.root:
         _add_traced(id(module))
     elif binding.averages and binding.root:
@@ -604,16 +635,7 @@ def _presented_as(bound: Callable[..., Any], own: Any) -> Callable[..., Any]:
 
 
 def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
-    """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces.
-
-    Args:
-        recipe: what is about to be opened.
-        module: what is traced. `make_fx` takes parameters of torch's own class only.
-        tree: the inputs; `make_fx` traces with tensors, and sees the casts.
-
-    Raises:
-        BindError: the graph would lack the region.
-    """
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces."""
     if any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
         _refuse_region(recipe)
         return
@@ -623,11 +645,7 @@ def _refuse_fx(recipe: Recipe, module: nn.Module, tree: Any) -> None:
 
 
 def _refuse_region(recipe: Recipe) -> None:
-    """Refuse to be traced by torch.fx in the region of `recipe`, unless that is off.
-
-    Raises:
-        BindError: the graph would lack the region.
-    """
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless that is off."""
     if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(
             f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
@@ -637,11 +655,7 @@ def _refuse_region(recipe: Recipe) -> None:
 
 
 def _refuse_script(binding: Binding) -> nn.Module:
-    """Refuse `torch.jit.script`, which calls this.
-
-    Raises:
-        BindError: the compiled source of forward would lack the region.
-    """
+    """Refuse `torch.jit.script`, which calls this."""
     raise BindError(
         f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
         "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "

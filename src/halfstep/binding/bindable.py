@@ -50,11 +50,7 @@ def ruled(model: nn.Module, plan: Plan) -> Iterator[RuledModule]:
 
 
 def _refuse_other_rules(model: nn.Module, policy: Policy, modules: Iterable[RuledModule]) -> None:
-    """Refuse rules for guests (see note [guests] of bind.py) that serve another prepared model under other rules.
-
-    Raises:
-        BindError: which module, the two rules, and what to do.
-    """
+    """Refuse rules for guests (see note [guests] of bind.py) that serve another prepared model under other rules."""
     for path, module, rule, entrance in modules:
         known = binding_of(module)
         if known is None or known.home is None or not any(holder is not model for holder in known.holders):
@@ -69,18 +65,7 @@ def _refuse_other_rules(model: nn.Module, policy: Policy, modules: Iterable[Rule
 
 
 def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, one_pass: bool) -> Plan:
-    """Refuse a model that `wanted` cannot be bound to; return what the policy means for it.
-
-    Args:
-        model: as the user gave it, wrapped or not.
-        wanted: the policy.
-        devices: the device types of its region.
-        one_pass: as `resolve` takes it.
-
-    Raises:
-        BindError: it is prepared with another policy, wrapped or sharded already, or has values that cannot be lowered.
-        PolicyError, UnbuiltError: as `resolve`.
-    """
+    """Refuse a model that `wanted` cannot be bound to; return what the policy means for it."""
     inner = unwrap(model)
     refuse_flat(inner)
     _refuse_other_policies(inner, wanted)
@@ -180,11 +165,7 @@ def is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
 
 
 def _refuse_foreign(model: nn.Module) -> None:
-    """Refuse a model with parts that no policy can be bound to.
-
-    Raises:
-        BindError: it, or a part of it, is compiled by torch.jit, or is sharded or run by a library already.
-    """
+    """Refuse a model with parts that no policy can be bound to."""
     for path, module in model.named_modules():
         what = f"module {path or '<root>'!r}"
         if isinstance(module, torch.jit.ScriptModule):
@@ -198,14 +179,7 @@ def _refuse_foreign(model: nn.Module) -> None:
 
 
 def _refuse_own_forwards(modules: Iterable[tuple[str, nn.Module, str, bool]]) -> None:
-    """Refuse a forward that is set on an instance, where a region would have to be opened: it hides the class' own.
-
-    Args:
-        modules: (path, module, rule, whether it is the outermost one with that rule).
-
-    Raises:
-        BindError: which module, and what to do.
-    """
+    """Refuse a forward that is set on an instance, where a region would have to be opened: it hides the class' own."""
     for path, module, _, entrance in modules:
         if "forward" in module.__dict__ and KEY not in module.__dict__ and (entrance or not path):
             raise BindError(

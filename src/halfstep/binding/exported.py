@@ -121,11 +121,7 @@ def _resolve(source: GraphModule) -> GraphModule:
 
 
 def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: Graph) -> Any:
-    """Copy the nodes of `source` into `graph`, as operators in `regions`; return its outputs.
-
-    Raises:
-        UnbuiltError: control flow inside a region.
-    """
+    """Copy the nodes of `source` into `graph`, as operators in `regions`; return its outputs."""
     given = iter(inputs)
     known: dict[Node, Any] = {}
     for node in source.graph.nodes:
@@ -177,11 +173,7 @@ def _nodes(values: Any) -> Iterator[Node]:
 
 
 def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) -> tuple[Any, Any]:
-    """Return the arguments of an operator as torch.autocast casts them in `regions`, by nodes added to `graph`.
-
-    Raises:
-        UnbuiltError: torch.autocast has a kernel for it and its list does not name it.
-    """
+    """Return the arguments of an operator as torch.autocast casts them in `regions`, by nodes added to `graph`."""
     found = list(_nodes((args, kwargs)))
     device = next((n.meta["val"].device.type for n in found), "")
     low, on = regions.get(device, (torch.float32, False))

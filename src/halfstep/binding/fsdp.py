@@ -79,16 +79,7 @@ def has_run(model: nn.Module) -> bool:
 
 
 def check_groups(model: nn.Module, dtypes: dict[int, torch.dtype], low: Iterable[str]) -> None:
-    """Refuse to give the parameters of `model` formats that fully_shard cannot gather together, or any more.
-
-    Args:
-        model: as the user gave it; nothing is checked where fully_shard was not called.
-        dtypes: the formats parameters are to have, by id.
-        low: names of parameters to be lowered.
-
-    Raises:
-        BindError: which parameters, and what to do.
-    """
+    """Refuse to give the parameters of `model` formats that fully_shard cannot gather together, or any more."""
     first = next(iter(low), None)
     if first is not None and has_run(model):
         raise BindError(
@@ -109,16 +100,7 @@ def check_groups(model: nn.Module, dtypes: dict[int, torch.dtype], low: Iterable
 
 
 def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
-    """Refuse a sharded model whose gradients fully_shard sums in another format than the policy's `reduce`.
-
-    Args:
-        model: as the user gave it.
-        policy: resolved, one that `reduces_itself`.
-        asked: the field that is not carried out, for the message.
-
-    Raises:
-        UnbuiltError: it does, or gradients of low parameters are to be accumulated in fp32.
-    """
+    """Refuse a sharded model whose gradients fully_shard sums in another format than the policy's `reduce`."""
     groups = list(_groups(model))
     if not groups and not is_distributed(model):
         return
@@ -169,9 +151,6 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
     While they are there, FSDP's hooks find nothing to gather and are set to reduce nothing, so that each rank can run
     as many forward and backward passes as it needs, with the casts of FSDP's own policy. Afterwards FSDP is as before.
-
-    Raises:
-        StepError: they are sharded by something else too.
     """
     modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
     groups = list(_groups(model))

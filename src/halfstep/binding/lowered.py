@@ -75,16 +75,7 @@ def _policy_of(model: nn.Module) -> Policy:
 
 
 def twin(model: ModelT, policy: Policy | str | Path | None, *, bound: bool) -> ModelT:
-    """Return a copy of `model` in evaluation mode, with the low weights it computes with, and no gradients.
-
-    Args:
-        model: prepared, or with `policy`.
-        policy: what to prepare the copy with instead; the copy then starts from the fp32 values.
-        bound: whether the copy is prepared.
-
-    Raises:
-        BindError: no policy is given and the model is not prepared, or it is sharded.
-    """
+    """Return a copy of `model` in evaluation mode, with the low weights it computes with, and no gradients."""
     inner: Any = unwrap(model)
     if policy is None:
         _policy_of(model)
@@ -109,11 +100,7 @@ def twin(model: ModelT, policy: Policy | str | Path | None, *, bound: bool) -> M
 
 
 def _refuse(policy: Policy) -> None:
-    """Refuse a policy that no plain module can follow.
-
-    Raises:
-        PolicyError: which field, and what to do.
-    """
+    """Refuse a policy that no plain module can follow."""
     remedy = "hs.exported(model, inputs) makes a program that does"
     if policy.params == "fp32" and policy.dtype != "fp32":
         raise PolicyError(

@@ -20,15 +20,7 @@ def asked(policy: Policy) -> str:
 
 
 def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
-    """Refuse a forward pass in the user's own loop if DDP or fully_shard would average its gradients in another format.
-
-    Args:
-        model: the prepared model, called outside of a `TrainStep`.
-        policy: one that `reduces_itself`.
-
-    Raises:
-        UnbuiltError: DDP or fully_shard will average them.
-    """
+    """Refuse a forward pass in the user's own loop whose gradients would be averaged in another format."""
     if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
         return
     ddp = active_ddp()

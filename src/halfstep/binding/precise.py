@@ -50,12 +50,7 @@ Place = tuple[nn.Module, str, nn.Parameter]
 
 
 def low_parameters(module: nn.Module, *, frozen: bool = False) -> list[tuple[str, nn.Parameter, WeightStore]]:
-    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them.
-
-    Args:
-        module: bound or not.
-        frozen: whether to return low parameters with nothing behind them, too.
-    """
+    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
     binding = module.__dict__.get(KEY)
     if binding is None or binding.store is None:
         return []
@@ -176,9 +171,5 @@ def saving(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allow_in_files(*allowed: Any) -> None:
-    """Allow files loaded with ``weights_only=True`` to name halfstep's classes and functions; see note [whole models].
-
-    Args:
-        allowed: classes and functions, or (class, name in files).
-    """
+    """Allow files loaded with ``weights_only=True`` to name these classes and functions; note [whole models]."""
     torch.serialization.add_safe_globals(list(allowed))

@@ -153,13 +153,7 @@ def _low_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
 def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[int]) -> WeightStore | None:
     """Bring parameters into the formats of the plans; return the fp32 values behind low ones, for all models at once.
 
-    Args:
-        models: with their plans.
-        concrete: the policy.
-        trained: parameters of optimizers, by id. Nothing is kept behind others that are frozen.
-
-    Raises:
-        WeightsError: a parameter that can have no master; nothing was changed.
+    `trained`: ids of optimizers' parameters. Nothing is kept behind others that are frozen.
     """
     named = [(p.name, m.get_parameter(p.name), p) for m, plan in models for p in plan.parameters]
     wide = {id(parameter) for _, parameter, decision in named if not decision.low}

@@ -44,11 +44,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def refuse_flat(model: nn.Module) -> None:
-    """Refuse a model whose parameters, or some of them, FullyShardedDataParallel has made pieces of one flat tensor.
-
-    Raises:
-        BindError: they are; policy, weights and verdict of a step would be those of pieces.
-    """
+    """Refuse a model whose parameters, or some of them, FullyShardedDataParallel has made pieces of one flat tensor."""
     parts = [path for path, module in model.named_modules() if is_called(module, "FullyShardedDataParallel")]
     if not parts:
         kept = list(model.parameters())
@@ -74,11 +70,7 @@ def cuts_hooks(model: nn.Module) -> bool:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric.
-
-    Raises:
-        BindError: a wrapper that is not known, and that lacks hooks by which it could step fp32 weights, or groups.
-    """
+    """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric."""
     if not isinstance(optimizer, Optimizer):
         return optimizer  # the caller refuses it
     while any(is_called(optimizer, name) for name in OPTIMIZERS):

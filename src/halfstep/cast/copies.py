@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch.nn import functional as F
 
+from halfstep.accelerators import current_stream
 from halfstep.cast.rules.dispatch import address, cast_activation
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
@@ -72,18 +73,20 @@ class _Copy:
         version: the parameter's version when it was filled.
         address: where the parameter's values were then.
         used: whether it was used in this window.
+        stream: on which it was filled at its first use in this window: only readers there find it filled. 0: any may
+            read it, since it was filled when the window began, or the device has one stream.
     """
 
-    __slots__ = ("address", "low", "memory", "parameter", "used", "version")
+    __slots__ = ("address", "low", "memory", "parameter", "stream", "used", "version")
 
     def __init__(self, parameter: nn.Parameter, low: Tensor, memory: Tensor) -> None:
         self.parameter, self.low, self.memory = parameter, low, memory
         self.used = True
-        self.note()
+        self.note(current_stream(parameter))
 
-    def note(self) -> None:
+    def note(self, stream: int = 0) -> None:
         """Remember that the copy holds what the parameter holds now."""
-        self.version, self.address = self.parameter._version, address(self.parameter)
+        self.version, self.address, self.stream = self.parameter._version, address(self.parameter), stream
 
     def fits(self) -> bool:
         """Return whether the buffer can take the parameter's values, and gradients reach the parameter."""
@@ -165,12 +168,14 @@ class Copies:
     # ------------------------------------------------------------------ in a region
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """Return the low copy of `weight`, or None if it is none of the step's parameters or is frozen."""
+        """Return the low copy of `weight`, or None if it has none that may be read here."""
         copy = self._copies.get(id(weight))
         if copy is None:
             return self._made(weight)
         if copy.version != weight._version or copy.address != self._address(weight) or not weight.requires_grad:
             return self._again(copy)
+        if copy.stream and copy.stream != current_stream(weight):
+            return None
         copy.used = True
         return copy.low
 
@@ -198,7 +203,7 @@ class Copies:
             return self._made(parameter)
         with torch.no_grad():
             copy.memory.copy_(parameter)
-        copy.note()
+        copy.note(current_stream(parameter))
         copy.used = True
         return copy.low
 

@@ -85,12 +85,7 @@ class _Hashed:
 
 
 def write_state(path: Path, state: object) -> Entry:
-    """Write `state` by torch.save, flush it to the disk, and return its entry of the manifest.
-
-    Raises:
-        CheckpointError: ``torch.load(weights_only=True)`` would not read the file.
-        OSError: it cannot be written.
-    """
+    """Write `state` by torch.save, flush it to the disk, and return its entry of the manifest."""
     with path.open("wb") as file:
         hashed = _Hashed(file)
         try:
@@ -162,12 +157,7 @@ def number_of(path: Path) -> int:
 def refuse_others(root: Path, seen: int) -> None:
     """Refuse to save where another run saves: note [two writers] of `checkpoints.writers`.
 
-    Args:
-        root: the folder.
-        seen: the number of the last checkpoint when this step saved or loaded here; -1: it has not.
-
-    Raises:
-        CheckpointError: by the name of the other process.
+    `seen` is the number of the last checkpoint when this step saved or loaded here; -1: it has not.
     """
     for folder in checkpoints(root)[:1]:
         try:
@@ -190,17 +180,12 @@ def commit(
 ) -> None:
     """Write the manifest into `folder`, flush all of it to the disk, and give it its name.
 
-    Args:
-        folder: as `make_folder` returned it, with all files in it.
-        final: the same.
-        step: micro-batches done.
-        ranks: processes that saved it.
-        files: entries by name.
-        run: which run this is.
-        kernels: "compiled" or "none": whether halfstep's kernels made its updates; "" where there were no updates.
+    `kernels`: "compiled" or "none": whether halfstep's kernels made its updates; "" where there were no updates.
     """
-    by = {"run": run, "kernels": kernels, "process": writers.this_process(), "torch": torch.__version__}
-    manifest = {"format": FORMAT, "step": step, "ranks": ranks, **by, "files": dict(files)}
+    manifest = {
+        "format": FORMAT, "step": step, "ranks": ranks, "run": run, "kernels": kernels,
+        "process": writers.this_process(), "torch": torch.__version__, "files": dict(files),
+    }  # fmt: skip
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -234,11 +219,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or of a later version of halfstep.
-    """
+    """Return the manifest of a checkpoint, checked."""
     path = folder / MANIFEST
     found: dict[str, Any] = read_json(path, CheckpointError, {"format": whole(1), ...: Any}, MOST)
     if found["format"] != FORMAT:
@@ -264,16 +245,7 @@ def _has_sizes(folder: Path) -> bool:
 
 
 def check_files(folder: Path, share: int = 0, of: int = 1) -> None:
-    """Compare the files of a checkpoint with the checksums of its manifest.
-
-    Args:
-        folder: the checkpoint.
-        share: which of `of` equal shares of the files to read.
-        of: the number of shares.
-
-    Raises:
-        CheckpointError: a file is missing, no plain file, or differs, by its name.
-    """
+    """Compare one of `of` equal shares of the files of a checkpoint with the checksums of its manifest."""
     for name, entry in sorted(manifest_of(folder)["files"].items())[share::of]:
         path = folder / name
         size = regular(path, CheckpointError)
@@ -290,13 +262,8 @@ def check_files(folder: Path, share: int = 0, of: int = 1) -> None:
 def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *, mmap: bool = False) -> Any:
     """Return the content of a file of torch.save: plain containers and tensors on the CPU, nothing is executed.
 
-    Args:
-        path: the file, which takes no more memory than it has bytes.
-        allowed: in which classes are allowed that torch does not know.
-        mmap: read tensors when they are used.
-
-    Raises:
-        CheckpointError: it is no such file, damaged, or holds objects of classes that are not allowed.
+    It takes no more memory than the file has bytes. `allowed` is a context in which torch knows more classes; `mmap`
+    reads tensors when they are used.
     """
     size = regular(path, CheckpointError, links=True)
     try:
@@ -320,7 +287,12 @@ def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *
                 f"it holds objects of {', '.join(sorted(names))}, which torch.load(weights_only=True) does not make. "
                 "If you trust the file, allow them by torch.serialization.add_safe_globals([...]), then load again"
             )
-        raise CheckpointError(f"{path}: {reason}; nothing was loaded") from error
+        raise refusal(path, reason) from error
+
+
+def refusal(place: Path, reason: str) -> CheckpointError:
+    """Return the error of a load that has changed nothing."""
+    return CheckpointError(f"{place}: {reason}; nothing was loaded")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,9 +1,8 @@
 """Checkpoints of others: torch.amp's recipe, Apex, accelerate and Lightning, as a state of a training step.
 
 Files are read by ``torch.load(weights_only=True)``; none of these libraries is needed. What each has of a state is
-collected into a `Found`, which one function makes a state of the step: weights, the optimizer's state, the loss scale,
-the scheduler, and a count of micro-batches. The rest is returned as `extra`, and notes list what was taken and what is
-missing. A checkpoint from which a run cannot go on is refused with the reason.
+collected into a `Found`, which `_state` makes a state of the step. The rest is returned as `extra`, and notes list what
+was taken and what is missing. A checkpoint from which a run cannot go on is refused with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from halfstep.arguments import Kind
 from halfstep.binding.prepare import unwrap
-from halfstep.checkpoints.files import read_state
+from halfstep.checkpoints.files import read_state, refusal
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
 from halfstep.schema import Each, check, regular, whole
@@ -57,31 +56,18 @@ TENSOR = {
 
 @dataclass(kw_only=True)
 class Found:
-    """What a checkpoint has.
+    """What a checkpoint has; None: not there."""
 
-    Attributes:
-        kind: whose it is, for messages.
-        model: weights by name.
-        optimizer: what ``state_dict()`` of a torch optimizer returns.
-        scaler: what ``state_dict()`` of torch.amp.GradScaler returns; None: not there.
-        scheduler: what ``state_dict()`` of a scheduler returns; None: not there.
-        updates: how many were made; None: not there.
-        masters: fp32 values of the optimizer's parameters by group, for those that are low in `model`, or for all.
-        random: states of generators, as `generators.generators` returns them.
-        extra: all else.
-        notes: what was left out.
-    """
-
-    kind: str
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    scaler: Mapping[str, Any] | None = None
+    kind: str  # whose it is, for messages
+    model: Mapping[str, Any]  # weights by name
+    optimizer: Mapping[str, Any]  # the state of a torch optimizer
+    scaler: Mapping[str, Any] | None = None  # the state of a torch.amp.GradScaler
     scheduler: Mapping[str, Any] | None = None
     updates: int | None = None
-    masters: list[list[Tensor]] | None = None
-    random: dict[str, Any] | None = None
-    extra: Any = None
-    notes: list[str] = field(default_factory=list)
+    masters: list[list[Tensor]] | None = None  # fp32 parameters by group: those that are low in `model`, or all
+    random: dict[str, Any] | None = None  # as `generators.saved_states` returns them
+    extra: Any = None  # all else
+    notes: list[str] = field(default_factory=list)  # what was left out
 
 
 FOUND = {
@@ -98,11 +84,7 @@ FOUND = {
 def converted(
     step: TrainStep, place: Path, rank: int, ranks: int
 ) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None, Any]:
-    """Return (state of the step, notes, states of generators or None, extra) from a checkpoint of another library.
-
-    Raises:
-        CheckpointError: it is none that is known, or one from which a run cannot go on, with the reason.
-    """
+    """Return (state of the step, notes, states of generators or None, extra) from a checkpoint of another library."""
     if place.is_dir():
         found = _folder(place, rank, ranks)
     else:
@@ -113,33 +95,27 @@ def converted(
     return _state(step, found), tuple(found.notes), found.random, found.extra
 
 
-def _refuse(place: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{place}: {reason}; nothing was loaded")
-
-
 # ---------------------------------------------------------------------- files
 
 
 def _file(place: Path, content: Any) -> Found:
     """Return what a file of torch.save has."""
     if not isinstance(content, Mapping):
-        raise _refuse(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
+        raise refusal(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
     if "ds_version" in content or "ds_config" in content:
-        raise _refuse(place, DEEPSPEED)
+        raise refusal(place, DEEPSPEED)
     if "pytorch-lightning_version" in content:
         return _lightning(place, content)
     parts = {part: next((key for key in keys if key in content), None) for part, keys in NAMES.items()}
     taken = {part: content[key] for part, key in parts.items() if key is not None}
     if content and all(isinstance(value, Tensor) for value in content.values()):
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     if not isinstance(taken.get("model"), Mapping):
-        raise _refuse(
-            place,
-            f"it has the keys {sorted(map(str, content))}, and none of them is the model's state_dict ("
-            f"{', '.join(NAMES['model'])})",
-        )
+        known = ", ".join(NAMES["model"])
+        keys = sorted(map(str, content))
+        raise refusal(place, f"it has the keys {keys}, and none of them is the model's state_dict ({known})")
     if not isinstance(taken.get("optimizer"), Mapping):
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     others = {key: value for key, value in content.items() if key not in parts.values()}
     updates = taken.get("updates")
     found = Found(
@@ -175,7 +151,7 @@ def _apex(place: Path, found: Found, amp: Mapping[str, Any]) -> None:
     found.extra = {key: value for key, value in found.extra.items() if key != "amp"}
     first = amp.get("loss_scaler0")
     if not isinstance(first, Mapping) or "loss_scale" not in first:
-        raise _refuse(place, f"its 'amp' has no loss scale: {first!r}")
+        raise refusal(place, f"its 'amp' has no loss scale: {first!r}")
     found.scaler = {"scale": first["loss_scale"], "_growth_tracker": first.get("unskipped", 0)}
     if more := sorted(key for key in amp if key != "loss_scaler0"):
         found.notes.append(f"dropped: {', '.join(more)} (a TrainStep has one loss)")
@@ -201,10 +177,10 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
     """Return what a checkpoint of Lightning's Trainer has."""
     optimizers, schedulers = content.get("optimizer_states") or [], content.get("lr_schedulers") or []
     if not optimizers:
-        raise _refuse(place, WEIGHTS_ALONE)
+        raise refusal(place, WEIGHTS_ALONE)
     for what, some in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len(some) > 1:
-            raise _refuse(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
+            raise refusal(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
     taken = {"state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step"}
     return Found(
         kind="Lightning",
@@ -220,7 +196,19 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
 # ---------------------------------------------------------------------- folders
 
 
-ZERO, FSDP, DCP = r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py", "pytorch_model_fsdp", ".metadata"
+REFUSED = {
+    r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py": DEEPSPEED,
+    r"pytorch_model_fsdp": (
+        "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
+        "step.model.load_state_dict(...)"
+    ),
+    r"\.metadata": (
+        "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
+        "torch.distributed.checkpoint.load, then step.load_state_dict(...)"
+    ),
+}
+"""What the name of a file begins with -> why a run cannot go on from its folder."""
+
 MODEL, OPTIMIZER = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", r"optimizer(_\d+)?\.bin"
 
 
@@ -231,33 +219,21 @@ def _names(place: Path) -> list[str]:
 
 def is_foreign(place: Path) -> bool:
     """Return whether a folder has files as checkpoints of other libraries have."""
-    patterns = (ZERO, FSDP, re.escape(DCP), MODEL, OPTIMIZER)
-    return any(re.match(pattern, name) for pattern in patterns for name in _names(place))
+    return any(re.match(pattern, name) for pattern in (*REFUSED, MODEL, OPTIMIZER) for name in _names(place))
 
 
 def _folder(place: Path, rank: int, ranks: int) -> Found:
     """Return what a folder has: one that accelerate's `save_state` wrote."""
     names = _names(place)
-    if any(re.match(ZERO, name) for name in names):
-        raise _refuse(place, DEEPSPEED)
-    if any(name.startswith(FSDP) for name in names):
-        raise _refuse(
-            place,
-            "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
-            "step.model.load_state_dict(...)",
-        )
-    if DCP in names:
-        raise _refuse(
-            place,
-            "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
-            "torch.distributed.checkpoint.load, then step.load_state_dict(...)",
-        )
+    for pattern, reason in REFUSED.items():
+        if any(re.match(pattern, name) for name in names):
+            raise refusal(place, reason)
     models = [name for name in names if re.fullmatch(MODEL, name)]
     optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:
-        raise _refuse(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
+        raise refusal(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
     if len(models) > 1 or len(optimizers) > 1:
-        raise _refuse(
+        raise refusal(
             place, f"it has {len(models)} models and {len(optimizers)} optimizers, and a TrainStep has one of each"
         )
     weights = place / models[0]
@@ -319,12 +295,10 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
                 continue
             first, last = entry["data_offsets"]
             dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
-            raw = torch.frombuffer(data[begin + first : begin + last] or bytearray(1), dtype=torch.uint8)
-            tensors[name] = (raw[: last - first].view(dtype) if last > first else torch.empty(0, dtype=dtype)).view(
-                shape
-            )
+            raw = torch.frombuffer(data[begin + first : begin + last], dtype=dtype) if last > first else torch.empty(0)
+            tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _refuse(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
+        raise refusal(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
 
 
@@ -381,8 +355,7 @@ def _fitted(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Module) 
     """
     first = next(iter(own), "")
     prefixes = sorted({name[: len(name) - len(first)] for name in saved if str(name).endswith(first)}, key=len)
-    matches: Callable[[str], int] = lambda prefix: sum(prefix + name in saved for name in own)  # noqa: E731
-    prefix = max(prefixes, key=matches, default="")
+    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in saved for name in own), default="")
     fitted = {name: saved[prefix + name] for name in own if prefix + name in saved}
     tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in fitted}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -24,7 +24,7 @@ HOST = frozenset({"torch", "python", "numpy"})
 
 
 def saved_states() -> dict[str, Any]:
-    """Return the states of the global generators, in a form that ``torch.load(weights_only=True)`` reads."""
+    """Return the states of the global generators."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
@@ -45,17 +45,11 @@ def saved_states() -> dict[str, Any]:
 
 
 def check_saved_states(state: object) -> None:
-    """Check what `saved_states` returned, by setting generators that nothing uses.
-
-    Raises:
-        CheckpointError: it is no such state.
-    """
+    """Refuse what `saved_states` has not returned, by setting generators that nothing uses."""
     try:
         assert isinstance(state, Mapping)
-        torch.Generator().set_state(state["torch"])
-        random.Random().setstate(_python(state["python"]))
-        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.RandomState().set_state(_numpy(state["numpy"]))
+        numpy = sys.modules.get("numpy.random")
+        _put(state, torch.Generator(), random.Random(), None if numpy is None else numpy.RandomState())
         devices = [states for kind, states in state.items() if kind not in HOST]
         assert all(isinstance(one, Tensor) for states in devices for one in states)
     except Exception as error:  # of each library its own
@@ -64,21 +58,18 @@ def check_saved_states(state: object) -> None:
 
 def put_saved_states(state: Mapping[str, Any]) -> None:
     """Set the global generators to what `saved_states` returned; those of devices that are not here stay."""
-    torch.default_generator.set_state(state["torch"])
-    random.setstate(_python(state["python"]))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_numpy(state["numpy"]))
+    _put(state, torch.default_generator, random, sys.modules.get("numpy.random"))
     if (kind := type_here()) in state:
         initialise(kind)
         for generator, saved in zip(default_generators(), state[kind], strict=False):
             generator.set_state(saved)
 
 
-def _python(state: Mapping[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
-    return state["version"], tuple(state["words"].tolist()), state["gauss"]
-
-
-def _numpy(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    numpy = sys.modules["numpy"]
-    keys = numpy.array(state["keys"].tolist(), dtype=numpy.uint32)
-    return "MT19937", keys, state["place"], state["has_gauss"], state["cached"]
+def _put(state: Mapping[str, Any], own: torch.Generator, python: Any, numpy: Any) -> None:
+    own.set_state(state["torch"])
+    saved = state["python"]
+    python.setstate((saved["version"], tuple(saved["words"].tolist()), saved["gauss"]))
+    if "numpy" in state and numpy is not None:
+        saved = state["numpy"]
+        keys = sys.modules["numpy"].array(saved["keys"].tolist(), dtype="uint32")
+        numpy.set_state(("MT19937", keys, saved["place"], saved["has_gauss"], saved["cached"]))

@@ -63,9 +63,9 @@ def split(state: Mapping[str, Any], model: nn.Module, names: Names, rank: int) -
     return tensors, rest
 
 
-def sharded_as(full: Tensor, like: Tensor) -> Tensor:
-    """Return `full` in the sharding of `like`; each rank copies its own part."""
-    if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
+def sharded_as(full: Any, like: Any) -> Any:
+    """Return a tensor in the sharding of `like`, each rank its own part; anything else is returned as it is."""
+    if not is_sharded(like) or is_sharded(full) or not isinstance(full, Tensor) or full.shape != like.shape:
         return full
     out = torch.empty_like(like.detach(), dtype=full.dtype)
     places, own = chunk_of(out)

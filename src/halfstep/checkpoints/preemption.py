@@ -5,9 +5,8 @@ Schedulers of clusters (and torchrun, for its workers) send SIGTERM and, half a 
 Note [the same update]: a signal reaches ranks at different times, or one of them alone, and a rank may be an update
 ahead of another. On the first signal all ranks report how many updates they have finished; the last update is
 T = most + 1, and until T is known a rank ends no update beyond its own count + 1, which T is never below. So all
-ranks make update T and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so
-they need nothing of a main thread that is inside a collective. An update without a signal costs two calls and no
-communication.
+ranks make update T and none begins T + 1. A thread reports, as the main thread may be inside a collective; it waits in
+the store of the process group. An update without a signal costs two calls and no communication.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from halfstep.arguments import NONE, Kind, check
-from halfstep.checkpoints.save import KEEP, check_destination, save
+from halfstep.checkpoints.save import KEEP, Saving, destination, save
 from halfstep.errors import CheckpointError
 from halfstep.events import StepResult
-from halfstep.meeting import processes, store_under
+from halfstep.meeting import Meeting, processes, store_under
 from halfstep.step.arguments import check_saving
 from halfstep.step.part import Part
 
@@ -67,8 +67,7 @@ def on_preemption(
 
     Raises:
         CheckpointError: with these arguments `hs.save` could not save, or `signals` are none; on entering: outside of
-            the main thread, where Python sets no handlers, or
-            inside another such block of the same step.
+            the main thread, where Python sets no handlers, or inside another such block of the same step.
 
     Examples:
         >>> step = hs.TrainStep(model, optimizer, loss_fn)
@@ -77,13 +76,17 @@ def on_preemption(
         ...         result = step(x, y)
     """
     check_saving("hs.on_preemption", step, path, keep)
-    check_destination(path, keep)
+    destination(path)
     several = isinstance(signals, Iterable) and not isinstance(signals, Mapping)
     numbers: tuple[Any, ...] = tuple(signals) if several else (signals,)
     known = Kind("numbers of signals, such as signal.SIGTERM", lambda one: bool(one) and all(map(_is_signal, one)))
     callback = Kind("a function without arguments, such as lambda: {...}", _takes_nothing)
     check("hs.on_preemption", CheckpointError, extra=(extra, callback | NONE), signals=(numbers, known))
-    return Preemption(step, path, keep=keep, extra=extra, signals=numbers)
+
+    def save_last() -> Saving:
+        return save(step, path, keep=keep, extra=None if extra is None else extra())
+
+    return Preemption(step, save_last, numbers)
 
 
 def _is_signal(number: object) -> bool:
@@ -97,28 +100,16 @@ def _takes_nothing(function: object) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # a built-in function without a signature
-        pass
+    except ValueError:  # a built-in function without a signature: it may take nothing
+        return True
     return True
 
 
 class Preemption(Part):
-    """What `on_preemption` returns.
+    """What `on_preemption` returns; `requested` is the signal that came, 0 for none."""
 
-    Attributes:
-        requested: the signal that came, 0 for none.
-    """
-
-    def __init__(
-        self,
-        step: TrainStep,
-        path: str | Path,
-        *,
-        keep: int | None,
-        extra: Callable[[], Any] | None,
-        signals: tuple[int, ...],
-    ) -> None:
-        self._step, self._path, self._keep, self._extra, self._signals = step, path, keep, extra, signals
+    def __init__(self, step: TrainStep, save: Callable[[], Saving], signals: tuple[int, ...]) -> None:
+        self._step, self._save, self._signals = step, save, signals
         self.requested = 0
         self._finished = 0  # updates in this block
         self._before: dict[int, Any] = {}  # handlers
@@ -126,28 +117,36 @@ class Preemption(Part):
         self._last: int | None = None  # the update that ends the run
         self._known = threading.Event()  # `_last` is known, or will not be
         self._lock = threading.Lock()
-        self._ranks: _Ranks | None = None
+        self._rank, self._size = processes()
+        self._thread: threading.Thread | None = None  # waits for a signal on any rank
+        self._store: Any = None  # of the main thread
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError("hs.on_preemption sets signal handlers, which Python allows in the main thread alone")
         if any(isinstance(part, Preemption) for part in self._step.parts):
             raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
-        if processes()[1] > 1:
-            self._ranks = _Ranks(self)
+        if self._size > 1:
+            number = next(NUMBERS)
+            # one connection for the thread, which waits in it, and one for the main thread
+            waiting, self._store = (store_under(f"preemption/{number}") for _ in range(2))
+            self._thread = threading.Thread(
+                target=self._agree, args=(waiting, number), name="halfstep-preemption", daemon=True
+            )
+            self._thread.start()
         self._step.add_part(self, in_graphs=True)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._step.remove_part(self)
-        if self._ranks is not None:
-            self._ranks.leave()
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the process that has the store is gone, which the thread has seen too
+                self._store.set(f"wake/{self._rank}", "")
+                self._thread.join(AGREEMENT)
         if kind is None and self.requested:
             LOG.warning(
                 "signal %d came after the last update of the block of hs.on_preemption: the run goes on to its end",
@@ -159,10 +158,10 @@ class Preemption(Part):
         if self.requested:
             return
         self.requested = int(number)
-        if self._ranks is None:
+        if self._thread is None:
             self._last = self._finished + 1
-        else:
-            self._ranks.request()
+        else:  # wake this rank's thread, which wakes the others
+            self._store.set(f"wake/{self._rank}", str(self.requested))
 
     # ------------------------------------------------------------------ called by the step
 
@@ -171,9 +170,6 @@ class Preemption(Part):
 
         If it may have been the last one, this waits for the agreement of the ranks: here and not where the next update
         begins, because the caller has not drawn its batch yet.
-
-        Raises:
-            SystemExit: it was the last one, or the ranks have not agreed.
         """
         if not result.due:
             return
@@ -185,80 +181,35 @@ class Preemption(Part):
             raise SystemExit(128 + (self.requested or int(signal.SIGTERM)))
         if self._last is None or self._finished < self._last:
             return
-        extra = None if self._extra is None else self._extra()
         number = self.requested or int(signal.SIGTERM)
-        made = save(self._step, self._path, keep=self._keep, extra=extra)
+        made = self._save()
         LOG.warning("signal %d: the run ends after its update, with the checkpoint %s", number, made.path)
         raise SystemExit(128 + number)
 
     # ------------------------------------------------------------------ called by the thread
 
-    def hold(self) -> int:
-        """Allow one more update and return how many are finished."""
-        with self._lock:
-            self._may_begin = self._finished + 1
-            return self._finished
-
-    def end_after(self, last: int, number: int) -> None:
-        """End the run after update `last`."""
-        self.requested = self.requested or number
-        self._last = last
-        self._known.set()
-
-
-class _Ranks:
-    """The thread of one rank that waits for a signal on any of them."""
-
-    def __init__(self, owner: Preemption) -> None:
-        self._rank, self._size = processes()
-        self._owner = owner
-        number = next(NUMBERS)
-        # one connection for the thread, which waits in it, and one for the main thread
-        self._store, self._main = (store_under(f"preemption/{number}") for _ in range(2))
-        self._thread = threading.Thread(target=self._run, name="halfstep-preemption", daemon=True)
-        self._thread.start()
-
-    def request(self) -> None:
-        """Wake this rank's thread, which wakes the others."""
-        self._main.set(f"wake/{self._rank}", str(self._owner.requested))
-
-    def leave(self) -> None:
-        """End the thread."""
+    def _agree(self, store: Any, number: int) -> None:
+        """Wait for a signal on any rank; then agree on the last update: note [the same update]."""
+        told = ""
         try:
-            self._main.set(f"wake/{self._rank}", "")
-        except RuntimeError:  # the process that has the store is gone
-            return
-        self._thread.join(AGREEMENT)
-
-    def _run(self) -> None:
-        owner, store, wake, told = self._owner, self._store, f"wake/{self._rank}", ""
-        try:
-            store.wait([wake], FOREVER)
-            told = store.get(wake).decode()
-            if not told:
+            store.wait([f"wake/{self._rank}"], FOREVER)
+            told = store.get(f"wake/{self._rank}").decode()
+            if not told:  # the block was left
                 return
             if store.add("requests", 1) == 1:  # the first to know
                 for rank in range(self._size):
                     if rank != self._rank:
                         store.set(f"wake/{rank}", told)
-            store.set(f"finished/{self._rank}", str(owner.hold()))
-            limit = timedelta(seconds=AGREEMENT)
-            if self._rank == 0:
-                keys = [f"finished/{rank}" for rank in range(self._size)]
-                store.wait(keys, limit)
-                store.set("last", str(1 + max(int(store.get(key)) for key in keys)))
-            store.wait(["last"], limit)
-            owner.end_after(int(store.get("last")), int(told))
+            with self._lock:
+                self._may_begin = self._finished + 1
+                finished = self._finished
+            room = Meeting("hs.on_preemption", number)
+            last = 1 + max(room.gather(finished, limit=AGREEMENT), default=0)
+            last = room.publish(last, limit=AGREEMENT)
+            self.requested = self.requested or int(told)
+            self._last = last
         except RuntimeError as error:  # of the store: another rank has gone, or did not answer
             if told:
-                LOG.error("rank %d: after signal %s %s: %s", self._rank, told, self._silent(), error)
-            owner._known.set()
-
-    def _silent(self) -> str:
-        """Return which ranks have not reported."""
-        try:
-            keys = {rank: f"finished/{rank}" for rank in range(self._size)}
-            silent = [rank for rank, key in keys.items() if not self._main.check([key])]
-        except RuntimeError:
-            return "the store of the process group is lost, which rank 0 has as a rule"
-        return f"ranks {silent or [0]} have not answered within {AGREEMENT:.0f} s"
+                LOG.error("rank %d: after signal %s no last update was agreed on: %s", self._rank, told, error)
+        finally:
+            self._known.set()

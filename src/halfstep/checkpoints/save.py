@@ -1,10 +1,7 @@
 """hs.save and hs.load: a training step on disk, and back, bit for bit, on any number of processes.
 
-A checkpoint has the state of the step, the states of the random generators of every process, and what the user gives as
-`extra`. One process, and DistributedDataParallel, write one file; the shards of `fully_shard` and of tensor parallelism
-are written by the processes that have them (`checkpoints.shards`). Files are as safe as `checkpoints.files` tells.
-
-Note [ranks]: every rank calls `save` and `load` at the same place. They meet through the store (`checkpoints.meeting`),
+One process, and DistributedDataParallel, write one file; shards are written by the processes that have them.
+Note [ranks]: every rank calls `save` and `load` at the same place. They meet through the store (`halfstep.meeting`),
 where each reports what it has, or the error that it would raise: then all ranks raise it, and nothing was written or
 changed. In a background write (``wait=False``) nothing of a step waits for another rank.
 """
@@ -21,10 +18,11 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.arguments import FLAG, check
 from halfstep.binding.prepare import unwrap
@@ -35,7 +33,7 @@ from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_
 from halfstep.checkpoints.writers import Lock
 from halfstep.errors import CheckpointError, StepError, warn
 from halfstep.kernels.choose import load_kernels
-from halfstep.meeting import WRITE_TIME, Alone, Meeting, meeting
+from halfstep.meeting import WRITE_TIME, Meeting
 from halfstep.schema import Each
 from halfstep.schema import check as check_content
 from halfstep.step.arguments import check_saving
@@ -53,6 +51,7 @@ LOG = logging.getLogger("halfstep")
 KEEP = 2  # so that damage to the last one costs one interval
 FILES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors"})
 MEETINGS = count(1)  # every rank calls `save` and `load` in the same order, so its number names a call on all of them
+KERNELS = {"compiled": "halfstep's compiled kernels", "none": "torch's operators in place of compiled kernels"}
 WEIGHTS = "weights"  # the state of stochastic rounding, which counts on devices
 
 
@@ -94,23 +93,22 @@ class Saving:
     """
 
     def __init__(self, path: Path, group: dist.ProcessGroup | None, run: str, seen: int) -> None:
-        self.path, self.group = path, group
-        self.run, self.seen = (
-            run,
-            seen,
-        )  # which run this is; the last number in the folder when it saved or loaded there
+        self.path, self.group, self.run = path, group, run
+        self.seen = seen  # the last number in the folder when this run saved or loaded there
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, work: Callable[[], None], *, wait: bool) -> None:
-        """Do the work, here or in a thread that the interpreter waits for before it exits."""
+    def begin(self, work: Callable[[], None], lock: Lock, *, wait: bool) -> None:
+        """Do the work and release the lock, here or in a thread that the interpreter waits for before it exits."""
         if wait:
-            work()
+            with lock:
+                work()
             return
 
         def background() -> None:
             try:
-                work()
+                with lock:
+                    work()
             except BaseException as error:
                 self._error = error
                 LOG.error("hs.save(wait=False) to %s: %s", self.path, error)
@@ -167,15 +165,22 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     """
     check_saving("hs.save", step, path, keep)
     check("hs.save", CheckpointError, wait=(wait, FLAG))
-    root = check_destination(path, keep)
+    root = destination(path)
     previous = step.record.saving
-    group = None if previous is None else previous.group
-    room = meeting("hs.save", next(MEETINGS))
+    room = Meeting("hs.save", next(MEETINGS))
     try:
         if previous is not None:
             previous.wait()
-        parts = _Parts.of(step, extra)
-        mine: dict[str, Any] = {"error": "", **parts.told()}
+        state, names = _checked_state(step)
+        tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+        layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
+        mine: dict[str, Any] = {
+            "error": "",
+            "step": state["step"],
+            "layout": hashlib.sha256(layout.encode()).hexdigest(),
+            "sharded": any(map(is_sharded, tensors.values())),
+            "own": {"random": saved_states(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
+        }
     except Exception as error:
         if room.size == 1:
             raise
@@ -186,37 +191,24 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         plan: dict[str, Any] = room.publish(_planned(lock, previous, told) if room.rank == 0 else None)
         if plan["error"]:
             raise CheckpointError(plan["error"])
-        folder, final = root / plan["folder"], root / plan["final"]
+        group = None if previous is None else previous.group
         if plan["sharded"] and group is None:
             group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
-        saving = step.record.saving = Saving(final, group, plan["run"], plan["seen"])
-        write = _Write(lock, folder, final, keep, room, told, saving.run, _kernels(step))
+        saving = step.record.saving = Saving(root / plan["final"], group, plan["run"], plan["seen"])
+        write = _Write(lock, root / plan["folder"], saving, keep, room, told, _kernels(step))
         if plan["sharded"]:
-            work = write.sharded(step, parts, group, plan, wait=wait)
+            work = write.shards(state, names, unwrap(step.model), every=plan["stages"], wait=wait)
         else:
-            work = write.one(parts, wait=wait)
-
-        def locked() -> None:
-            with lock:
-                work()
-
-        saving.begin(locked, wait=wait)
+            work = write.file(state, names, wait=wait)
+        saving.begin(work, lock, wait=wait)
     except BaseException:
         lock.release()
         raise
     return saving
 
 
-def check_destination(path: str | Path, keep: int | None) -> Path:
-    """Return the folder that `save` will write into.
-
-    Raises:
-        CheckpointError: it is the name of a file, or `keep` is no number of checkpoints.
-    """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"hs.save: keep={keep!r}; expected a whole number from 1, or None to keep all")
-    if not isinstance(path, (str, Path)):
-        raise CheckpointError(f"path={path!r}: a {type(path).__name__}; expected the name of a folder")
+def destination(path: str | Path) -> Path:
+    """Return the folder that `save` will write into; refuse a file, and what cannot be written to."""
     root = Path(path).absolute()
     if root.is_file() or root.suffix in FILES:
         raise CheckpointError(
@@ -229,37 +221,14 @@ def check_destination(path: str | Path, keep: int | None) -> Path:
     return root
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Parts:
-    """What one rank has to save."""
-
-    state: dict[str, Any]
-    names: list[list[str]]
-    own: dict[str, Any]  # of this rank: its generators, its `extra`, its rounding
-    sharded: bool
-    layout: str  # a checksum of names and shapes
-
-    @classmethod
-    def of(cls, step: TrainStep, extra: Any) -> _Parts:
-        state = step.state_dict()
-        try:
-            check_state(step, state, tensors=False)
-        except StepError as error:
-            raise CheckpointError(f"the state could not be loaded again: {error}") from error
-        names = names_of(unwrap(step.model), step.optimizer)
-        tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
-        layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
-        return cls(
-            state=state,
-            names=names,
-            own={"random": saved_states(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
-            sharded=any(map(is_sharded, tensors.values())),
-            layout=hashlib.sha256(layout.encode()).hexdigest(),
-        )
-
-    def told(self) -> dict[str, Any]:
-        """Return what the other ranks are told."""
-        return {"step": self.state["step"], "layout": self.layout, "sharded": self.sharded, "own": self.own}
+def _checked_state(step: TrainStep) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return a state of `step` that can be loaded again, and the names of the optimizer's parameters."""
+    state = step.state_dict()
+    try:
+        check_state(step, state, tensors=False)
+    except StepError as error:
+        raise CheckpointError(f"the state could not be loaded again: {error}") from error
+    return state, names_of(unwrap(step.model), step.optimizer)
 
 
 def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -282,7 +251,7 @@ def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) ->
     except (OSError, ValueError) as error:
         return {"error": f"{root} cannot be written to: {error}"}
     sharded = any(one["sharded"] for one in told) or not whole
-    run = previous.run if previous is not None and previous.run else writers.new_run()
+    run = previous.run if previous is not None and previous.run else uuid4().hex[:12]
     names = {"folder": folder.name, "final": final.name, "run": run, "seen": files.number_of(final) - 1}
     return {"error": "", **names, "sharded": sharded, "stages": not whole}
 
@@ -293,37 +262,37 @@ class _Write:
 
     lock: Lock
     folder: Path
-    final: Path
+    saving: Saving
     keep: int | None
-    room: Alone | Meeting
+    room: Meeting
     told: list[dict[str, Any]]  # on rank 0
-    run: str
     kernels: str
 
-    def one(self, parts: _Parts, *, wait: bool) -> Callable[[], None]:
+    def file(self, state: dict[str, Any], names: list[list[str]], *, wait: bool) -> Callable[[], None]:
         """Return the work of a checkpoint in one file."""
-        state = parts.state if wait or self.room.rank else _copied(parts.state)
+        mine = state if wait or self.room.rank else _copied(state)
+        return lambda: self._finish(lambda: self._commit(mine, {}, names=names))
 
-        def work() -> None:
-            self._finish(lambda: self._commit(state, {}, names=parts.names) if self.room.rank == 0 else None)
-
-        return work
-
-    def sharded(
-        self, step: TrainStep, parts: _Parts, group: Any, plan: Mapping[str, Any], *, wait: bool
+    def shards(
+        self, state: dict[str, Any], names: list[list[str]], model: nn.Module, *, every: bool, wait: bool
     ) -> Callable[[], None]:
-        """Return the work of a checkpoint in shards; with ``wait=False`` they are copied to the host first."""
+        """Return the work of a checkpoint in shards; with ``wait=False`` they are copied to the host first.
+
+        `every`: ranks have other parameters each, so that all of them tell what besides tensors they have.
+        """
         from halfstep.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
 
-        tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
-        state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
+        group = self.saving.group
+        assert group is not None
+        tensors, rest = split(state, model, names, self.room.rank)
+        others = {key: value for key, value in state.items() if key not in {"model", "optimizer"}}
         writer, future = shards.Writer(self.folder), None
         if not wait:
-            state, rest = _copied(state), _copied(rest)
+            others, rest = _copied(others), _copied(rest)
             future = writer.write_later(tensors, group)
 
         def work() -> None:
-            mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if plan["stages"] else None}
+            mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if every else None}
             try:
                 if future is None:
                     writer.write(tensors, group)
@@ -338,10 +307,10 @@ class _Write:
                 if wrong := [one["error"] for one in found if one["error"]]:
                     raise CheckpointError("; ".join(wrong))
                 entries = {name: entry for one in found for name, entry in one["files"].items()}
-                rests = [one["rest"] for one in found] if plan["stages"] else [rest]
-                self._commit(state, entries, rests=rests, shards=writer.table)
+                rests = [one["rest"] for one in found] if every else [rest]
+                self._commit(others, entries, rests=rests, shards=writer.table)
 
-            self._finish(commit if self.room.rank == 0 else lambda: None)
+            self._finish(commit)
 
         return work
 
@@ -350,17 +319,18 @@ class _Write:
         content = {"state": state, "ranks": [one["own"] for one in self.told], **more}
         entry = files.write_state(self.folder / files.STATE, content)
         self.lock.check()
-        every = {files.STATE: entry, **entries}
-        files.commit(self.folder, self.final, state["step"], self.room.size, every, self.run, self.kernels)
+        every, run = {files.STATE: entry, **entries}, self.saving.run
+        files.commit(self.folder, self.saving.path, state["step"], self.room.size, every, run, self.kernels)
         if self.keep is not None:
-            files.prune(self.lock.root, self.keep, self.run)
+            files.prune(self.lock.root, self.keep, run)
 
     def _finish(self, commit: Callable[[], None]) -> None:
         """Commit on rank 0, and raise what it raised on all ranks."""
         problem = ""
         cause: BaseException | None = None
         try:
-            commit()
+            if self.room.rank == 0:
+                commit()
         except BaseException as error:
             cause, problem = error, _in_a_line(error)
             if not self.folder.is_dir():
@@ -372,13 +342,12 @@ class _Write:
         if problem:
             before = files.checkpoints(self.lock.root)
             left = f"the last checkpoint is {before[0]}" if before else "there is no earlier checkpoint"
-            raise CheckpointError(f"{self.final} was not written: {problem}; {left}") from cause
+            raise CheckpointError(f"{self.saving.path} was not written: {problem}; {left}") from cause
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of `state` on the host."""
-    copied: dict[str, Any] = map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True))
-    return copied
+    return dict(map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -428,11 +397,11 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
     """
     check_saving("hs.load", step, path)
     check("hs.load", CheckpointError, missing_ok=(missing_ok, FLAG))
-    room = meeting("hs.load", next(MEETINGS))
+    room = Meeting("hs.load", next(MEETINGS))
     place = Path(path).absolute()
     if step.record.saving is not None:
         step.record.saving.wait()
-    found = _agreed(room, lambda: _find(place))
+    found = room.publish(_together(room, lambda: _find(place)))
     if found == "nothing":
         if missing_ok:
             return None
@@ -460,21 +429,7 @@ def _find(place: Path) -> Any:
     return found or ("foreign" if is_foreign(place) else "nothing")
 
 
-def _agreed(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
-    """Return what rank 0 finds; raise what it raises, on all ranks."""
-    value, problem, cause = None, "", None
-    if room.rank == 0:
-        try:
-            value = work()
-        except Exception as error:
-            problem, cause = str(error), error
-    value, problem = room.publish((value, problem))
-    if problem:
-        raise cause or CheckpointError(problem)
-    return value
-
-
-def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
+def _together(room: Meeting, work: Callable[[], Any]) -> Any:
     """Return what `work` returns here, once it has succeeded on all ranks; else raise on all of them."""
     value, mine = None, None
     try:
@@ -490,12 +445,8 @@ def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
     return value
 
 
-def _choose(room: Alone | Meeting, place: Path, found: list[Path], last: Saving | None) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint whose files are as they were written, and notes on newer ones and on other runs.
-
-    Raises:
-        CheckpointError: there is none, or the one that was asked for is damaged.
-    """
+def _choose(room: Meeting, place: Path, found: list[Path], last: Saving | None) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint whose files are as they were written, and notes on newer ones and on other runs."""
     notes: list[str] = []
     for folder in found:
         problem = ""
@@ -531,7 +482,7 @@ def _another_run(found: list[Path], last: Saving | None) -> list[str]:
     return [f"{found[0]} was saved by another run, {process}, than {own[1]}: two runs have saved into one folder"]
 
 
-def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: list[str]) -> Loaded:
+def _load_folder(step: TrainStep, folder: Path, room: Meeting, notes: list[str]) -> Loaded:
     """Load a checkpoint whose files are as they were written."""
     manifest = files.manifest_of(folder)
 
@@ -553,37 +504,36 @@ def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: li
     if room.rank < len(ranks):
         put_saved_states(ranks[room.rank]["random"])
     if (here := _kernels(step)) != (before := manifest.get("kernels") or here):
-        text = (
-            f"{folder} was saved with {_KERNELS[before]} and goes on with {_KERNELS[here]}: from here on the bits are "
+        notes.append(
+            f"{folder} was saved with {KERNELS[before]} and goes on with {KERNELS[here]}: from here on the bits are "
             "not those of a run that was not stopped; `halfstep doctor` says which kernels this machine has, and why"
         )
-        notes = [*notes, text]
         if room.rank == 0:
-            warn(text)
+            warn(notes[-1])
     if not same:
-        notes = [
-            *notes,
+        notes.append(
             f"saved by {len(ranks)} processes and loaded by {room.size}: ranks that did not save keep their own random "
-            "states, and `extra` is that of rank 0",
-        ]
+            "states, and `extra` is that of rank 0"
+        )
     extras = tuple(one["extra"] for one in ranks)
     extra = extras[room.rank] if same else extras[0]
     return Loaded(path=folder, step=state["step"], extra=extra, extras=extras, notes=tuple(notes))
-
-
-_KERNELS = {"compiled": "halfstep's compiled kernels", "none": "torch's operators in place of compiled kernels"}
 
 
 def _kernels(step: TrainStep) -> str:
     """Return whether compiled kernels make the updates of `step`: "compiled" or "none"; "" before the first update."""
     if not step.record.done:  # loading them may take seconds
         return ""
-    device = next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    return "none" if load_kernels(device.type) else "compiled"
+    return "none" if load_kernels(_device(step).type) else "compiled"
+
+
+def _device(step: TrainStep) -> torch.device:
+    """Return the device of the first parameter that is trained."""
+    return next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
 def _read(
-    step: TrainStep, folder: Path, room: Alone | Meeting, manifest: Mapping[str, Any]
+    step: TrainStep, folder: Path, room: Meeting, manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the state of the step, in the sharding that it has here, and what each rank has saved."""
     model, optimizer = unwrap(step.model), step.optimizer
@@ -598,9 +548,9 @@ def _read(
         raise CheckpointError(
             f"{folder / files.STATE} is of another checkpoint than {files.MANIFEST}; nothing was loaded"
         )
-    if "rests" not in content and whole and not _reorders(step, content):
-        return state, ranks
     names = names_of(model, optimizer)
+    if "rests" not in content and whole and content["names"] == names:
+        return state, ranks
     _check_groups(content.get("rests", [content]), names)
     if "rests" in content:
         from halfstep.checkpoints import shards
@@ -618,25 +568,14 @@ def _read(
         state["model"], state["optimizer"] = shards.read(folder, content["shards"], have, optimizer, names, rests, rank)
         return state, ranks
     state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
-    state["model"] = {
-        name: sharded_as(value, have[name]) if name in have and isinstance(value, Tensor) else value
-        for name, value in state["model"].items()
-    }
+    state["model"] = {name: sharded_as(value, have.get(name)) for name, value in state["model"].items()}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
     saved["state"] = {
-        number: {
-            key: sharded_as(value, parameters[number]) if isinstance(value, Tensor) and number in parameters else value
-            for key, value in entry.items()
-        }
+        number: {key: sharded_as(value, parameters.get(number)) for key, value in entry.items()}
         for number, entry in saved["state"].items()
     }
     return state, ranks
-
-
-def _reorders(step: TrainStep, content: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer has its parameters in another order than the saved one."""
-    return bool(content["names"] != names_of(unwrap(step.model), step.optimizer))
 
 
 def _check_groups(rests: list[Any], names: list[list[str]]) -> None:
@@ -656,12 +595,11 @@ def _on_own_device(weights: Mapping[str, Any], step: TrainStep) -> dict[str, Any
     """Return the state of rounding with a count of one device as that of the device that trains here."""
     counts = dict(weights.get("counts", {}))
     if len(counts) == 1:
-        device = next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        counts = {str(device): next(iter(counts.values()))}
+        counts = {str(_device(step)): next(iter(counts.values()))}
     return {**weights, "counts": counts}
 
 
-def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded:
+def _load_foreign(step: TrainStep, place: Path, room: Meeting) -> Loaded:
     """Load a checkpoint of another library; see `checkpoints.foreign`."""
 
     def read() -> tuple[dict[str, Any], tuple[str, ...], Any, Any]:

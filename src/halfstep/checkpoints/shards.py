@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from halfstep.checkpoints.files import FILE, first_line
+from halfstep.checkpoints.files import FILE, first_line, refusal
 from halfstep.checkpoints.names import Names, chunk_of
 from halfstep.errors import CheckpointError
 from halfstep.schema import Each, regular, whole
@@ -58,11 +58,7 @@ class Writer(FileSystemWriter):
             self.table[name] = {"dtype": tensor.properties.dtype, "size": list(tensor.size), "parts": parts}
 
     def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Write `tensors`; collective on `group`.
-
-        Raises:
-            CheckpointException: a rank could not write; on all of them alike.
-        """
+        """Write `tensors`; collective on `group`: if a rank could not write, CheckpointException on all of them."""
         save(tensors, storage_writer=self, process_group=group)
 
     def write_later(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Future[Any]:
@@ -91,14 +87,9 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
-    Args:
-        folder: what a `Writer` has written.
-        known: its table.
-        have: the model's state now.
-        optimizer: whose state to make.
-        names: of its parameters.
-        rests: what `split` returned besides tensors, of one rank or of all that had other parameters.
-        rank: whose buffers to read; None: those that one of the ranks wrote for all.
+    `known` is the table of the `Writer`, `have` the model's state now, `names` those of the optimizer's parameters.
+    `rests` is what `split` returned besides tensors, of one rank or of all that had other parameters. Buffers are those
+    of `rank`; None: those that one of the ranks wrote for all.
     """
     _check(known, folder)
     wanted: dict[str, Tensor] = {}
@@ -159,10 +150,6 @@ def _empty(saved: Mapping[str, Any], like: Tensor) -> Tensor:
     return torch.empty_like(like.detach(), dtype=saved["dtype"])
 
 
-def _refuse(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{folder}: {reason}; nothing was loaded")
-
-
 def _check(known: Table, folder: Path) -> None:
     """Check that no tensor of a table is larger than the parts that it is read from, and these than their files."""
     sizes: dict[str, int] = {}
@@ -174,9 +161,9 @@ def _check(known: Table, folder: Path) -> None:
             inside = len(part["at"]) == len(part["size"]) == len(saved["size"]) == len(ends)
             inside = inside and all(at + size <= end for at, size, end in ends)
             if not inside or part["offset"] + part["length"] > sizes[part["file"]]:
-                raise _refuse(folder, f"a part of {flat!r} lies outside of it, or of its file")
+                raise refusal(folder, f"a part of {flat!r} lies outside of it, or of its file")
         if math.prod(saved["size"]) * saved["dtype"].itemsize > sum(part["length"] for part in saved["parts"]):
-            raise _refuse(folder, f"the parts of {flat!r} are smaller than its size {saved['size']}")
+            raise refusal(folder, f"the parts of {flat!r} are smaller than its size {saved['size']}")
 
 
 def _fill(tensor: Tensor, saved: Mapping[str, Any], folder: Path, flat: str) -> None:
@@ -190,12 +177,12 @@ def _fill(tensor: Tensor, saved: Mapping[str, Any], folder: Path, flat: str) -> 
             continue
         content = _part(folder, part, flat)
         if list(content.shape) != part["size"] or content.dtype != saved["dtype"]:
-            raise _refuse(folder, f"a part of {flat!r} is not what its table says")
+            raise refusal(folder, f"a part of {flat!r} is not what its table says")
         own[_within(both, inside)].copy_(content[_within(both, there)])
         found.append(both)
     whole_of_it = sum(math.prod(map(len, one)) for one in found) == own.numel()
     if not whole_of_it or any(all(map(_meet, one, other)) for one, other in combinations(found, 2)):
-        raise _refuse(folder, f"the parts of {flat!r} do not make up the whole of it")
+        raise refusal(folder, f"the parts of {flat!r} do not make up the whole of it")
 
 
 def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
@@ -206,7 +193,7 @@ def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
             content = torch.load(io.BytesIO(file.read(part["length"])), weights_only=True, map_location="cpu")
         assert isinstance(content, Tensor)
     except Exception as error:
-        raise _refuse(folder, f"{flat!r} cannot be read ({type(error).__name__}: {first_line(error)})") from error
+        raise refusal(folder, f"{flat!r} cannot be read ({type(error).__name__}: {first_line(error)})") from error
     return content
 
 

@@ -15,28 +15,24 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 from uuid import uuid4
 
 from halfstep.errors import CheckpointError
+from halfstep.meeting import facts_of
 
-__all__ = ["Lock", "has_started_this", "in_words", "is_alive", "new_run", "this_process"]
+__all__ = ["Lock", "has_started_this", "in_words", "is_alive", "this_process"]
 
 LOCK = ".lock"
 TRIES = 8  # of taking a lock that others take over at the same time
+HELD: set[str] = set()  # the locks that this process has
 REMEDY = "give each run a folder of its own, or end the other one first"
-
-
-def new_run() -> str:
-    """Return a name for a run that began anew."""
-    return uuid4().hex[:12]
 
 
 def this_process() -> str:
     """Return "HOST:PID:START": what tells this process from all others."""
-    return f"{socket.gethostname()}:{os.getpid()}:{_facts(os.getpid())[1]}"
+    return f"{socket.gethostname()}:{os.getpid()}:{facts_of(os.getpid())[1]}"
 
 
 def in_words(process: str) -> str:
@@ -51,13 +47,13 @@ def is_alive(process: str) -> bool:
     if host != socket.gethostname() or not pid.isdecimal() or process == this_process() or os.name != "posix":
         return False
     if start:
-        return _facts(int(pid))[1] == start
+        return facts_of(int(pid))[1] == start
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass
+    except PermissionError:  # it is there, and another user's
+        return True
     return True
 
 
@@ -68,18 +64,8 @@ def has_started_this(process: str) -> bool:
         if process.split(":")[1:2] == [str(above)]:
             return True
         known.add(above)
-        above = _facts(above)[0]
+        above = facts_of(above)[0]
     return False
-
-
-def _facts(pid: int) -> tuple[int, str]:
-    """Return the parent of a process and when it began, in ticks since the start; (0, "") where that is unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0, ""
-    state, parent, *more = text.rpartition(")")[2].split()
-    return (0, "") if state in "ZX" else (int(parent), more[17])
 
 
 class Lock:
@@ -91,11 +77,7 @@ class Lock:
         self._mine = f"{this_process()}:{self.token}"
 
     def take(self) -> None:
-        """Take the lock.
-
-        Raises:
-            CheckpointError: a process that is alive saves here at this moment, by its name.
-        """
+        """Take the lock; refuse to while a process that is alive saves here."""
         for _ in range(TRIES):
             try:
                 self._path.symlink_to(self._mine)
@@ -106,21 +88,17 @@ class Lock:
             except OSError:  # no links, or no folder that can be written to, as the next call says
                 return
             else:
-                _held().add(self._mine)
+                HELD.add(self._mine)
                 return
 
     def check(self) -> None:
-        """Check that no other save has the lock.
-
-        Raises:
-            CheckpointError: one that is alive has it.
-        """
+        """Refuse a lock that another save has, unless its process is known to have ended."""
         try:
             owner = os.readlink(self._path)
         except OSError:
             return
         process = owner.rpartition(":")[0]
-        if owner != self._mine and (owner in _held() or is_alive(process) or self._mine in _held()):
+        if owner != self._mine and (owner in HELD or is_alive(process) or self._mine in HELD):
             raise CheckpointError(
                 f"another save into {self.root} is under way, by {in_words(process)}: two writers would lose each "
                 f"other's checkpoints; {REMEDY}"
@@ -129,20 +107,12 @@ class Lock:
     def release(self) -> None:
         """Give the lock back; without effect if this save does not have it."""
         with suppress(OSError):
-            if self._mine in _held() and os.readlink(self._path) == self._mine:
+            if self._mine in HELD and os.readlink(self._path) == self._mine:
                 self._path.unlink()
-        _held().discard(self._mine)
+        HELD.discard(self._mine)
 
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.release()
-
-
-@cache
-def _held() -> set[str]:
-    """Return the locks that this process has."""
-    return set()

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import halfstep as hs
+from halfstep.cli.terminal import complain
 
 __all__ = ["app"]
 
@@ -41,7 +42,13 @@ class Commands(TyperGroup):
 
         @functools.wraps(run)
         def ended(*args: Any, **options: Any) -> None:
-            raise typer.Exit(run(*args, **options))
+            try:
+                code = run(*args, **options)
+            except hs.HalfstepError as error:
+                if name in SETTINGS:
+                    raise  # it is the script's, whose errors are shown as Python shows them
+                code = complain(error)
+            raise typer.Exit(code)
 
         made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         made.command(name, context_settings=SETTINGS.get(name))(ended)

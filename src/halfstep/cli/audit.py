@@ -12,18 +12,17 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Device, Html, Json, PolicyLabel, TaskName
-from halfstep.cli.terminal import STYLES, Files, command, command_line, console, device_type, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, record, say, show
 from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.candidates import policy_named
 
-__all__ = ["policy_of", "run_audit"]
+__all__ = ["run_audit"]
 
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 
 
-@command
 def run_audit(
     task: TaskName,
     policy: PolicyLabel = "mixed",
@@ -31,15 +30,15 @@ def run_audit(
     after: Annotated[int, typer.Option(min=0, help="Training steps before them.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 24,
     sort: Annotated[
-        str, typer.Option("--sort", help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
+        str, typer.Option(help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
     ] = "",
-    module: Annotated[str, typer.Option("--module", help="Pattern of the modules to print.")] = "*",
+    module: Annotated[str, typer.Option(help="Pattern of the modules to print.")] = "*",
     role: Annotated[
-        str, typer.Option("--role", help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
+        str, typer.Option(help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
     ] = "*",
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
+        typer.Option(help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
     ] = None,
     device: Device = "",
     json: Json = None,
@@ -50,7 +49,7 @@ def run_audit(
     Findings come first: underflow, overflow, swallowed updates, low states, large errors, each with its remedy.
     """
     out, where = console(), device_type(device)
-    chosen, loaded = policy_of(policy, where), load_task(task)
+    chosen, loaded = policy_named(policy, where), load_task(task)
     formats = what_if or []
     questions = [_question(text) for text in formats]
     files = Files(json=json, html=html)
@@ -61,7 +60,10 @@ def run_audit(
     for line, style in audit.lines():
         say(out, line, STYLES.get(style))
     say(out)
-    _print_rows(out, shown, rows)
+    headers, *lines = shown.table()
+    show(out, table("", headers, lines[:rows], words=(1, 2, 3)))
+    if len(lines) > rows:
+        say(out, f"{len(lines) - rows} more rows; --rows {len(lines)} prints them all, --json and --html write them")
     for text, answer in zip(formats, answers, strict=True):
         _print_answer(out, text, answer, rows)
     again = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
@@ -70,18 +72,6 @@ def run_audit(
     ]
     files.write(out, json=record(again, **audit.to_dict(), what_if=asked), html=audit.save_html)
     return 0
-
-
-def policy_of(label: str, device: str) -> hs.Policy:
-    """Return the policy called `label`: a preset or a path, with :fp16 or another format behind it.
-
-    Raises:
-        TaskError: no such policy, or a loop of torch alone.
-    """
-    found = policy_candidate(label, device)
-    if found is None or found.policy is None:
-        raise TaskError(f"{label!r} is a training loop without halfstep; name a preset ('torch' has torch.amp's lists)")
-    return found.policy
 
 
 def _question(text: str) -> tuple[str, float | None]:
@@ -119,13 +109,6 @@ def _asked(
     shown = audit.filter(module=module, role=role)
     shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
     return shown, [audit.what_if(form, scale) for form, scale in questions]
-
-
-def _print_rows(out: Console, audit: hs.lens.Audit, count: int) -> None:
-    headers, *lines = audit.table()
-    show(out, table("", headers, lines[:count], words=(1, 2, 3)))
-    if len(lines) > count:
-        say(out, f"{len(lines) - count} more rows; --rows {len(lines)} prints them all, --json and --html write them")
 
 
 def _print_answer(out: Console, question: str, answers: Sequence[Any], count: int) -> None:

@@ -10,11 +10,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.cli.options import TASK, Device, Html, Json, split
-from halfstep.cli.pages.comparison import comparison_page, print_comparison
+from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, record, say
+from halfstep.cli.terminal import (
+    Files,
+    command_line,
+    console,
+    device_type,
+    machine_line,
+    print_section,
+    record,
+    say,
+)
 from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels
@@ -24,19 +33,17 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 __all__ = ["run_compare"]
 
 
-@command
 def run_compare(
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", help=f"{TASK} Again for more. Default: all three.", autocompletion=completion.task),
+        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task),
     ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            "--policies",
             help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
             "between them, or the option again. fp32 and torch.amp always run.",
-            autocompletion=completion.policies,
+            autocompletion=options.policies,
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: the task's.")] = None,
@@ -59,15 +66,14 @@ def run_compare(
         check(each, compared, where)
     files = Files(json=json, html=html)
     runs, about = seeds or ENOUGH_SEEDS, machine()
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
+    say(out, machine_line(about))
     comparisons = []
     for each in loaded:
         length = steps or each.steps
         with Live(err, each.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
-            made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.see)
+            made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.step)
         comparisons.append(made)
-        print_comparison(out, made)
+        print_section(out, comparison_section(made))
     chosen = [word for name in task or () for word in ("--task", name)]
     again = command_line(
         "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json,

@@ -6,7 +6,7 @@ import datetime
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,28 @@ from rich.console import Console
 import halfstep as hs
 from halfstep.cli.options import Device, Html, Json
 from halfstep.cli.pages.comparison import result_table, setting
-from halfstep.cli.pages.conclusions import conclusions
 from halfstep.cli.pages.demo import demo_page, pace_table
+from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.pages.figures import interval
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import (
     INTERRUPTED,
     Files,
-    command,
     command_line,
     console,
     device_type,
-    item,
+    machine_line,
+    print_section,
     record,
     say,
-    show,
 )
-from halfstep.report import write_page
+from halfstep.report import Code, Facts, Paragraph, Section, write_page
 from halfstep.report.numbers import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import Comparison, compare
+from halfstep.tasks.compare import compare, pace
 from halfstep.tasks.machine import threads_of_torch
-from halfstep.tasks.overflow import Rescue, rescue
-from halfstep.tasks.pace import Pace, pace
+from halfstep.tasks.overflow import rescue
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
@@ -59,26 +57,13 @@ class Settings:
     broken_steps: int = 120  # of the run that goes NaN
 
 
-@dataclass(kw_only=True, slots=True)
-class Measured:
-    """What was measured so far."""
-
-    device: str
-    units: hs.policy.Units
-    paces: list[tuple[Workload, Pace]] = field(default_factory=list)
-    rescue: Rescue | None = None
-    comparisons: list[Comparison] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
-
-
 OnShare = Callable[[float], None]
 """Takes the share of a part that is done."""
 
-Part = tuple[str, float, Callable[[OnShare], Callable[[], None]]]
-"""Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns how to print that."""
+Part = tuple[str, float, Callable[[OnShare], Section]]
+"""Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns what is printed."""
 
 
-@command
 def run_demo(html: Html = None, json: Json = None, device: Device = "") -> int:
     """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
 
@@ -93,9 +78,8 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
     where = device_type(device)
     files = Files(json=json, html=html)
     about = machine()
-    demo = Measured(device=where, units=hs.policy.units(where))
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
+    demo = Demo(device=where, units=hs.policy.units(where))
+    say(out, machine_line(about))
     say(out, demo.units.reason)
     load = load_average()
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
@@ -104,33 +88,27 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
                  f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
-        interrupted = _measure(demo, _parts(demo, settings, out), err)
-    say(out)
-    say(out, "Conclusions", style="bold")
-    found = conclusions(demo.paces, demo.rescue, demo.comparisons, demo.units, demo.missing)
-    for fact in found:
-        item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
+        interrupted = _measure(demo, _parts(demo, settings), out, err)
+    print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
     again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
     files.write(
         out,
         json=record(again, machine=about, **_facts(demo)),
-        html=lambda path: write_page(
-            demo_page(demo.paces, demo.rescue, demo.comparisons, found, about=about, command=again, day=day), path
-        ),
+        html=lambda path: write_page(demo_page(demo, about=about, command=again, day=day), path),
     )
     return INTERRUPTED if interrupted else 0
 
 
-def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
+def _measure(demo: Demo, parts: list[Part], out: Console, err: Console) -> bool:
     """Run the parts; return whether Ctrl-C ended them. What was not finished is named in the demo."""
     total, done = sum(weight for _, weight, _ in parts), 0.0
     for number, (title, weight, run) in enumerate(parts):
         try:
             with Watch(err) as watch:  # ends before its result is printed: a bar would divert what goes to stdout
                 watch.see(done / total, f"{number + 1}/{len(parts)} {title}")
-                show_it = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
-            show_it()
+                section = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
+            print_section(out, section)
         except KeyboardInterrupt:
             demo.missing += [f"{title} (interrupted)", *(later for later, _, _ in parts[number + 1 :])]
             return True
@@ -140,75 +118,49 @@ def _measure(demo: Measured, parts: list[Part], err: Console) -> bool:
     return False
 
 
-def _parts(demo: Measured, settings: Settings, out: Console) -> list[Part]:
+def _parts(demo: Demo, settings: Settings) -> list[Part]:
     """Return the parts in their order."""
     works = zip(workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True)
     parts: list[Part] = [
-        (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, out, w, seconds))
+        (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, w, seconds))
         for w, seconds in works
     ]
-    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, out, settings.broken_steps)))
+    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, settings.broken_steps)))
     for name, steps in settings.steps:
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
         else:
-            run = partial(_train, demo, out, name, steps, settings.seeds)
+            run = partial(_train, demo, name, steps, settings.seeds)
             parts.append((f"accuracy of {name} beside fp32", 25, run))
     return parts
 
 
-def _time(
-    demo: Measured, out: Console, workload: Workload, seconds: float, on_share: OnShare
-) -> Callable[[], None]:  # fmt: skip
+def _time(demo: Demo, workload: Workload, seconds: float, on_share: OnShare) -> Section:
     timed = candidates(TIMED, demo.device)
     made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
     demo.paces.append((workload, made))
-    return partial(_print_pace, out, workload, made)
+    rounds, control = made.control.rounds, interval(made.control)
+    about = Paragraph(f"{made.about}; {made.parameters:,} parameters, on {made.device}")
+    how = Paragraph(f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
+    return Section(f"A model bound by {workload.bound_by}", (about, pace_table(workload, made), how))
 
 
-def _break(demo: Measured, out: Console, steps: int, on_share: OnShare) -> Callable[[], None]:
-    demo.rescue = rescue(device=demo.device, steps=steps, on_share=on_share)
-    return partial(_print_rescue, out, demo.rescue)
+def _break(demo: Demo, steps: int, on_share: OnShare) -> Section:
+    demo.rescue = rescued = rescue(device=demo.device, steps=steps, on_share=on_share)
+    heading = f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())"
+    return Section(heading, (Code(str(rescued.verdict)),))
 
 
-def _train(
-    demo: Measured, out: Console, name: str, steps: int, seeds: int, on_share: OnShare
-) -> Callable[[], None]:  # fmt: skip
+def _train(demo: Demo, name: str, steps: int, seeds: int, on_share: OnShare) -> Section:
     compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
-    seen, moments = itertools.count(1), (len(compared) + 1) * steps * seeds
-    on_step = lambda moment: on_share(next(seen) / moments)  # noqa: E731
+    seen, total = itertools.count(1), (len(compared) + 1) * steps * seeds
+    on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
     made = compare(task, compared, steps=steps, seeds=seeds, device=demo.device, on_step=on_step)
     demo.comparisons.append(made)
-    return partial(_print_accuracy, out, made)
+    return Section(f"Accuracy of {made.task}", (Paragraph(setting(made)), result_table(made)))
 
 
-def _print_pace(out: Console, workload: Workload, made: Pace) -> None:
-    """Print time and bytes of every candidate."""
-    say(out)
-    say(out, f"A model bound by {workload.bound_by}", style="bold")
-    say(out, f"{made.about}; {made.parameters:,} parameters, on {made.device}")
-    show(out, pace_table(workload, made))
-    rounds, control = made.control.rounds, interval(made.control)
-    say(out, f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
-
-
-def _print_accuracy(out: Console, made: Comparison) -> None:
-    """Print the result of every candidate."""
-    say(out)
-    say(out, f"Accuracy of {made.task}: {made.about}", style="bold")
-    say(out, setting(made))
-    show(out, result_table(made))
-
-
-def _print_rescue(out: Console, rescued: Rescue) -> None:
-    """Print the verdict as `step.explain()` prints it."""
-    say(out)
-    say(out, f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())", style="bold")
-    for line in str(rescued.verdict).splitlines():
-        say(out, line)
-
-
-def _facts(demo: Measured) -> dict[str, Any]:
+def _facts(demo: Demo) -> dict[str, Any]:
     """Return what was measured as plain values."""
     rescued = demo.rescue
     names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")

@@ -15,19 +15,18 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Json
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, item, record, say, show
+from halfstep.cli.terminal import Files, command_line, console, device_type, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
 from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
-from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
+from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, measure_speed, sizes_for
 
 __all__ = ["examine", "run_doctor"]
 
 
-@command
 def run_doctor(
     device: Annotated[
         str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")
@@ -53,7 +52,9 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
     units = [hs.policy.units(each) for each in devices]
-    _print_units(out, units)
+    headers = ("device", "bf16 units", "fp16 units", "how this is known")
+    there = {True: Cell("yes", "good"), False: Cell("no", "open")}
+    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if not err.is_terminal:
         say(err, "measuring ...")
@@ -63,7 +64,7 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
         status.update("measuring: optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
-    found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
+    found = tuple(pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ))
     for speed in speeds:
         _print_speeds(out, speed, threads)
     if quick:
@@ -71,30 +72,21 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
     for each in advice:
         _print_advice(out, each)
     _print_reads(out, reads, main)
-    _print_pitfalls(out, found)
-    records = {
-        name: [dataclasses.asdict(each) for each in those]
-        for name, those in (("units", units), ("advice", advice), ("optimizers", reads))
-    }
+    say(out)
+    say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
+    for line in found:
+        item(out, line, style="yellow")
+    lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
+    records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     again = command_line("doctor", device=device, quick=quick, json=json)
     files.write(
         out,
         json=record(
             again, quick=quick, machine=about, cpu_kernels=hs.step.cpu_kernels(), threads=threads, pitfalls=found,
-            **records, speeds=[_record(each) for each in speeds],
+            **records,
         ),
     )  # fmt: skip
     return 0
-
-
-def _record(speed: DeviceSpeed) -> dict[str, Any]:
-    """Return the plain values of `speed`; each ratio has beside it whether it is decided."""
-    record = dataclasses.asdict(speed)
-    for work, plain in zip(speed.works, record["works"], strict=True):
-        for each, values in zip(work.speeds, plain["speeds"], strict=True):
-            if each.faster is not None:
-                values["decided"] = work.decided(each)
-    return record
 
 
 def _print_machine(out: Console, about: dict[str, Any]) -> None:
@@ -108,12 +100,6 @@ def _print_machine(out: Console, about: dict[str, Any]) -> None:
     say(out, f"CPU kernels: {hs.step.cpu_kernels()}")
 
 
-def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:
-    headers = ("device", "bf16 units", "fp16 units", "how this is known")
-    there = {True: Cell("yes", "good"), False: Cell("no", "open")}
-    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
-
-
 def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
     on = f"cpu, {counted(threads, 'thread')}" if speed.device == "cpu" else speed.device
     say(out)
@@ -124,7 +110,7 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
         for each in work.speeds:
             name = f"{work.work} {work.size}" if each.faster is None or not out.is_terminal else ""
             gflops = f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}"
-            rows.append((name, each.label, gflops, _ratio(work, each)))
+            rows.append((name, each.label, gflops, _ratio(each)))
         ends.add(len(rows) - 1)
     show(out, table("", ("work", "format", "GFLOP/s", "speed / fp32, 90 %"), rows, words=(1,)), ends=ends)
     say(out, "medians of paired ratios; undecided: finer than fp32 run twice differs")
@@ -136,12 +122,12 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
         say(out, "fp32 is IEEE fp32; unless told, torch runs convolutions in tf32 and matrix products in fp32")
 
 
-def _ratio(work: WorkSpeed, speed: Speed) -> Cell:
+def _ratio(speed: Speed) -> Cell:
     ratio = speed.faster
     if ratio is None:
         return Cell("")
     interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
-    if not work.decided(speed):
+    if not speed.decided:
         return Cell(f"undecided {interval}", "open")
     return Cell(f"{ratio.median:.2f} {interval}", "good" if ratio.median > 1 else "bad")
 
@@ -178,10 +164,3 @@ def _meaning(later: int, first: int, problem: str) -> str:
     if later == 0:
         return "no, 0 reads a step" + (f" ({first} in the first)" if first else "")
     return f"yes, the host makes {counted(later, 'read')} a step"
-
-
-def _print_pitfalls(out: Console, found: Sequence[str]) -> None:
-    say(out)
-    say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
-    for line in found:
-        item(out, line, style="yellow")

@@ -8,10 +8,10 @@ import typer
 
 import halfstep as hs
 from halfstep.cli.options import PolicyLabel, split
-from halfstep.cli.terminal import WRONG_USE, command
+from halfstep.cli.terminal import WRONG_USE
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.candidates import policy_named
 
 __all__ = ["run_engine"]
 
@@ -22,22 +22,16 @@ WRITERS = {
 }
 
 
-@command
 def run_engine(
     name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
     policy: PolicyLabel = "mixed",
-    accept: Annotated[
-        str, typer.Option("--accept", help="Fields of the policy that the engine may leave out, with commas.")
-    ] = "",
+    accept: Annotated[str, typer.Option(help="Fields of the policy that the engine may leave out, with commas.")] = "",
 ) -> int:
     """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
     try:
         if name not in WRITERS:
             raise TaskError(f"unknown engine {name!r}{did_you_mean(name, WRITERS)}; there are {', '.join(WRITERS)}")
-        candidate = policy_candidate(policy, "cpu")
-        if candidate is None or candidate.policy is None:
-            raise TaskError(f"{policy!r} is a loop of torch; give a preset or a policy file")
-        made = WRITERS[name](candidate.policy, accept=split(accept))
+        made = WRITERS[name](policy_named(policy, "cpu"), accept=split(accept))
     except hs.errors.PolicyError as error:
         typer.echo(f"error: {error}", err=True)  # a line for each field
         return WRONG_USE

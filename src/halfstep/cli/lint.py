@@ -11,12 +11,12 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
-from halfstep.cli import completion
-from halfstep.cli.audit import policy_of
+from halfstep.cli import options
 from halfstep.cli.options import Json, PolicyLabel, Sarif, split
-from halfstep.cli.terminal import Files, command, command_line, console, record, say
+from halfstep.cli.terminal import Files, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, counted, sarif_log, strict_json
+from halfstep.tasks.candidates import policy_named
 
 __all__ = ["run_lint"]
 
@@ -26,7 +26,6 @@ FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-@command
 def run_lint(
     targets: Annotated[
         list[str] | None,
@@ -40,13 +39,12 @@ def run_lint(
     severity: Annotated[
         str,
         typer.Option(
-            "--severity",
             help="The least severity for exit code 1: note, warning or error.",
-            autocompletion=completion.severities,
+            autocompletion=options.among(lambda: SEVERITIES[::-1]),
         ),
     ] = "warning",
-    ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",
-    explain: Annotated[str, typer.Option("--explain", help="Show a rule with an example, such as HS001.")] = "",
+    ignore: Annotated[str, typer.Option(help="Codes of rules to leave out, with commas.")] = "",
+    explain: Annotated[str, typer.Option(help="Show a rule with an example, such as HS001.")] = "",
     json: Json = None,
     sarif: Sarif = None,
 ) -> int:
@@ -64,7 +62,7 @@ def run_lint(
         words = f"expected {', '.join(SEVERITIES)}"
         raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
     files = Files(json=json, sarif=sarif)
-    chosen, left_out = policy_of(policy, "cpu"), split(ignore)
+    chosen, left_out = policy_named(policy, "cpu"), split(ignore)
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     _print(out, found)
     again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))

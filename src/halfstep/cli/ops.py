@@ -1,76 +1,76 @@
-"""``halfstep ops``: which rule each operator has under a policy and why; what differs between two; a model's plan."""
+"""``halfstep ops``: which rule each operator has under a policy and why; what differs between two; a model's plan.
+
+On a terminal operators that share rule and reason share a row; elsewhere each has its own, so that lines can be found.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from rich.console import Console
+from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.cli import completion
-from halfstep.cli.optables import (
-    RULES,
-    Changed,
-    Ruled,
-    ordered,
-    print_changes,
-    print_fields,
-    print_head,
-    print_operators,
-    print_parameters,
-    print_ruled_modules,
-)
+from halfstep.cli import options
 from halfstep.cli.options import Device, Json, PolicyLabel
-from halfstep.cli.terminal import Files, command, command_line, console, device_type, item, record, say
+from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, item, record, say, show
+from halfstep.formats import DTYPE_NAMES, DTYPES, LOW_DTYPES
+from halfstep.lens import Sink, Tracer
+from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
-from halfstep.tasks.candidates import Candidate, policy_candidate
+from halfstep.tasks.candidates import policy_named, split_label
+from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.registry import load_model
-from halfstep.tasks.used import Used, used_operators
+from halfstep.torch_private.trees import tree_leaves
 
 __all__ = ["run_ops"]
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
+RULES = (*hs.policy.RULE_KINDS, "")
+RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
+MEGABYTE = 1e6
+FEW = 3  # names shown of many
+
+Row = tuple[str | Cell, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The options of the command line, checked."""
+class Ruled:
+    """One operator under a policy."""
 
-    candidate: Candidate
-    policy: hs.Policy
-    other: Candidate | None
-    source: Task | nn.Module | None
-    plan: hs.policy.Plan
-    names: tuple[str, ...]
+    operator: str  # its name
+    rule: str  # "" for none
+    decided_by: str  # the part of the policy that decided, "" for none
+    reason: str  # why, with its source
+    calls: int = 0  # how often a model called it, 0 if not counted
+    gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
 
-@command
 def run_ops(
     patterns: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="PATTERN",
             help="Operators, such as softmax or 'conv*'. Default: all with a rule.",
-            autocompletion=completion.operators,
+            autocompletion=options.OPERATORS,
         ),
     ] = None,
     policy: PolicyLabel = "mixed",
     diff: Annotated[
         str,
-        typer.Option("--diff", help="Show what differs from this policy instead.", autocompletion=completion.policy),
+        typer.Option(help="Show what differs from this policy instead.", autocompletion=options.policy),
     ] = "",
     model: Annotated[
         str,
         typer.Option(
-            "--model",
             help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
         ),
     ] = "",
@@ -79,159 +79,366 @@ def run_ops(
 ) -> int:
     """Show the rule of every operator under a policy: which part of the policy decides, why, and from which source."""
     out, where = console(), device or device_type("")
-    asked = _check(policy, patterns or (), diff, model, where)
-    files = Files(json=json)
-    if asked.other is not None:
-        shown = _show_difference(out, asked, asked.other, where)
+    if diff and model:
+        raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
+    if ":" in where:
+        raise TaskError(f"--device {where!r}: rules are the same for every index; write {where.partition(':')[0]!r}")
+    hs.policy.units(where)  # refuses what is no device type
+    mine = policy_named(policy, where)
+    other = policy_named(diff, where) if diff else None
+    source = load_model(model) if model else None  # may register custom operators
+    plan = _plan(mine, source, where)
+    names = _matching(patterns or (), plan)
+    files, title = Files(json=json), _title(policy, mine)
+    if other is not None:
+        shown = _show_difference(out, (title, _title(diff, other)), mine, other, where, names)
     else:
-        shown = _show_plan(out, asked, where, patterns or ())
+        shown = _show_plan(out, title, mine, plan, source, names)
     again = command_line("ops", *(patterns or ()), policy=policy, diff=diff, model=model, device=device, json=json)
-    facts = {"device": where, "label": asked.candidate.label, "policy": asked.policy.to_toml()}
-    files.write(out, json=record(again, **facts, **shown))
+    files.write(out, json=record(again, device=where, label=title, policy=mine.to_toml(), **shown))
     return 0
 
 
-def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: str) -> _Asked:
-    """Check and load everything before anything is printed."""
-    if diff and model:
-        raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
-    if ":" in device:
-        raise TaskError(f"--device {device!r}: rules are the same for every index; write {device.partition(':')[0]!r}")
-    hs.policy.units(device)  # refuses what is no device type
-    mine = _candidate(policy, device)
-    other = _candidate(diff, device) if diff else None
-    source = load_model(model) if model else None  # may register custom operators
-    chosen = mine.policy or hs.Policy.of(policy)
-    instance = source.model() if isinstance(source, Task) else source
-    if instance is None:
-        plan = hs.resolve(chosen.replace(modules=()), nn.Identity(), device)
-    else:
-        plan = hs.resolve(chosen, instance, device)
-    names = _matching(patterns, plan)
-    return _Asked(candidate=mine, policy=chosen, other=other, source=source, plan=plan, names=names)
+def _plan(policy: hs.Policy, source: Task | nn.Module | None, device: str) -> hs.policy.Plan:
+    if source is None:
+        return hs.resolve(policy.replace(modules=()), nn.Identity(), device)
+    return hs.resolve(policy, source.model() if isinstance(source, Task) else source, device)
 
 
-def _candidate(label: str, device: str) -> Candidate:
-    """Return the policy called `label`, with the format that ``halfstep compare`` would give it."""
-    found = policy_candidate(label, device)
-    if found is None:
-        instead = "preset 'O0' keeps everything in fp32" if label.startswith("fp32") else "preset 'torch' has its lists"
-        raise TaskError(f"{label!r} is a training loop without halfstep and has no policy; {instead}")
-    name, colon, _ = label.rpartition(":")
-    path = Path(name if colon and name.endswith(".toml") else label)
-    if path.suffix != ".toml":
-        return found
-    return dataclasses.replace(found, label=f"{path.name} {found.dtype}")  # its own name may be its preset's
+def _title(label: str, policy: hs.Policy) -> str:
+    """Return what a policy is called here: a file by its own name, as the name in it may be its preset's."""
+    name = Path(split_label(label)[0]).name
+    return name if policy.dtype == "fp32" else f"{name} {policy.dtype}"
 
 
 def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
     """Return the operators that `patterns` stand for, each once."""
     names: list[str] = []
+    own = [name for name, _ in plan.operators if OWN in name]
     for pattern in patterns:
-        if OWN in pattern:
-            own = [name for name, _ in plan.operators if OWN in name]
-            found = tuple(name for name in own if fnmatchcase(name, pattern))
-            if not found:
-                raise TaskError(
-                    f"no custom operator {pattern!r} is registered; registered are {', '.join(own) or 'none'}"
-                )
-        else:
-            found = hs.policy.operator_names(pattern)
-        names += found
+        found = [name for name in own if fnmatchcase(name, pattern)]
+        if OWN in pattern and not found:
+            raise TaskError(f"no custom operator {pattern!r} is registered; registered are {', '.join(own) or 'none'}")
+        names += found if OWN in pattern else hs.policy.operator_names(pattern)
     return tuple(dict.fromkeys(names))
 
 
-def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) -> dict[str, Any]:
-    used, problem = _used(asked, device)
-    rules = dict(asked.plan.operators)
-    names = asked.names or tuple(used or rules)
-    if used and patterns:
-        names = tuple(name for name in asked.names if name in used)
-    rows = ordered(_ruled(name, rules, used) for name in names)
-    notes = [*asked.plan.notes, *_notes(asked)]
-    print_head(out, asked.candidate.label, asked.plan, is_model=asked.source is not None)
-    for note in notes:
-        item(out, note, style="yellow")
-    if asked.source is not None:
-        print_ruled_modules(out, asked.plan)
-        print_parameters(out, asked.plan)
-    if problem:
-        say(out)
-        item(out, problem, style="yellow")
-    total = len(hs.policy.operator_names("*"))
-    print_operators(out, rows, asked.plan, total=total, used=used is not None, chosen=bool(patterns))
-    shown: dict[str, Any] = {"notes": notes, "operators": [dataclasses.asdict(row) for row in rows]}
-    if asked.source is not None:
-        shown["modules"] = [dataclasses.asdict(module) for module in asked.plan.modules]
-        shown["parameters"] = [dataclasses.asdict(parameter) for parameter in asked.plan.parameters]
-    return shown
-
-
-def _ruled(name: str, rules: dict[str, Any], used: dict[str, Used] | None) -> Ruled:
-    decision = rules.get(name)
-    calls = used.get(name) if used else None
+def _ruled(name: str, plan: hs.policy.Plan, used: dict[str, Counter[str]] | None = None) -> Ruled:
+    decision = dict(plan.operators).get(name)
+    gives = used.get(name, Counter()) if used else Counter[str]()
     return Ruled(
         operator=name,
         rule=decision.rule if decision else "",
         decided_by=decision.origin if decision else "",
         reason=decision.reason if decision else "no rule: runs in its inputs' format",
-        calls=calls.calls if calls else 0,
-        gives=calls.gives if calls else (),
+        calls=gives.total(),
+        gives=tuple(gives.most_common()),
     )
 
 
-def _used(asked: _Asked, device: str) -> tuple[dict[str, Used] | None, str]:
+# ------------------------------------------------------------------ one policy
+
+
+def _show_plan(
+    out: Console, title: str, policy: hs.Policy, plan: hs.policy.Plan, source: Task | nn.Module | None,
+    names: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Print a policy, or a model's plan under it; return what the JSON file has of it."""
+    used, problem = _used(source, policy, plan.device)
+    chosen = bool(names)
+    names = (
+        [name for name in names if not used or name in used]
+        if chosen
+        else [*used]
+        if used
+        else [name for name, _ in plan.operators]
+    )
+    rows = [_ruled(name, plan, used) for name in names]
+    sizes = Counter((row.rule, row.reason) for row in rows)  # reasons that many operators share come first
+    rows.sort(key=lambda row: (RULES.index(row.rule), -sizes[row.rule, row.reason], row.reason, row.operator))
+    notes = [*plan.notes, *_notes(policy, plan, source)]
+    _print_head(out, title if source is None else f"{plan.model} under {title}", plan)
+    for note in notes:
+        item(out, note, style="yellow")
+    shown: dict[str, Any] = {"notes": notes, "operators": [asdict(row) for row in rows]}
+    if source is not None:
+        _print_modules(out, plan)
+        _print_parameters(out, plan)
+        shown["modules"] = [asdict(module) for module in plan.modules]
+        shown["parameters"] = [asdict(parameter) for parameter in plan.parameters]
+    if problem:
+        say(out)
+        item(out, problem, style="yellow")
+    say(out)
+    if used is not None:
+        _print_used(out, rows, plan)
+    else:
+        _print_operators(out, rows, plan, chosen=chosen)
+    return shown
+
+
+def _used(
+    source: Task | nn.Module | None, policy: hs.Policy, device: str
+) -> tuple[dict[str, Counter[str]] | None, str]:
     """Return the operators that a task's first step calls, or None and why they are not known."""
-    if asked.source is None:
+    if source is None:
         return None, ""
-    if not isinstance(asked.source, Task):
+    if not isinstance(source, Task):
         return None, "operators that the model calls are counted if the function returns an hs.Task, which has a batch"
     try:
         device_type(device)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "policy .* on ")  # it is among the plan's notes
-            return used_operators(asked.source, asked.policy, device), ""
+            return used_operators(source, policy, device), ""
     except Exception as error:  # of the user's model: its plan is worth showing all the same
         first = (str(error).splitlines() or [""])[0]
         return None, f"operators are not counted: the first step raised {type(error).__name__}: {first}"
 
 
-def _notes(asked: _Asked) -> list[str]:
+def _notes(policy: hs.Policy, plan: hs.policy.Plan, source: Task | nn.Module | None) -> list[str]:
     """Return what to know of the policy besides its plan."""
     notes = []
-    if asked.plan.policy.dtype == "fp32" and asked.plan.operators:
+    if plan.policy.dtype == "fp32" and plan.operators:
         notes.append("the low format is fp32, so no rule changes anything")
-    if asked.policy.table == "torch":
+    if policy.table == "torch":
         notes.append(
             "torch.autocast's lists as halfstep has them written down; a region uses those of the torch that runs it, "
             f"{torch.__version__} here"
         )
-    if asked.policy.modules and asked.source is None:
+    if policy.modules and source is None:
         notes.append("the policy has rules for modules too, which win over those of operators; --model shows them")
     return notes
 
 
-def _show_difference(out: Any, asked: _Asked, other: Candidate, device: str) -> dict[str, Any]:
-    theirs = other.policy
-    assert theirs is not None
-    plan = hs.resolve(theirs.replace(modules=()), nn.Identity(), device)
-    left, right = dict(asked.plan.operators), dict(plan.operators)
-    changes = []
-    for name in asked.names or sorted(left.keys() | right.keys()):
-        before, after = _ruled(name, left, None), _ruled(name, right, None)
-        if before.rule != after.rule:
-            changes.append(Changed(before=before, after=after))
-    changes.sort(key=lambda each: (RULES.index(each.before.rule), RULES.index(each.after.rule), each.before.operator))
-    fields = [
-        (field.name, getattr(asked.policy, field.name), getattr(theirs, field.name))
-        for field in dataclasses.fields(hs.Policy)
-        if field.name != "name" and getattr(asked.policy, field.name) != getattr(theirs, field.name)
+def _print_head(out: Console, subject: str, plan: hs.policy.Plan) -> None:
+    policy, scale = plan.policy, plan.policy.scale
+    masters = "fp32 masters" if policy.master == "master" else f"master={policy.master}"
+    if plan.masters:
+        masters = f"master auto ({plan.masters})"
+    facts = [f"low format {policy.dtype}" if policy.dtype != "fp32" else "nothing is lowered"]
+    facts.append(f"parameters low with {masters}" if policy.params == "low" else f"parameters {policy.params}")
+    facts.append(f"residual stream {policy.residual}")
+    facts.append(f"loss scale {f'dynamic from {scale.init:g}' if isinstance(scale, hs.ScaleRule) else scale}")
+    facts += ["fp16 emulated"] if policy.emulate == "always" and policy.dtype == "fp16" else []
+    say(out, f"{subject} on {plan.device}", style="bold")
+    say(out, ", ".join(facts))
+
+
+def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool) -> None:
+    if not rows:
+        say(out, f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in")
+        return
+    if not chosen:
+        total = len(hs.policy.operator_names("*"))
+        say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
+    for rule in RULES:
+        if any(row.rule == rule for row in rows):
+            means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
+            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=RULE_STYLES[rule])
+    lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
+    _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
+
+
+def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
+    if not rows:
+        say(out, "the model calls none of these operators")
+        return
+    say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
+    lines = []
+    for row in rows:
+        gives = [(plan.policy.dtype if name == "low" else name, times) for name, times in row.gives]
+        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
+        by = _by(row.decided_by, plan)
+        lines.append((row.operator, str(row.calls), _rule(row.rule), words, by, row.reason))
+    _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
+
+
+def _by(origin: str, plan: hs.policy.Plan) -> str:
+    if origin == "table":
+        return f"table {plan.policy.table}"
+    return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
+
+
+def _print_modules(out: Console, plan: hs.policy.Plan) -> None:
+    """Print the modules that have a rule; on a terminal those that share one share a row."""
+    ruled = [module for module in plan.modules if module.rule]
+    say(out)
+    if not ruled:
+        say(out, f"Modules: none of {len(plan.modules)} has a rule of its own; operators follow theirs", style="bold")
+        return
+    say(out, f"Modules: {len(ruled)} of {len(plan.modules)} have a rule, which wins over those of operators", "bold")
+    groups = _grouped(
+        ((module.rule, module.format, module.reason), f"{module.path or '(root)'} ({module.kind})") for module in ruled
+    )
+    rows = (
+        (_rule(rule), made_in, shown, reason)
+        for (rule, made_in, reason), names in groups.items()
+        for shown in ([_few(names)] if out.is_terminal else names)
+    )
+    _show(out, ("rule", "computes in", "modules", "why"), rows)
+
+
+def _print_parameters(out: Console, plan: hs.policy.Plan) -> None:
+    """Print parameters by format and reason, with their bytes and those of fp32 masters."""
+    say(out)
+    total = sum(each.numel for each in plan.parameters)
+    say(out, f"Parameters: {total:,} in {len(plan.parameters)} tensors", style="bold")
+    groups = _grouped(((each.format, each.reason), each) for each in plan.parameters)
+    rows = [
+        (*_sizes(name, members), _few([each.name for each in members]), reason)
+        for (name, reason), members in groups.items()
     ]
-    labels = (asked.candidate.label, other.label)
-    print_fields(out, labels, fields)
-    print_changes(out, labels, changes, device)
+    low = [each for each in plan.parameters if each.low]
+    if low and plan.policy.master == "master":
+        why = "master='master': the optimizer steps these"
+        if plan.masters:
+            why = "in a loop of one's own; half as many bytes (split) in a TrainStep that updates in one pass"
+        rows.append((*_sizes("fp32", low), "their fp32 masters", why))
+    if rows:
+        _show(out, ("format", "tensors", "elements", "MB", "parameters", "why"), rows, numbers=(1, 2, 3))
+
+
+def _sizes(name: str, members: Sequence[Any]) -> tuple[str, str, str, str]:
+    count = sum(each.numel for each in members)
+    return name, str(len(members)), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"
+
+
+# ------------------------------------------------------------------ the operators that a task calls
+
+
+class _OperatorCounter(Sink):
+    """Counts operators while it is `on`, as the rules of a region call them: cast, and with composites taken apart."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.results: dict[str, Counter[str]] = {}
+
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function and count it, if it is an operator, under the format of its result."""
+        result = func(*args, **kwargs)
+        name = hs.policy.operator_name(func) if self.on else None
+        if name is not None:
+            self.results.setdefault(name, Counter())[_format(result)] += 1
+        return result
+
+
+def _format(result: Any) -> str:
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            low = leaf.dtype in LOW_DTYPES
+            return "low" if low else DTYPE_NAMES.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+    return "none"
+
+
+def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
+    """Train a new model of `task` for one step under `policy`; return what forward pass and loss called, with formats.
+
+    fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
+    """
+    if policy.dtype == "fp16":
+        policy = hs.Policy.of(policy, dtype="bf16")
+    with generators_kept():
+        torch.manual_seed(0)
+        return _count(task, policy, device)
+
+
+def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
+    model, batch = task.model().to(device), task.batch_on(device, 0, 0)
+    counter = _OperatorCounter()
+
+    def loss_fn(model: nn.Module, *batch: Any) -> Any:
+        counter.on = True
+        try:
+            return task.loss_fn(model, *batch)
+        finally:
+            counter.on = False
+
+    step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
+    with Tracer(counter, above=False):
+        step(*batch)
+    return counter.results
+
+
+# ------------------------------------------------------------------ two policies
+
+
+def _show_difference(
+    out: Console, titles: tuple[str, str], mine: hs.Policy, other: hs.Policy, device: str, names: Sequence[str]
+) -> dict[str, Any]:
+    """Print fields and operators in which two policies differ; return what the JSON file has of it."""
+    own = [(field.name, getattr(mine, field.name), getattr(other, field.name)) for field in fields(hs.Policy)]
+    differ = [(name, left, right) for name, left, right in own if name != "name" and left != right]
+    if differ:
+        say(out, f"Fields in which {titles[0]} and {titles[1]} differ", style="bold")
+        _show(out, ("field", *titles), ((name, _value(left), _value(right)) for name, left, right in differ))
+    else:
+        say(out, f"{titles[0]} and {titles[1]}: all fields are the same")
+    plans = _plan(mine, None, device), _plan(other, None, device)
+    every = sorted(dict(plans[0].operators).keys() | dict(plans[1].operators).keys())
+    pairs = [(_ruled(name, plans[0]), _ruled(name, plans[1])) for name in names or every]
+    changes = [(before, after) for before, after in pairs if before.rule != after.rule]
+    changes.sort(key=lambda pair: (RULES.index(pair[0].rule), RULES.index(pair[1].rule), pair[0].operator))
+    _print_changes(out, titles, changes, device)
     return {
-        "other": {"label": other.label, "policy": theirs.to_toml()},
-        "fields": [name for name, _, _ in fields],
-        "operators": [dataclasses.asdict(change) for change in changes],
+        "other": {"label": titles[1], "policy": other.to_toml()},
+        "fields": [name for name, _, _ in differ],
+        "operators": [{"before": asdict(before), "after": asdict(after)} for before, after in changes],
     }
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"{pattern} = {rule}" for pattern, rule in value) or "-"
+    return str(value)
+
+
+def _print_changes(
+    out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str
+) -> None:  # fmt: skip
+    if not changes:
+        say(out, f"operators on {device}: no rule differs")
+        return
+    say(out)
+    count = counted(len(changes), "operator")
+    say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
+    why = [] if out.is_terminal else [f"why in {title}" for title in titles]  # reasons would leave no shared row
+    lines: list[Row] = []
+    for before, after in changes:
+        reasons = (before.reason, after.reason) if why else ()
+        lines.append((before.operator, _rule(before.rule), _rule(after.rule), *reasons))
+    _show(out, ("operator", *titles, *why), lines, shared=True)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def _show(
+    out: Console, headers: Sequence[str], rows: Iterable[Row], *, numbers: Collection[int] = (), shared: bool = False
+) -> None:
+    """Print a table of words, with numbers in the columns `numbers`.
+
+    With `shared`, rows that differ in their first cells alone share a row on a terminal.
+    """
+    ends: Collection[int] = ()
+    if shared and out.is_terminal:
+        groups = _grouped((row[1:], str(row[0])) for row in rows)
+        rows = [(", ".join(names), *rest) for rest, names in groups.items()]
+        ends = range(len(groups))
+    words = (place for place in range(len(headers)) if place not in numbers)
+    show(out, table("", headers, rows, words), ends=ends)
+
+
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """Return key -> what has it, in their order."""
+    groups: dict[Any, list[Any]] = {}
+    for key, member in pairs:
+        groups.setdefault(key, []).append(member)
+    return groups
+
+
+def _rule(rule: str) -> Cell:
+    return Cell(rule or "-", rule or "none")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:FEW]) + (f", ... ({len(names)})" if len(names) > FEW else "")

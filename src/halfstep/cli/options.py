@@ -1,23 +1,89 @@
-"""Options that several commands have."""
+"""Options that several commands have, and shell completion: the values that an option or argument may have.
+
+`halfstep --install-completion` sets completion up in bash, zsh, fish and PowerShell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from halfstep.cli import completion
+import halfstep as hs
+from halfstep.tasks import task_names
 
-__all__ = ["TASK", "Device", "Html", "Json", "PolicyLabel", "Sarif", "TaskName", "split"]
+__all__ = [
+    "Device", "GPUS", "Html", "Json", "OPERATORS", "PolicyLabel", "Sarif", "TASK", "TaskName", "among", "policies",
+    "policy", "split", "task",
+]  # fmt: skip
+
+FORMATS = ("bf16", "fp16")
+
+Completion = Callable[[str], list[str]]
+
+
+def among(values: Callable[[], Iterable[str]]) -> Completion:
+    """Return a completion that offers some of `values`."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [value for value in values() if value.startswith(incomplete)]
+
+    return offered
+
+
+def policy(incomplete: str) -> list[str]:
+    """Return presets, policy files (.toml) and folders; behind a colon the formats."""
+    name, colon, _ = incomplete.partition(":")
+    if colon and name in hs.policy.PRESETS:
+        return among(lambda: (f"{name}:{each}" for each in FORMATS))(incomplete)
+    return among(lambda: hs.policy.PRESETS)(incomplete) + _paths(incomplete, ".toml")
+
+
+def policies(incomplete: str) -> list[str]:
+    """Return the same for the last of several policies with commas between them."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{each}" for each in policy(last)]
+
+
+def task(incomplete: str) -> list[str]:
+    """Return the tasks that halfstep brings, Python files and folders."""
+    return among(task_names)(incomplete) + _paths(incomplete, ".py")
+
+
+def _gpus() -> Iterable[str]:
+    from halfstep.advise.plan import gpu_names
+
+    return gpu_names()
+
+
+def _devices() -> Iterable[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu", *([accelerator.type] if accelerator else [])]
+
+
+GPUS, OPERATORS = among(_gpus), among(lambda: hs.policy.operator_names("*"))
+
+
+def _paths(incomplete: str, suffix: str) -> list[str]:
+    """Return files with a suffix, and folders with a slash, that begin with what was typed."""
+    folder, slash, _ = incomplete.rpartition("/")
+    try:
+        entries = sorted(Path(folder + slash or ".").iterdir())
+    except OSError:
+        return []
+    shown = [e for e in entries if not e.name.startswith(".") and (e.is_dir() or e.suffix == suffix)]
+    return among(lambda: (f"{folder}{slash}{e.name}{'/' if e.is_dir() else ''}" for e in shown))(incomplete)
+
 
 TASK = "lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task."
 
 Device = Annotated[
     str,
     typer.Option(
-        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=completion.devices
+        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=among(_devices)
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
@@ -32,10 +98,10 @@ PolicyLabel = Annotated[
     typer.Option(
         "--policy",
         help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.",
-        autocompletion=completion.policy,
+        autocompletion=policy,
     ),
 ]
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK, autocompletion=completion.task)]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK, autocompletion=task)]
 
 
 def split(groups: str | Iterable[str] | None) -> list[str]:

@@ -10,15 +10,23 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
-from halfstep.advise.plan.drawing import drawing
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
-from halfstep.cli import completion
+from halfstep.advise.plan.page import (
+    drawing,
+    gpus_line,
+    label,
+    module_table,
+    part_table,
+    plan_page,
+    preset_table,
+    sent_table,
+    verdict,
+)
+from halfstep.cli import options
 from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
-from halfstep.cli.terminal import STYLES, Files, command, command_line, console, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
-from halfstep.tasks import TaskError, load_task
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks import load_task
+from halfstep.tasks.candidates import policy_named
 
 __all__ = ["run_plan"]
 
@@ -29,33 +37,33 @@ MODULES = 8
 """Rows of the table of modules, so that the answer stays on the screen."""
 
 
-@command
 def run_plan(
     task: TaskName,
     policy: PolicyLabel = "mixed",
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            "--policies",
             help="More of them, side by side, with commas between; 'all': every preset.",
-            autocompletion=completion.policies,
+            autocompletion=options.policies,
         ),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
     shard: Annotated[
         str,
-        typer.Option("--shard", help="How they share the work: ddp or fsdp2.", autocompletion=completion.workings),
+        typer.Option(
+            help="How they share the work: ddp or fsdp2.",
+            autocompletion=options.among(lambda: ("ddp", "fsdp2")),
+        ),
     ] = "",
     units: Annotated[
         list[str] | None,
-        typer.Option("--units", help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
+        typer.Option(help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
     ] = None,
     gpu: Annotated[
         str,
         typer.Option(
-            "--gpu",
             help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
-            autocompletion=completion.gpus,
+            autocompletion=options.GPUS,
         ),
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,
@@ -103,15 +111,11 @@ def run_plan(
 def _policies(labels: Sequence[str], low: str) -> list[hs.Policy]:
     """Return the policies called `labels`, each once; presets without a format get `low`."""
     wanted = [name for label_ in labels for name in (ALL if label_ == "all" else (label_,))]
+    named = (f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name for name in wanted)
     found: list[hs.Policy] = []
-    for name in wanted:
-        candidate = policy_candidate(f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name, "cpu")
-        if candidate is None or candidate.policy is None:
-            raise TaskError(
-                f"{name!r} is a loop without halfstep; plan a preset: 'O0' is fp32, 'torch' torch.amp's lists"
-            )
-        if candidate.policy not in found:
-            found.append(candidate.policy)
+    for policy in (policy_named(name, "cpu") for name in named):
+        if policy not in found:
+            found.append(policy)
     return found
 
 

@@ -9,19 +9,16 @@ import typer
 
 import halfstep as hs
 from halfstep.cli.options import Html, Json, Sarif
-from halfstep.cli.terminal import STYLES, Files, command, console, say
+from halfstep.cli.terminal import STYLES, Files, console, say
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.registry import load_model
 
 __all__ = ["run_replay"]
 
 
-@command
 def run_replay(
     file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
-    model: Annotated[
-        str, typer.Option("--model", help="path/to/file.py:function, which returns the hs.Task of that run.")
-    ],
+    model: Annotated[str, typer.Option(help="path/to/file.py:function, which returns the hs.Task of that run.")],
     json: Json = None,
     sarif: Sarif = None,
     html: Html = None,

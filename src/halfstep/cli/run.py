@@ -13,19 +13,19 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import typer
 
 import halfstep as hs
-from halfstep.cli import completion
+from halfstep.cli import options
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.errors import HalfstepError
-from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.candidates import policy_named
 from halfstep.tasks.task import TaskError
 
 __all__ = ["run_run", "run_script", "run_under_policy", "serve_child"]
@@ -51,10 +51,9 @@ def run_run(
     policy: Annotated[
         str,
         typer.Option(
-            "--policy",
             help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
             "for another format. Before the script.",
-            autocompletion=completion.policy,
+            autocompletion=options.policy,
         ),
     ] = "",
     force: Annotated[
@@ -72,36 +71,24 @@ def run_run(
 
 
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:
-    """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status.
-
-    Processes that it starts (workers, `torch.multiprocessing.spawn`) find it too, on their path.
-    """
+    """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status."""
     if not script.is_file():
-        print(f"halfstep run: there is no {_called(script)} {str(script)!r}", file=sys.stderr)
+        what = "option" if str(script).startswith("-") else "file"
+        print(f"halfstep run: there is no {what} {str(script)!r}", file=sys.stderr)
         return 2
-    path = list(sys.path)
-    try:
-        if apex.install(force=force):
-            sys.path.insert(0, APEX)
-            with _environment(_on_path(APEX)):
-                _run(script, args)
-        else:
-            print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
-            _run(script, args)
-    finally:
-        sys.path[:] = path
+    if apex.install(force=force):
+        with mock.patch.dict(os.environ, _on_path(APEX)):
+            _run(script, args, APEX)
+    else:
+        print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
+        _run(script, args)
     return 0
 
 
 def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
-    """Run a script, or a command such as torchrun, with torch.amp's names under a policy; return the exit status.
+    """Run a script, or a program such as torchrun, with torch.amp's names under a policy; return the exit status.
 
     At its end a script's process prints one line to stderr: its steps, how many were skipped, and what was replaced.
-
-    Args:
-        label: a preset or a policy file (.toml), with :bf16 or :fp16 for another format.
-        script: a Python file, which runs in this process, or the name of a program, which takes its place.
-        args: its arguments.
     """
     try:
         policy = _policy(label)
@@ -121,7 +108,7 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
             print(f"halfstep run: there is no file and no program {str(script)!r}", file=sys.stderr)
             return 2
         _count_forked(served)
-        with _environment(variables):
+        with mock.patch.dict(os.environ, variables):
             try:
                 _run(script, args)
             finally:
@@ -146,51 +133,22 @@ def serve_child() -> None:
 
 
 def _policy(label: str) -> hs.Policy:
-    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays.
-
-    Raises:
-        TaskError, PolicyError: there is none.
-    """
-    found = policy_candidate(label, "cpu")
-    if found is None or found.policy is None:
-        raise TaskError(f"{label!r} is no policy; without casts: O0, with torch's own lists: torch")
-    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else found.policy
+    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays."""
+    policy = policy_named(label, "cpu")
+    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else policy
 
 
-def _called(script: Path) -> str:
-    """Return what the first word that is no option of ``halfstep run`` was taken for."""
-    return "option" if str(script).startswith("-") else "file"
-
-
-def _run(script: Path, args: Sequence[str]) -> None:
-    """Run `script` as ``__main__``, with its arguments and its folder first on the path."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script), *args], [str(script.resolve().parent)]
-    try:
+def _run(script: Path, args: Sequence[str], *folders: str) -> None:
+    """Run `script` as ``__main__``, with its arguments, and its folder and `folders` first on the path."""
+    argv, path = [str(script), *args], [str(script.resolve().parent), *folders, *sys.path]
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
         runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path
 
 
 def _on_path(folder: str) -> dict[str, str]:
     """Return the variable that puts `folder` first on the path of processes that are started, once."""
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", folder}]
     return {"PYTHONPATH": os.pathsep.join([folder, *rest])}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for a block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _count_forked(served: torch_amp.Served) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any
 
 import torch
 from rich import box
@@ -16,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
+from halfstep import report as doc
 from halfstep.errors import did_you_mean
-from halfstep.report import Table, strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command", "command_line", "console", "device_type",
-    "item", "record", "say", "show",
+    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command_line", "complain", "console", "device_type",
+    "item", "machine_line", "print_section", "record", "say", "show",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
@@ -35,31 +34,9 @@ STYLES = {
 }  # fmt: skip
 """Tone of a cell or line, or the rule in it -> style of its text."""
 
-P = ParamSpec("P")
-
-
-def command(run: Callable[P, int]) -> Callable[P, int]:
-    """Make a function a command: an error of halfstep is one line of stderr and the exit code for bad input."""
-
-    @functools.wraps(run)
-    def guarded(*args: P.args, **options: P.kwargs) -> int:
-        try:
-            return run(*args, **options)
-        except hs.HalfstepError as error:
-            return complain(error)
-
-    return guarded
-
 
 class Files:
-    """The files that a command is to write: checked when it begins, written when it ends.
-
-    Args:
-        paths: name of the option -> path, None if it was not given.
-
-    Raises:
-        TaskError: a file cannot be written, or two options name the same one.
-    """
+    """The files that a command is to write, option -> path: checked when it begins, written when it ends."""
 
     def __init__(self, **paths: Path | None) -> None:
         self.paths = {name: path for name, path in paths.items() if path is not None}
@@ -69,7 +46,14 @@ class Files:
             if first != name:
                 raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
         for name, path in self.paths.items():
-            _check_writable(path, name)
+            new = not path.exists()
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a", encoding="utf-8").close()
+                if new:
+                    path.unlink()
+            except OSError as error:
+                raise TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
         """Call the writers of those that were asked for with their paths, and print these."""
@@ -79,20 +63,9 @@ class Files:
                 say(out, f"written: {self.paths[name]}")
 
 
-def _check_writable(path: Path, option: str) -> None:
-    new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise TaskError(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
-
-
 def record(command: str, **facts: object) -> Callable[[Path], object]:
     """Return the writer of ``--json``: the command, the version and what was found."""
-    text = strict_json({"command": command, "halfstep": hs.__version__, **facts})
+    text = doc.strict_json({"command": command, "halfstep": hs.__version__, **facts})
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
@@ -114,13 +87,10 @@ def item(out: Console, line: str, style: str | None = None) -> None:
         say(out, part, style)
 
 
-def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
+def show(out: Console, table: doc.Table, *, ends: Collection[int] = ()) -> None:
     """Print a table without its caption, in Markdown where the console is no terminal.
 
-    Args:
-        out: where to print.
-        table: its first column and its columns of words are flush left, numbers flush right.
-        ends: numbers of the rows below which a terminal has a line.
+    `ends` are the numbers of the rows below which a terminal has a line.
     """
     made = rich_table.Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
     for place, header in enumerate(table.headers):
@@ -129,6 +99,28 @@ def show(out: Console, table: Table, *, ends: Collection[int] = ()) -> None:
         cells = (Text(cell.text, style=STYLES.get(cell.tone, "")) for cell in row)
         made.add_row(*cells, end_section=out.is_terminal and number in ends)
     out.print(made)
+
+
+def print_section(out: Console, section: doc.Section) -> None:
+    """Print what of a page's section is text or a table; pictures, and what a page shows on demand, need a page."""
+    say(out)
+    say(out, section.heading, style="bold")
+    for block in section.blocks:
+        match block:
+            case doc.Paragraph() | doc.Note():
+                say(out, block.text, "yellow" if isinstance(block, doc.Note) else None)
+            case doc.Code():
+                say(out, block.text)
+            case doc.Bullets():
+                for line in block.items:
+                    item(out, line)
+            case doc.Facts():
+                for fact in block.facts:
+                    item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
+            case doc.Table():
+                show(out, block)
+            case _:
+                pass
 
 
 def complain(error: BaseException) -> int:
@@ -142,6 +134,12 @@ def command_line(*words: str, **options: object) -> str:
     given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
     parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
     return shlex.join(["halfstep", *words, *parts])
+
+
+def machine_line(about: Mapping[str, Any]) -> str:
+    """Return the processor, the accelerator and the versions of `machine()` on one line."""
+    on = f", {about['accelerator']}" if about["accelerator"] else ""
+    return f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}"
 
 
 def device_type(wanted: str) -> str:

@@ -13,35 +13,31 @@ import halfstep as hs
 from halfstep.advise.tune import Tuning
 from halfstep.cli.options import Device, Html, Json, TaskName, split
 from halfstep.cli.progress import Watch
-from halfstep.cli.terminal import INTERRUPTED, Files, command, command_line, console, device_type, record, say
+from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, device_type, record, say
 from halfstep.tasks import TaskError, load_task
 
 __all__ = ["run_tune"]
 
 
-@command
 def run_tune(
     task: TaskName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
-    target: Annotated[
-        str, typer.Option("--target", help="time, memory, or the weights of both, such as 0.7:0.3.")
-    ] = "time",
+    target: Annotated[str, typer.Option(help="time, memory, or the weights of both, such as 0.7:0.3.")] = "time",
     max_loss_rise: Annotated[
         float | None,
         typer.Option(
-            "--max-loss-rise",
             help="How much higher than fp32's the loss may end, as a fraction (0.01: one per cent). Default: the "
             "spread of fp32 from seed to seed.",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="Time for measuring.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Time for measuring.")] = 10.0,
     seeds: Annotated[
         int, typer.Option(min=0, help="Pairs of trainings of the test at the end, at least. Default: what it takes.")
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and orders.")] = 0,
     dtypes: Annotated[
         str,
-        typer.Option("--dtypes", help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
+        typer.Option(help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
     ] = "",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether compiled steps are tried.")] = True,
     resume: Annotated[

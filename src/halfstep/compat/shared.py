@@ -1,31 +1,28 @@
-"""What the front-ends share: the names of the low formats, the peers' tensor classes, and a gate for gradients."""
+"""What the front-ends share: names of low formats, the peers' tensor classes and functions, a gate for gradients."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 
-__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate", "alias", "listed"]
+__all__ = ["LOW_NAMES", "Factory", "Gate", "alias", "listed", "public"]
 
 LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
 """Low dtype -> the name that policies use."""
 
 
-class AnyTensor(type):
-    """Metaclass of the peers' `Tensor`: ``isinstance(x, Tensor)`` is true of every torch tensor."""
+class Factory(type):
+    """Metaclass of the peers' `Tensor` and `Parameter`: what torch's class `_made` makes are their instances."""
+
+    _made: type
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor)
-
-
-class AnyParameter(type):
-    """Metaclass of the peers' `Parameter`: ``isinstance(x, Parameter)`` is true of every torch parameter."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.nn.Parameter)
+        return isinstance(instance, cls._made)
 
 
 class Gate:
@@ -62,3 +59,14 @@ def alias(name: str, doc: str, *, of: str = "") -> Any:
         setattr(owner(instance), name, value)
 
     return property(lambda instance: getattr(owner(instance), name), change, doc=doc)
+
+
+def public(original: Any, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """Return torch's `original` under a peer's names: `function`, often a lambda, has its arguments and defaults."""
+    name = name or original.__name__
+    function.__name__ = function.__qualname__ = name
+    signature = inspect.signature(function)
+    function.__doc__ = (
+        f"``{name}{signature}``: torch's `{original.__name__}`.\n\n{function.__doc__ or original.__doc__}"
+    )
+    return function

@@ -46,9 +46,6 @@ class AcceleratedScaler(hs.GradScaler):
 
     The gradients of the others still have the scale of the loss. So `update` takes effect when the next loss is scaled,
     or the scale is read: once for all optimizers that have been stepped.
-
-    Args:
-        rule: the numbers.
     """
 
     _due = False
@@ -58,10 +55,8 @@ class AcceleratedScaler(hs.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale by its rule before the next loss is scaled; set it at once to `new_scale`."""
-        if new_scale is None:
-            self._due = True
-        else:
-            self._due = False
+        self._due = new_scale is None
+        if new_scale is not None:
             super().update(new_scale)
 
     def settle(self) -> None:
@@ -71,7 +66,7 @@ class AcceleratedScaler(hs.GradScaler):
             super().update()
 
     def scale(self, outputs: Any) -> Any:
-        """Return `outputs` multiplied by the scale: `hs.GradScaler.scale`."""
+        """Do what `hs.GradScaler.scale` does."""
         self.settle()
         return super().scale(outputs)
 
@@ -110,11 +105,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
     _skipped = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step the optimizer at the end of an accumulation window, unless a gradient is not finite.
-
-        Raises:
-            ScaleError: with a closure.
-        """
+        """Step the optimizer at the end of an accumulation window, unless a gradient is not finite."""
         if not self.gradient_state.sync_gradients:
             return
         self.scaler.step(self.optimizer, closure)
@@ -126,13 +117,9 @@ class PolicyOptimizer(AcceleratedOptimizer):
         """Whether the last `step` was skipped."""
         return self._skipped
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register `hook` with the optimizer inside, which `hs.BlackBox` does."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register `hook` with the optimizer inside, as the other."""
-        return self.optimizer.register_step_post_hook(hook)
+    # `hs.BlackBox` registers hooks, which belong to the optimizer inside
+    register_step_pre_hook = property(lambda self: self.optimizer.register_step_pre_hook)
+    register_step_post_hook = property(lambda self: self.optimizer.register_step_post_hook)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -156,10 +143,7 @@ class Accelerator(accelerate.Accelerator):
         PolicyError, UnbuiltError: as `hs.prepare`.
     """
 
-    policy: Policy
-    scaler: AcceleratedScaler
-    _waiting: list[Optimizer]
-    _clipped: list[Tensor] | None
+    _clipped: list[Tensor] | None = None  # inside a method that clips
 
     def __init__(self, *args: Any, policy: Policy | str | Path = "mixed", **kwargs: Any) -> None:
         wanted = Policy.of(policy)
@@ -199,18 +183,15 @@ class Accelerator(accelerate.Accelerator):
         concrete = resolve(policy.replace(modules=()), nn.Identity(), self.device.type).policy
         rule = checking(hs.GradScaler.from_policy(concrete.scale, concrete.dtype)).rule
         self.policy, self.scaler = policy, AcceleratedScaler(rule)
-        self._waiting, self._clipped = [], None
+        self._waiting: list[Optimizer] = []
 
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Do what accelerate's `prepare` does, and bind the policy to models and optimizers, in any order of `args`.
 
-        Models and optimizers that `hs.prepare` was given before, with the same policy, stay as they are.
-
-        Raises:
-            BindError, PolicyError, UnbuiltError: as `hs.prepare`; nothing was prepared, but under FSDP2 the model is
-                sharded.
+        Models and optimizers that `hs.prepare` was given before, with the same policy, stay as they are. If it raises,
+        nothing was prepared, but under FSDP2 the model is sharded.
         """
         models = [a for a in args if isinstance(a, nn.Module)]
         optimizers = [a for a in args if isinstance(a, Optimizer)]
@@ -282,11 +263,7 @@ class Accelerator(accelerate.Accelerator):
             model.to(self.device)
 
     def _bind(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Bind the policy to `models`, and let optimizers step precise weights as soon as all their models are known.
-
-        Raises:
-            BindError, PolicyError, UnbuiltError: as `hs.prepare`.
-        """
+        """Bind the policy to models, and let optimizers step precise weights as soon as all their models are known."""
         for model in models:
             forward_in_class(model)
         if models:
@@ -306,11 +283,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ the loop
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of ``loss / gradient_accumulation_steps``, scaled.
-
-        Raises:
-            BindError: an optimizer was prepared with parameters of a model that was not.
-        """
+        """Run the backward pass of ``loss / gradient_accumulation_steps``, scaled."""
         if self._waiting:
             self._bind([], [])
             for optimizer in self._waiting:
@@ -320,12 +293,13 @@ class Accelerator(accelerate.Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once before each step; gradients of low weights become fp32.
 
-        Args:
-            optimizer: an optimizer or several; default all, or inside a method that clips those of its parameters.
+        Without `optimizer`, one or several, those of all; inside a method that clips, those of its parameters.
         """
         if optimizer is None:
-            clipped = None if self._clipped is None else {id(p) for p in self._clipped}
-            chosen = [o for o in self._optimizers if clipped is None or _has_any(o, clipped)]
+            chosen = list(self._optimizers)
+            if self._clipped is not None:
+                clipped = {id(p) for p in self._clipped}
+                chosen = [o for o in chosen if any(id(p) in clipped for g in o.param_groups for p in g["params"])]
         else:
             chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         for one in chosen:
@@ -346,10 +320,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _clipping(self, parameters: Tensor | Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Let accelerate's methods that clip unscale the optimizers of `parameters` only.
-
-        Gradients of another optimizer may still be added to; then they must stay scaled.
-        """
+        """Let methods that clip unscale the optimizers of `parameters`: gradients of others may still be added to."""
         self._clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         try:
             yield self._clipped
@@ -358,20 +329,13 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Open a region of the policy, for operators outside of models; models open their own.
-
-        Args:
-            autocast_handler: accelerate's AutocastKwargs, in which ``enabled=False`` opens a region that casts nothing.
-        """
+        """Open a region of the policy for operators outside of models, or with ``enabled=False`` one without casts."""
         handler = autocast_handler or AutocastKwargs()
         with region(self.policy, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield
 
     def _refuse_whole_states(self) -> None:
-        """Refuse FULL_STATE_DICT under FSDP2 for low weights.
-
-        torch copies what it broadcasts into the parameters, which rounds it, before the model is given the state.
-        """
+        """Refuse FULL_STATE_DICT for low weights: torch rounds what it broadcasts, before the model is given it."""
         low = self.policy.params == "low" and self.is_fsdp2
         if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
             raise IntegrationError(
@@ -381,20 +345,12 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save everything that `load_state` loads: accelerate's `save_state`.
-
-        Raises:
-            IntegrationError: low weights and FULL_STATE_DICT under FSDP2.
-        """
+        """Do what accelerate's `save_state` does; low weights and FULL_STATE_DICT under FSDP2 are refused."""
         self._refuse_whole_states()
         return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` has saved: accelerate's `load_state`.
-
-        Raises:
-            IntegrationError: low weights and FULL_STATE_DICT under FSDP2.
-        """
+        """Do what accelerate's `load_state` does; low weights and FULL_STATE_DICT under FSDP2 are refused."""
         self._refuse_whole_states()
         super().load_state(*args, **kwargs)
         self.scaler.forget()  # under FSDP2 torch steps an optimizer without state, with zeros, before it loads one
@@ -449,17 +405,9 @@ def _following(kind: type[accelerate.Accelerator]) -> type[Accelerator]:
 
 
 def _refuse_precision(chosen: str, policy: Policy) -> None:
-    """Refuse accelerate's own mixed precision beside a policy.
-
-    Raises:
-        IntegrationError: `chosen` is not "no".
-    """
+    """Refuse accelerate's own mixed precision beside a policy."""
     if chosen.lower() != "no":
         raise IntegrationError(
             f"accelerate's mixed precision is {chosen!r} (by mixed_precision=, `accelerate launch` or an Accelerator "
             f"made before) beside policy {policy.name!r}: set mixed_precision='no'; the policy states the formats"
         )
-
-
-def _has_any(optimizer: Any, parameters: set[int]) -> bool:
-    return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])

@@ -1,9 +1,8 @@
 """Lightning and Fabric: `HalfstepPrecision`, a precision plugin that trains under a policy, and a `Fabric` with it.
 
-`Trainer(plugins=[HalfstepPrecision("O2")])` prepares the model when the Trainer sets it up, before a wrapper or an
-optimizer refers to its parameters, and takes the policy off it when the Trainer is done. In between the steps of the
-LightningModule run in the policy's region, losses are scaled and gradients unscaled before hooks and clipping, and a
-step whose gradients are not finite is skipped, logged with its culprits, and advances no scheduler.
+The model is prepared when the Trainer sets it up, before a wrapper or an optimizer refers to its parameters. Steps of
+the LightningModule run in the policy's region; gradients are unscaled before hooks and clipping; a step whose gradients
+are not finite is skipped, logged with its culprits, and advances no scheduler.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class HalfstepPrecision(Precision):
         self._region: AbstractContextManager[Any] | None = None
         self._attached = WeakSet[Optimizer]()
         self._bad = WeakKeyDictionary[Optimizer, bool]()  # whether the step of an unscaled optimizer is skipped
-        self._unscaled = WeakSet[Optimizer]()
         self._stepped = WeakSet[Optimizer]()  # since the scale was last updated
 
     def __repr__(self) -> str:
@@ -85,11 +83,7 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ models and optimizers
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare `module` in place: called before it is wrapped, and before optimizers are made in a Trainer.
-
-        Raises:
-            BindError: it cannot be prepared, as `hs.prepare` says.
-        """
+        """Prepare `module` in place: called before it is wrapped, and before optimizers are made in a Trainer."""
         if self.shards_later:
             return module
         if (trainer := _trainer(module)) is not None:
@@ -117,18 +111,11 @@ class HalfstepPrecision(Precision):
         return model, optimizers, waiting
 
     def wrapped(self, model: nn.Module) -> None:
-        """Take note of what was put around the model that was set up last.
-
-        DistributedDataParallel makes the low weights of ranks equal, and `attach` through it the precise ones.
-        """
+        """Note what was put around the model that was set up last: `attach` makes weights of ranks equal through it."""
         self._models[-1] = getattr(model, "_forward_module", model)  # Fabric's
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Let optimizers step the precise weights of the models that were set up; those attached before stay so.
-
-        Raises:
-            BindError: an optimizer holds parameters of these models and others.
-        """
+        """Let optimizers step the precise weights of the models that were set up; those attached before stay so."""
         fresh = [optimizer for each in optimizers if (optimizer := _inner(each)) not in self._attached]
         for module in self._modules if fresh else ():  # not before: DTensors with weak references cannot move
             self._the_scaler().name_parameters(module.named_parameters())
@@ -140,10 +127,7 @@ class HalfstepPrecision(Precision):
             self._attached.add(optimizer)
 
     def teardown(self) -> None:
-        """Take the policy off the Trainer's model, whose weights are fp32 again.
-
-        A model that is sharded, or that was prepared before, stays prepared.
-        """
+        """Take the policy off the Trainer's model, whose weights are fp32 again; not if sharded or prepared before."""
         for model in self._own:
             if not _is_sharded(model):
                 with _class_methods(model):
@@ -151,15 +135,11 @@ class HalfstepPrecision(Precision):
         self._modules, self._models, self._own = [], [], []
         if self.scaler is not None:
             self.scaler.forget()  # of a step that an error ended
-        for optimizers in (self._attached, self._unscaled, self._stepped):
-            optimizers.clear()
+        self._attached.clear()
+        self._stepped.clear()
 
     def _refuse_averages(self, trainer: Any, module: nn.Module) -> None:
-        """Refuse callbacks that average low weights, or write averages into them.
-
-        Raises:
-            IntegrationError: there is one; the model was not changed.
-        """
+        """Refuse callbacks that average low weights, or write averages into them."""
         if trainer.state.fn != "fit" or hs.resolve(self.policy, module).policy.params != "low":
             return
         for callback in trainer.callbacks:
@@ -174,11 +154,7 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ forward
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run.
-
-        Raises:
-            IntegrationError: no model was set up, or one was moved to another device after it was prepared.
-        """
+        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run."""
         if self._region is None:
             raise IntegrationError(
                 f"{self!r}: no model was set up yet; give it to Trainer.fit, or to fabric.setup before fabric.autocast"
@@ -262,7 +238,6 @@ class HalfstepPrecision(Precision):
             self._after_closure(model, optimizer)
         if due:
             scaler.step(optimizer, **kwargs)
-            self._unscaled.discard(optimizer)
             self._stepped.add(optimizer)
             self._settle()
         if model is not None and model.trainer.loggers:
@@ -272,17 +247,16 @@ class HalfstepPrecision(Precision):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once for a step, and log them if they are not finite."""
-        if optimizer in self._unscaled:
+        scaler = self._the_scaler()
+        if scaler.is_unscaled(optimizer):
             return
         self.attach(optimizer)  # made after fabric.setup_module
-        scaler = self._the_scaler()
         if optimizer in self._stepped:  # while another one still has gradients of the present scale
             scaler.forget()
             self._stepped.clear()
         if _is_one(scaler):  # a backward pass beside this plugin is as good
             scaler.scale_on(next(p.device for group in optimizer.param_groups for p in group["params"]))
         scaler.unscale_(optimizer)
-        self._unscaled.add(optimizer)
         self._bad[optimizer] = bool(scaler.skipped(optimizer))
         if self._bad[optimizer]:
             self.skipped_steps += 1
@@ -431,10 +405,7 @@ def _inner(optimizer: Any) -> Optimizer:
 
 @contextmanager
 def _class_methods(module: nn.Module) -> Iterator[None]:
-    """Give `module` the forward of its class meanwhile, where a compiled LightningModule has others on the instance.
-
-    The one that calls redirected through a wrapper (DDP) leave there, that of the class, is deleted for good.
-    """
+    """Give `module` the forward of its class meanwhile, where compilation or a wrapper (DDP) has set one on it."""
     context = getattr(module, "_compiler_ctx", None)
     if context is not None:
         to_uncompiled(module)

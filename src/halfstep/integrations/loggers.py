@@ -1,7 +1,6 @@
 """Loggers: what halfstep records, in TensorBoard, Weights & Biases and MLflow.
 
-Input: the records of `TrainStep.metrics` and of `hs.Monitor`, verdicts on bad steps, audits. Output: curves, histograms
-over binary exponents, texts and pages, in each library's own files.
+They take records of `TrainStep.metrics` and of `hs.Monitor`, verdicts on bad steps, and audits.
 
 Examples:
     >>> logger = hs.integrations.loggers.TensorBoard("runs/today")  # or WandB(project="p"), MLflow(experiment="e")

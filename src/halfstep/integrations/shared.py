@@ -9,6 +9,7 @@ from types import MethodType, ModuleType
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion  # compares any versions
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
@@ -19,16 +20,9 @@ LOG = logging.getLogger("halfstep")
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
-    """Import a library.
+    """Import a library; refuse one that is absent, or older than the oldest that the integration is tested with.
 
-    Args:
-        library: the name by which it is imported.
-        least: the oldest version that the integration is tested with, such as "4.57".
-        extra: the extra of halfstep that installs it; default: none, and the remedy names the package.
-        package: its name in the package index, if that is not `library`.
-
-    Raises:
-        IntegrationError: it is absent or older.
+    `extra` is the extra of halfstep that installs it; `package` its name in the package index, if that is another.
     """
     package = package or library
     remedy = f"pip install 'halfstep[{extra}]'" if extra else f"pip install '{package}>={least}'"
@@ -43,29 +37,16 @@ def need(library: str, least: str, *, extra: str | None = None, package: str | N
         found = version(package)
     except PackageNotFoundError:  # run from source
         found = str(getattr(module, "__version__", least))
-    if _numbers(found) < _numbers(least):
+    if TorchVersion(found) < least:
         raise IntegrationError(f"hs.integrations: {package} {found} is too old; {least} or newer is needed: {remedy}")
     return module
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    numbers: list[int] = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
 
 
 def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     """Return a scaler that skips a step whose gradients are not finite, in every format.
 
-    Args:
-        scaler: the scaler of `hs.prepare`, which is off where the policy's scale is "none" (bf16).
-
-    Returns:
-        `scaler`, or in place of one that is off a scaler with the scale 1, which changes no bit of a good step.
+    That of `hs.prepare` is off where the policy's scale is "none" (bf16): then one with the scale 1, which changes no
+    bit of a good step.
     """
     if scaler.is_enabled():
         return scaler
@@ -77,12 +58,8 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
 def region(policy: hs.Policy, *, enabled: bool = True, cache_enabled: bool | None = None) -> hs.autocast:
     """Return a region of a policy for what a library computes around a prepared model, such as losses.
 
-    It can be entered again and again, also while it is open.
-
-    Args:
-        policy: what the model is prepared with; fields about models are left out, the model follows them itself.
-        enabled: as for `hs.autocast`.
-        cache_enabled: as for `hs.autocast`; False where an optimizer steps inside the region.
+    It can be entered again and again, also while it is open. Fields about models are left out of the policy, the model
+    follows them itself. `cache_enabled` is False where an optimizer steps inside the region.
     """
     plain = hs.Policy()
     about_models = ("params", "norms", "modules", "inputs", "grads", "state", "reduce")

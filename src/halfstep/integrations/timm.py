@@ -1,8 +1,6 @@
 """timm-style loops: `NativeScaler`, with the call of `timm.utils.NativeScaler`, over the scaler of `hs.prepare`.
 
-Scripts of timm and those descended from it (DeiT, Swin, MAE and others) give loss, optimizer and clipping to one
-object, which runs backward, unscales, clips, steps and updates the scale. timm itself is imported for adaptive gradient
-clipping only.
+Scripts of timm, DeiT, Swin, MAE and others use it. timm itself is imported for adaptive gradient clipping only.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, need, was_skipped
 
 __all__ = ["NativeScaler"]
+
+CLIPS = {"norm": torch.nn.utils.clip_grad_norm_, "value": torch.nn.utils.clip_grad_value_}
 
 
 class NativeScaler:
@@ -103,17 +103,11 @@ class NativeScaler:
 
 
 def _clipping(mode: str, parameters: object) -> Any:
-    """Return the function (parameters, value) -> None that clips.
-
-    Raises:
-        IntegrationError: see `NativeScaler.__call__`.
-    """
+    """Return the function (parameters, value) -> None that clips."""
     if parameters is None:
         raise IntegrationError("NativeScaler(..., clip_grad=...): parameters=None; pass the parameters to clip")
-    if mode == "norm":
-        return torch.nn.utils.clip_grad_norm_
-    if mode == "value":
-        return torch.nn.utils.clip_grad_value_
+    if mode in CLIPS:
+        return CLIPS[mode]
     if mode != "agc":
         raise IntegrationError(f"NativeScaler(..., clip_mode={mode!r}); expected 'norm', 'value' or 'agc'")
     need("timm", "0.9.16")

@@ -1,9 +1,5 @@
 """Hugging Face Trainer under a policy: ``Trainer(..., policy="O2")`` in the place of ``transformers.Trainer(...)``.
 
-The loop stays Trainer's. `PolicyMixin` makes its Accelerator follow the policy (`integrations.accelerate`), prepares
-the model before a checkpoint is loaded into it, lets a black box explain steps that are not finite, and writes skipped
-steps, their culprits and the loss scale into the log.
-
 Note [moments]: Trainer gives model and optimizer to ``accelerator.prepare`` after the optimizer was created, from
 default or custom code, and before a wrapper is put around the model; there they are prepared. Two moments are earlier:
 weights of a checkpoint are loaded before the optimizer is there, where a model that comes in a low format would round
@@ -48,16 +44,11 @@ PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
 class SkippedSteps(TrainerCallback, ExportableState):
-    """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting.
-
-    Attributes:
-        count: how many steps of the run were skipped.
-        culprits: the parameters whose gradients were not finite at the last one, until they are logged.
-    """
+    """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.culprits: list[str] = []
+        self.culprits: list[str] = []  # whose gradients were not finite at the last one, until they are logged
 
     def state(self) -> dict[str, Any]:
         """Return what Trainer saves."""
@@ -131,11 +122,7 @@ class PolicyMixin(Mixed):
         follow(self.accelerator, self.policy)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer.
-
-        Raises:
-            IntegrationError: one that updates weights in the backward pass, before gradients are unscaled and checked.
-        """
+        """Create the optimizer; one that updates weights in the backward pass is refused."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
             raise IntegrationError(
@@ -192,15 +179,12 @@ class PolicyMixin(Mixed):
     @contextmanager
     def _boxed(self, model: Any) -> Iterator[None]:
         """Put the box in the place of `compute_loss` for one batch, also of one that a subclass defines."""
-        if not self._explains:
-            yield
-            return
-        if self.black_box is None or self.black_box.model is not model:
+        if self._explains and (self.black_box is None or self.black_box.model is not model):
             self.black_box = self._box(model)
-        if self.black_box is None:
+        box = self.black_box
+        if box is None:
             yield
             return
-        box = self.black_box
         self.__dict__["compute_loss"] = lambda _, *args, **kwargs: box(*args, **kwargs)
         try:
             yield

@@ -254,9 +254,6 @@ def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
     Args:
         rows: (len(tensors), ROW) int64, contiguous.
         tensors: floating or complex, on the device of `rows`.
-
-    Raises:
-        FormatError: a tensor is of integers, or on another device than `rows`.
     """
     found = [exponents.parts(tensor) for tensor in tensors]
     for tensor in found:

@@ -38,12 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return `part`, which has the shape of this rank's part of `tensor`, sharded as `tensor` is.
-
-    Args:
-        tensor: a DTensor; of any other tensor `part` is the whole, and is returned.
-        part: plain, in any format.
-    """
+    """Return `part`, which has the shape of this rank's part of `tensor`, sharded as `tensor` is."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor

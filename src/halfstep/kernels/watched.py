@@ -13,17 +13,20 @@ kernel) changes low values; its owner compares version counters to notice it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.modes import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
@@ -72,45 +75,74 @@ READS = frozenset(
 """Functions that read fp32 values by hand: arithmetic in any format. Products of matrices take one format only."""
 
 
-class Owner(Protocol):
-    """What keeps the fp32 values of low parameters."""
+class Owner(ABC):
+    """What keeps the fp32 values of low parameters.
 
+    Attributes:
+        in_region: returns whether this thread is in a region.
+        loading: whether parameters are being filled: see `loaded`.
+    """
+
+    def __init__(self, in_region: Callable[[], bool]) -> None:
+        self.in_region = in_region
+        self.loading = False
+        self._names: dict[int, str] = {}
+        self._versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
+        self._warned: set[str] = set()  # kinds of warnings given, each once
+
+    @abstractmethod
     def __contains__(self, parameter: object) -> bool:
         """Return whether the fp32 value of `parameter` is kept, or can be made."""
 
-    def computes(self) -> bool:
-        """Return whether operators run in formats of a policy: in a forward or backward pass."""
-
+    @abstractmethod
     def value(self, parameter: Any) -> Tensor:
         """Return the fp32 value of `parameter`, to be read: it may be the memory that keeps it."""
 
+    @abstractmethod
     def writing(self, parameter: Any, *, fills: bool, counted: bool) -> AbstractContextManager[Tensor]:
         """Give the fp32 value of `parameter` to be changed in place; at the end it is rounded into the low weight.
 
-        Args:
-            parameter: a low parameter.
-            fills: whether nothing of earlier values will be left.
-            counted: whether the version of `parameter` counts the change, as of any but those through ``.data``.
+        `fills`: nothing of earlier values will be left. `counted`: the change counts in the version of `parameter`.
+        """
+
+    @abstractmethod
+    def replaced(self, parameter: Any, name: str, value: Tensor, *, converted: bool) -> Tensor:
+        """Return what becomes the data of `parameter` where a user sets it to `value`.
+
+        `converted`: `value` is the parameter's own in another format, as ``module.float()`` makes it.
         """
 
     def moved(self, parameter: Any) -> bool:
         """Return whether frozen `parameter` has an fp32 value behind it, since it was changed by hand."""
+        return False
 
-    def replaced(self, parameter: Any, name: str, value: Tensor, *, converted: bool) -> Tensor:
-        """Return what becomes the data of `parameter` where a user sets it to `value`.
-
-        Args:
-            parameter: of this owner.
-            name: dotted name in the model.
-            value: in any format.
-            converted: whether `value` is the parameter's own in another format, as ``module.float()`` makes it.
-        """
-
-    def rounded(self, parameter: Any, value: Tensor) -> None:
+    def rounded(self, parameter: Any, value: Tensor) -> None:  # noqa: B027  # may be left as it is
         """Note that `parameter` is about to be given the low `value`, which others have computed."""
 
-    def data_read(self) -> None:
+    def data_read(self) -> None:  # noqa: B027  # may be left as it is
         """Note that the ``.data`` of a parameter was given out: views of it may be written."""
+
+    def computes(self) -> bool:
+        """Return whether operators run in formats of a policy: in a forward or backward pass."""
+        return self.in_region() or current_graph_task_id() != -1
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Let parameters be filled by ``copy_`` in the block: frozen ones stay frozen."""
+        before, self.loading = self.loading, True
+        try:
+            yield
+        finally:
+            self.loading = before
+
+    def _written_unseen(self, parameter: Any) -> bool:
+        """Return whether low values were written by no method of `parameter`."""
+        return low_written(parameter) or parameter._version != self._versions[id(parameter)]
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
 
 class _Notes:
@@ -478,11 +510,7 @@ for _name in (WRITES | READS | CASTS - frozenset("cpu cuda xpu".split())) & froz
 def watch(parameter: Tensor, owner: Owner, name: str, *, held: bool = False) -> None:
     """Let `parameter`, if it is of torch's own class, read and write the fp32 value that `owner` keeps.
 
-    Args:
-        parameter: a low parameter.
-        owner: what keeps it.
-        name: dotted name in the model.
-        held: whether `parameter` keeps `owner` alive.
+    `held`: the parameter keeps `owner` alive.
     """
     if type(parameter) in {nn.Parameter, WatchedParameter}:
         parameter.__class__ = WatchedParameter

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from halfstep.lens.audit.table import Audit
     from halfstep.lens.box.blackbox import BlackBox, replay
     from halfstep.lens.monitor.monitor import Monitor
-    from halfstep.lens.monitor.tensorboard import SketchWriter
+    from halfstep.lens.monitor.records import SketchWriter
     from halfstep.lens.sketch import ExponentSketch
     from halfstep.lens.tracing import OperatorCall, OperatorSink, Sink, Tracer, raised_at, user_frame, user_line
 
@@ -35,7 +35,7 @@ _MODULES = {
     "OperatorCall": "lens.tracing",
     "OperatorSink": "lens.tracing",
     "Sink": "lens.tracing",
-    "SketchWriter": "lens.monitor.tensorboard",
+    "SketchWriter": "lens.monitor.records",
     "Tracer": "lens.tracing",
     "raised_at": "lens.tracing",
     "replay": "lens.box.blackbox",

@@ -35,7 +35,7 @@ from halfstep.formats import Format, format_of
 from halfstep.kernels.choose import count_exponents_
 from halfstep.kernels.reference import exponents as layout
 
-__all__ = ["ExponentSketch", "Sketches", "packed", "unpacked"]
+__all__ = ["ExponentSketch", "Sketches"]
 
 
 def packed(counts: Mapping[int, int]) -> str:
@@ -148,33 +148,28 @@ class ExponentSketch:
         Of the some 800 places of a row 50 are not zero.
         """
         found = rows.nonzero()
-        entries: list[list[tuple[int, int]]] = [[] for _ in range(len(rows))]
+        entries: list[dict[int, int]] = [{} for _ in range(len(rows))]
         for (row, place), count in zip(found.tolist(), rows[found[:, 0], found[:, 1]].tolist(), strict=True):
-            entries[row].append((place, count))
-        return [cls._counted(counts) for counts in entries]
-
-    @classmethod
-    def _counted(cls, entries: Iterable[tuple[int, int]]) -> ExponentSketch:
-        """Return the sketch of the places of a row that are not zero."""
-        exponents, powers, rest = dict[int, int](), dict[int, int](), [0] * (layout.ROW - layout.ZEROS)
-        for place, count in entries:
-            if place < layout.BINS:
-                exponents[place + layout.LOWEST] = count
-            elif place < layout.ZEROS:
-                powers[place - layout.POWERS + layout.LOWEST] = count
-            else:
-                rest[place - layout.ZEROS] = count
-        zeros, infs, nans, negatives, largest, smallest = rest
-        return cls(
-            exponents=exponents,
-            powers=powers,
-            zeros=zeros,
-            infs=infs,
-            nans=nans,
-            negatives=negatives,
-            largest=_number(largest),
-            smallest=_number(layout.TOP - smallest),
-        )
+            entries[row][place] = count
+        sketches = []
+        for counts in entries:
+            zeros, infs, nans, negatives, largest, smallest = (
+                counts.pop(n, 0) for n in range(layout.ZEROS, layout.ROW)
+            )
+            first, powers = layout.LOWEST, layout.POWERS
+            sketches.append(
+                cls(
+                    exponents={place + first: count for place, count in counts.items() if place < powers},
+                    powers={place - powers + first: count for place, count in counts.items() if place >= powers},
+                    zeros=zeros,
+                    infs=infs,
+                    nans=nans,
+                    negatives=negatives,
+                    largest=_number(largest),
+                    smallest=_number(layout.TOP - smallest),
+                )
+            )
+        return sketches
 
     def merge_(self, other: ExponentSketch) -> ExponentSketch:
         """Count the numbers of `other` too; return self.
@@ -362,8 +357,8 @@ class ExponentSketch:
         return lower, min(below + here, total - 1)
 
     def _share(self, counts: tuple[int, int]) -> Bounds:
-        total = self.nonzero
-        return (counts[0] / total, counts[1] / total) if total else (0.0, 0.0)
+        total = max(self.nonzero, 1)
+        return counts[0] / total, counts[1] / total
 
     # ------------------------------------------------------------------ keeping
 
@@ -386,7 +381,7 @@ class ExponentSketch:
         Raises:
             FormatError: these are not its values.
         """
-        kinds = {f.name: f.type for f in fields(cls)}
+        kinds = {f.name: str(f.type) for f in fields(cls)}
         if not isinstance(values, Mapping):
             raise FormatError(
                 f"not the values of an ExponentSketch: expected a mapping and got {type(values).__name__}"
@@ -395,7 +390,7 @@ class ExponentSketch:
             odd = sorted(set(values) ^ set(kinds))
             raise FormatError(f"not the values of an ExponentSketch: {odd} missing or unknown; expected {[*kinds]}")
         try:
-            return cls(**{name: _READ[str(kind)](values[name]) for name, kind in kinds.items()})
+            return cls(**{name: _READ[kind](values[name]) for name, kind in kinds.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise FormatError(f"not the values of an ExponentSketch: {error}") from error
 

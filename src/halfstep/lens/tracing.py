@@ -1,11 +1,9 @@
 """Tracing: a `Tracer` hands every operator that a block calls to a `Sink`, with its module and its line.
 
-There are two levels. At the level of functions a call arrives as the user's program makes it, before any rule and any
-autocast: `Sink.function`. At the level of kernels it arrives as torch's dispatcher runs it, forward and backward, with
-the tensors it works on: `Sink.kernel`. A tracer switches on the levels whose method its sink defines.
-
-A sink runs each call itself, so it can change the arguments, look at the result, or refuse. `OperatorSink` sorts
-functions into operators of a policy and other functions. `user_line` is the one way to the line of the user's program.
+At the level of functions a call arrives as the user's program makes it, before any rule and any autocast:
+`Sink.function`. At the level of kernels it arrives as torch's dispatcher runs it, forward and backward, with the
+tensors it works on: `Sink.kernel`. A tracer switches on the levels whose method its sink defines. A sink runs each call
+itself, so it can change the arguments, look at the result, or refuse.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Self
 
@@ -284,18 +282,12 @@ class OperatorSink(Sink):
             self._inside = False
 
 
+@lru_cache(maxsize=4096)
 def named(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return the operator that `func` is a spelling of, "" for none, and whether it works in place."""
-    op = operator_name(func)
-    if op is not None:
-        return op, False
-    return _other(getattr(func, "__name__", ""))
-
-
-@cache
-def _other(name: str) -> tuple[str, bool]:
-    if name in CONVERSIONS:
-        return CONVERSIONS[name], False
+    op, name = operator_name(func), getattr(func, "__name__", "")
+    if op is not None or name in CONVERSIONS:
+        return op or CONVERSIONS[name], False
     stem = name.removeprefix("__i").removesuffix("__") if name.startswith("__i") else name.removesuffix("_")
     stem = {"truediv": "div"}.get(stem, stem)
     return (stem, True) if stem != name and not stem.endswith("_") and stem in known() else ("", False)

@@ -26,26 +26,26 @@ def explain(policy: Policy, what: str) -> str:
 
     A word that names an operator is taken as one; a dotted path, "" (the root) or ``class:X`` as modules, which are not
     looked up in any model.
-
-    Raises:
-        PolicyError: neither; the message names the nearest operator.
     """
     label = f"policy {policy.name!r}" if policy.name else repr(policy)
-    if what.startswith(CLASS_PREFIX) or what == "":
-        return f"{label}\n" + "\n".join(_module_lines(policy, what))
-    if is_custom(what):
-        return f"{label}\n" + "\n".join(_custom_lines(policy, what))
+    return "\n".join([label, *_lines(policy, what)])
+
+
+def _lines(policy: Policy, what: str) -> Iterator[str]:
+    of_modules = what == "" or what.startswith(CLASS_PREFIX)
+    if is_custom(what) and not of_modules:
+        yield from _custom_lines(policy, what)
+        return
+    covered = any(glob_covers(pattern, what) for pattern, _ in policy.modules)
     try:
-        operators = operator_names(what)
+        for op in () if of_modules else operator_names(what):
+            yield from _operator_lines(policy, op)
     except PolicyError:
-        covered = any(glob_covers(pattern, what) for pattern, _ in policy.modules)
-        if "." in what or covered:
-            return f"{label}\n" + "\n".join(_module_lines(policy, what))
-        raise
-    lines = [line for op in operators for line in _operator_lines(policy, op)]
-    if any(glob_covers(pattern, what) for pattern, _ in policy.modules):
-        lines += _module_lines(policy, what)
-    return f"{label}\n" + "\n".join(lines)
+        if "." not in what and not covered:
+            raise
+        of_modules = True
+    if of_modules or covered:
+        yield from _module_lines(policy, what)
 
 
 def _operator_lines(policy: Policy, op: str) -> Iterator[str]:

@@ -49,9 +49,6 @@ def rules_of_modules(rules: Rules, model: nn.Module) -> Mapping[nn.Module, tuple
     """Return module -> (pattern, rule) for every module that a pattern covers: it, or a module around it, matches.
 
     The last pattern wins. A module that occurs at several places is covered if any of them is.
-
-    Raises:
-        PolicyError: a pattern matches nothing; the message names the nearest path or class.
     """
     places = list(model.named_modules(remove_duplicate=False))
     decided: dict[nn.Module, tuple[str, str]] = {}
@@ -73,11 +70,7 @@ def declared_fp32(model: nn.Module, *, narrow: bool) -> tuple[dict[nn.Module, st
     """Return the modules and the parameters that transformers' models in `model` declare to be fp32, with the reason.
 
     A name stands for modules, with all below them, and for parameters: "wo", "gate.weight", "sinks". A module whose
-    parameters are all declared by name is one of the modules.
-
-    Args:
-        model: such a model, or anything that contains some.
-        narrow: whether the low format has a narrower range than bf16; only then `KEPT` counts.
+    parameters are all declared by name is one of the modules. `KEPT` counts for ranges narrower than bf16's.
     """
     modules: dict[nn.Module, str] = {}
     parameters: dict[nn.Parameter, str] = {}

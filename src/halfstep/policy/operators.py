@@ -1,17 +1,14 @@
 """Operators: one name for all the ways PyTorch spells an operator.
 
 ``softmax`` means F.softmax, torch.softmax, torch.special.softmax and Tensor.softmax alike; ``matmul`` also ``@``. Names
-are the short public ones: that of torch.nn.functional, torch or torch.Tensor without a prefix, and ``linalg.x``,
-``fft.x``, ``special.x`` for the three subpackages. Synonyms (``arccos``, ``concat``, ``special.expit``) fold into one.
-
+are the short public ones, with ``linalg.``, ``fft.`` and ``special.`` for three subpackages; synonyms fold into one.
 An operator here computes new tensors from tensors: views, factories, conversions, in-place forms and queries are not
 operators, so that a pattern such as ``*`` is safe in a policy. Which functions of torch and Tensor compute is read from
 the operator schemas of the running torch; of torch.nn.functional all are.
 
-Custom operators (`hs.operator`) are named "namespace::name", as torch.library does, so none can be mistaken for an
-operator of torch. Their registry is one for the process. A policy may name one that is not registered yet: policies are
-read before code is imported. In ``Policy.ops`` a pattern for them is a name, the beginning of a name with ``*`` behind
-it ("mylib::*"), or ``*`` for every operator.
+Custom operators (`hs.operator`) are named "namespace::name", as in torch.library. A policy may name an operator that is
+not registered yet: policies are read before code is imported. In ``Policy.ops`` a pattern for them is a name, the
+beginning of a name with ``*`` behind it ("mylib::*"), or ``*`` for every operator.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ import torch
 from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.optable import data
 from halfstep.torch_private.operators import grouped_mm, jit_get_all_schemas, nn_functions
 
 __all__ = [
@@ -49,67 +47,8 @@ __all__ = [
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
 
-SYNONYMS: Mapping[str, str] = {
-    "absolute": "abs",
-    "affine_grid_generator": "affine_grid",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "clamp_max": "clamp",
-    "clamp_min": "clamp",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "constant_pad_nd": "pad",
-    "cross_entropy_loss": "cross_entropy",
-    "det": "linalg.det",
-    "divide": "div",
-    "fix": "trunc",
-    "ger": "outer",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "grid_sampler": "grid_sample",
-    "grid_sampler_2d": "grid_sample",
-    "grid_sampler_3d": "grid_sample",
-    "inverse": "linalg.inv",
-    "less": "lt",
-    "less_equal": "le",
-    "linalg.matmul": "matmul",
-    "log_sigmoid": "logsigmoid",
-    "matrix_exp": "linalg.matrix_exp",
-    "matrix_power": "linalg.matrix_power",
-    "multiply": "mul",
-    "native_batch_norm": "batch_norm",
-    "native_dropout": "dropout",
-    "native_group_norm": "group_norm",
-    "native_layer_norm": "layer_norm",
-    "negative": "neg",
-    "nll_loss2d": "nll_loss",
-    "nll_loss_nd": "nll_loss",
-    "not_equal": "ne",
-    "orgqr": "linalg.householder_product",
-    "pinverse": "linalg.pinv",
-    "row_stack": "vstack",
-    "rsub": "sub",
-    "slogdet": "linalg.slogdet",
-    "special.expit": "sigmoid",
-    "special.gammainc": "igamma",
-    "special.gammaincc": "igammac",
-    "special.gammaln": "lgamma",
-    "special.multigammaln": "mvlgamma",
-    "special.psi": "digamma",
-    "subtract": "sub",
-    "trapz": "trapezoid",
-    "true_divide": "div",
-    "upsample": "interpolate",
-    "upsample_bilinear": "interpolate",
-    "upsample_nearest": "interpolate",
-}
-"""Other name -> the name. Only synonyms, and private halves of a public operator: one rule must fit both."""
+SYNONYMS: Mapping[str, str] = data("tables/synonyms.toml")["synonyms"]
+"""Other name -> the name."""
 
 PRIVATE_HALVES = (
     (re.compile(r"_?upsample_\w+"), "interpolate"),
@@ -118,20 +57,7 @@ PRIVATE_HALVES = (
 )
 """What functions of torch.nn.functional call underneath, in torch._C._nn: the same operator seen from inside."""
 
-DUNDERS: Mapping[str, str] = {
-    **{f"__{kind}{name}__": name for name in ("add", "sub", "mul", "matmul", "pow") for kind in ("", "r")},
-    "__abs__": "abs",
-    "__div__": "div",
-    "__truediv__": "div",
-    "__rdiv__": "reciprocal",  # number / tensor is tensor.reciprocal() * number
-    "__rtruediv__": "reciprocal",
-    "__floordiv__": "floor_divide",
-    "__rfloordiv__": "floor_divide",
-    "__mod__": "remainder",
-    "__rmod__": "remainder",
-    "__neg__": "neg",
-    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-}
+DUNDERS: Mapping[str, str] = data("tables/synonyms.toml")["dunders"]
 """Methods behind Python's operators -> the operator."""
 
 NOT_OPERATORS = re.compile(
@@ -238,11 +164,7 @@ def known() -> frozenset[str]:
 
 
 def callables(name: str) -> tuple[Function, ...]:
-    """Return every function object that a TorchFunctionMode may receive for the operator `name`.
-
-    Raises:
-        PolicyError: no such operator; the message names the nearest.
-    """
+    """Return every function object that a TorchFunctionMode may receive for the operator `name`."""
     return _index()[0][canonical(name)]
 
 
@@ -261,11 +183,7 @@ def operator_name(function: Function) -> str | None:
 
 @cache
 def canonical(name: str) -> str:
-    """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax".
-
-    Raises:
-        PolicyError: no such operator; the message names the nearest.
-    """
+    """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax"."""
     short = _shorten(name)
     if short not in known() and short.startswith("special."):
         short = short.removeprefix("special.")
@@ -311,19 +229,12 @@ MARK = "::"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomOperator:
-    """A registered operator.
+    """A registered operator."""
 
-    Attributes:
-        name: "namespace::name".
-        rule: its rule where the policy has none for it.
-        backward: the rule of what its backward pass calls, "" for the formats they come in.
-        where: the file and line, or the library, it comes from.
-    """
-
-    name: str
-    rule: str
-    backward: str
-    where: str
+    name: str  # "namespace::name"
+    rule: str  # where the policy has none for it
+    backward: str  # the rule of what its backward pass calls, "" for the formats they come in
+    where: str  # the file and line, or the library, it comes from
 
 
 _registered: dict[str, CustomOperator] = {}
@@ -341,11 +252,7 @@ def check_custom_pattern(pattern: str) -> None:
 
 
 def register(operator: CustomOperator) -> None:
-    """Register `operator`; the same one may be registered again, as when its module is reloaded.
-
-    Raises:
-        PolicyError: the name belongs to an operator from elsewhere.
-    """
+    """Register `operator`; the same one may be registered again, as when its module is reloaded."""
     earlier = _registered.get(operator.name)
     if earlier is not None and earlier.where.rpartition(":")[0] != operator.where.rpartition(":")[0]:
         raise PolicyError(

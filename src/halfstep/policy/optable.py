@@ -20,52 +20,42 @@ from types import MappingProxyType
 from typing import Any
 
 from halfstep.errors import PolicyError, did_you_mean
-from halfstep.policy.rule_kinds import RULES
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "TABLES", "losses", "table"]
+__all__ = ["NO_LOW_KERNEL", "TABLES", "data", "losses", "table"]
 
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
 NO_LOW_KERNEL = "no low kernel"
 """In the kind of rows that are fp32 because torch has no kernel for low formats on some device."""
 
-KEYS = {"kind", "rule", "reason", "source", "ops"}
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorRow:
-    """One operator of a table.
-
-    Attributes:
-        op: its name, as `operators.canonical` gives it.
-        rule: one of `RULES`.
-        kind: what it is ("gemm", "loss", "reduction", ...); in the ``torch`` tables torch's category.
-        reason: why it has this rule.
-        source: where it is stated.
-    """
+    """One operator of a table, by the name that `operators.canonical` gives it."""
 
     op: str
     rule: str
-    kind: str
+    kind: str  # what it is ("gemm", "loss", "reduction", ...); in the ``torch`` tables torch's category
     reason: str
-    source: str
+    source: str  # where the reason is stated
+
+
+@cache
+def data(path: str) -> dict[str, Any]:
+    """Return the content of a TOML file of this package."""
+    return tomllib.loads(files("halfstep.policy").joinpath(path).read_text(encoding="utf-8"))
 
 
 @cache
 def table(name: str, device_type: str = "cpu") -> Mapping[str, OperatorRow]:
-    """Return a table, operator -> row.
+    """Return the table `name` of `TABLES`, operator -> row.
 
-    Args:
-        name: one of `TABLES`.
-        device_type: matters only for ``torch``, whose CPU lists differ from its CUDA lists; other accelerators' lists
-            are CUDA's but for vendor kernels.
-
-    Raises:
-        PolicyError: no such table.
+    The device matters only for ``torch``, whose CPU lists differ from its CUDA lists; other accelerators' lists are
+    CUDA's but for vendor kernels.
     """
     if name not in TABLES:
         hint = did_you_mean(name, TABLES)
@@ -93,19 +83,8 @@ def _lowered(row: OperatorRow) -> OperatorRow:
 
 @cache
 def _read(file: str) -> Mapping[str, OperatorRow]:
-    """Read one data file. It is part of the package, so a mistake in it is a bug and raises PolicyError."""
-    text = files("halfstep.policy").joinpath("tables", f"{file}.toml").read_text(encoding="utf-8")
     rows: dict[str, OperatorRow] = {}
-    for group in tomllib.loads(text)["group"]:
-        for row in _rows(file, group):
-            if row.op in rows:
-                raise PolicyError(f"operator table {file}: {row.op!r} is listed twice")
-            rows[row.op] = row
+    for group in data(f"tables/{file}.toml")["group"]:
+        shared = {key: value for key, value in group.items() if key != "ops"}
+        rows |= {op: OperatorRow(op=op, **shared) for op in group["ops"]}
     return MappingProxyType(rows)
-
-
-def _rows(file: str, group: dict[str, Any]) -> list[OperatorRow]:
-    if group.keys() != KEYS or group["rule"] not in RULES:
-        raise PolicyError(f"operator table {file}: a group needs {sorted(KEYS)} and a rule of {RULES}, got {group}")
-    shared = {key: group[key] for key in ("rule", "kind", "reason", "source")}
-    return [OperatorRow(op=op, **shared) for op in group["ops"]]

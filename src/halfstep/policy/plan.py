@@ -40,42 +40,25 @@ MASTERS = "split in a TrainStep that updates in one pass, master in a loop of on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleDecision:
-    """The rule of one module.
+    """The rule of one module; "" where its operators follow their own rules."""
 
-    Attributes:
-        path: dotted name, "" for the root.
-        kind: name of its class.
-        rule: "low", "fp32", "keep", or "" where operators follow their own rules.
-        format: what its operators compute in: a format's name, "input", or "" where operators follow their own rules.
-        reason: which pattern decided, in words.
-    """
-
-    path: str
-    kind: str
+    path: str  # dotted, "" for the root
+    kind: str  # the name of its class
     rule: str
-    format: str
+    format: str  # what its operators compute in: a format's name, "input" or ""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterDecision:
-    """The format of one parameter.
+    """The format of one parameter."""
 
-    Attributes:
-        name: dotted name, the first one of a parameter that several modules share.
-        format: "fp32", "bf16" or "fp16".
-        low: whether the policy lowers it, so that its fp32 value is where `Policy.master` puts it.
-        numel: number of its elements.
-        reason: why, in words.
-        aliases: its other dotted names.
-    """
-
-    name: str
+    name: str  # dotted, the first one of a parameter that several modules share
     format: str
-    low: bool
+    low: bool  # the policy lowers it, so that its fp32 value is where `Policy.master` puts it
     numel: int
     reason: str
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # its other dotted names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,10 +198,8 @@ def _parameters(
             continue
         values: Any = parameter.data
         if is_traceable_wrapper_subclass(values) and not hasattr(parameter, "placements"):  # not a DTensor
-            kind = type(values).__name__
-            untouched.append(
-                f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
-            )
+            kind = f"a {type(values).__name__}, which stores its values its own way,"
+            untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
         own = declared.get(parameter, "")
         verdicts = [_parameter(concrete, parameter, module, rules.get(module), own) for _, module in places]
@@ -240,12 +221,10 @@ def _parameter(
     if rule is not None and RULE_KINDS[rule[1]].format != "low":
         return False, "fp32" if RULE_KINDS[rule[1]].format == "fp32" else now, rule[0]
     if concrete.params == "fp32":
-        if now == "fp32" or not parameter.requires_grad:
-            return (
-                False,
-                now,
-                "params='fp32': nothing to convert" if now == "fp32" else "frozen: stays as it was loaded",
-            )
+        if now == "fp32":
+            return False, now, "params='fp32': nothing to convert"
+        if not parameter.requires_grad:
+            return False, now, "frozen: stays as it was loaded"
         return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
     if rule is None and declared:
         return False, "fp32", declared

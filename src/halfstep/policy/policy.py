@@ -23,8 +23,8 @@ from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, 
 from halfstep.formats import DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.engines import ENGINES, EngineConfig, configured
 from halfstep.policy.explain import diff, explain
-from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
-from halfstep.policy.presets import PRESET_FIELDS
+from halfstep.policy.operators import check_custom_pattern, is_custom, operator_names
+from halfstep.policy.optable import data
 from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 from halfstep.schema import regular
@@ -364,7 +364,7 @@ def _operator(pattern: str) -> str:
         check_custom_pattern(pattern)
         return pattern
     matched = operator_names(pattern)
-    return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
+    return pattern if any(c in pattern for c in "*?[") else matched[0]
 
 
 def _scale(value: object) -> str | float | ScaleRule:
@@ -393,8 +393,6 @@ TEXTS = re.compile(
 
 def _parsed(text: str) -> dict[str, Any]:
     """Return the values in a policy's TOML, of bounded number, size and depth: the parser has no bounds of its own."""
-    if not isinstance(text, str):
-        raise PolicyError(f"a policy's TOML is text, not {type(text).__name__}; give a file to Policy.of(path)")
     if len(text) > MOST_BYTES:
         raise PolicyError(f"a policy's TOML has {len(text)} characters; at most {MOST_BYTES} are read")
     text = text.removeprefix("\ufeff")  # the byte order mark that some editors write
@@ -447,6 +445,6 @@ def _toml(value: object) -> str:
 
 
 PRESETS: Mapping[str, Policy] = MappingProxyType(
-    {name: Policy(name=name, **fields) for name, fields in PRESET_FIELDS.items()}
+    {name: Policy(name=name, **fields) for name, fields in data("tables/presets.toml").items()}
 )
 """Name -> the policy of a preset."""

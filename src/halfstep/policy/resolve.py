@@ -1,13 +1,12 @@
 """Resolve: what a policy means on a device (`resolved`), and for operators (`operator_rules`), with reasons.
 
 These functions alone decide which low format a device takes, whether fp16 is emulated, which scale rule applies, which
-fp32 values are behind low parameters, and whether halfstep can carry the policy out. Other modules read the result.
-
-Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order.
+fp32 values are behind low parameters, and whether halfstep can carry the policy out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from halfstep.policy.operators import (
     is_custom,
     operator_names,
 )
-from halfstep.policy.optable import losses, table
+from halfstep.policy.optable import data, losses, table
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.torch_private.devices import cpu_instructions
@@ -42,6 +41,7 @@ __all__ = [
     "custom_decisions",
     "default_device_types",
     "device_types_of",
+    "holds",
     "operator_rules",
     "reduces_itself",
     "resolve_dtype",
@@ -50,12 +50,8 @@ __all__ = [
     "units",
 ]
 
-RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
-    "embedding": ("low", "residual='low': the stream starts low; rows are gathered, then cast"),
-    "embedding_bag": ("low", "residual='low': the stream starts low; rows are gathered and summed, then cast"),
-    "add": ("keep", "residual='low': adding to the stream keeps the stream's format"),
-}
-"""What ``residual="low"`` means for operators."""
+FIELDS = data("tables/fields.toml")
+"""What fields mean for operators, and which of them rule each other out."""
 
 # ------------------------------------------------------------------ devices
 
@@ -105,7 +101,8 @@ def units(device_type: str) -> Units:
     """
     check_device_type(device_type)
     if device_type == "cpu":
-        return cpu_units(_cpu_capabilities(), platform.machine())
+        ask = getattr(torch.cpu, "get_capabilities", cpu_instructions)  # private queries where it is not there
+        return cpu_units(ask(), platform.machine())
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return Units("cuda", bf16=False, fp16=True, reason="no CUDA device here; fp16 units assumed")
@@ -152,15 +149,6 @@ def default_device_types() -> tuple[str, ...]:
     return (accelerator.type, "cpu")
 
 
-def _cpu_capabilities() -> Mapping[str, Any]:
-    """Return torch's description of this CPU's instruction sets, by private queries where there is no public one."""
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    if ask is not None:
-        found: Mapping[str, Any] = ask()
-        return found
-    return cpu_instructions()
-
-
 def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
     """Return the units of a CPU whose instruction sets are `capabilities` (name -> present) on a `machine` type."""
     present = {name for name, there in capabilities.items() if there is True}
@@ -179,10 +167,9 @@ def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
 def cuda_units(capabilities: list[tuple[int, int]]) -> Units:
     """Return the units that all of some GPUs have, given their compute capabilities (major, minor)."""
     oldest = min(capabilities)
-    words = f"compute capability {oldest[0]}.{oldest[1]}"
-    if oldest >= BF16_FROM:
-        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
-    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16 (they need 8.0)")
+    there = "bf16 and fp16 units" if oldest >= BF16_FROM else "fp16 units and none for bf16 (they need 8.0)"
+    words = f"compute capability {oldest[0]}.{oldest[1]} has {there}"
+    return Units("cuda", bf16=oldest >= BF16_FROM, fp16=True, reason=words)
 
 
 def hip_units(architectures: list[str]) -> Units:
@@ -193,10 +180,8 @@ def hip_units(architectures: list[str]) -> Units:
     """
     names = sorted({name.partition(":")[0] for name in architectures})
     lacking = [name for name in names if not name.startswith(HIP_BF16)]
-    words = " and ".join(lacking or names)
-    if not lacking:
-        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
-    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16")
+    there = "fp16 units and none for bf16" if lacking else "bf16 and fp16 units"
+    return Units("cuda", bf16=not lacking, fp16=True, reason=f"{' and '.join(lacking or names)} has {there}")
 
 
 # ------------------------------------------------------------------ a policy on a device
@@ -205,12 +190,7 @@ def hip_units(architectures: list[str]) -> Units:
 def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
     """Return the low format of `policy` on a device, and a note: why, or what happens instead of missing units.
 
-    Returns:
-        ("bf16" | "fp16" | "fp32" | a simulated format, note); "fp32" means nothing is lowered. The note is "" if there
-        is nothing to say.
-
-    Raises:
-        PolicyError: torch.autocast does not exist for this device type.
+    The format "fp32" means that nothing is lowered; the note is "" if there is nothing to say.
     """
     there = units(device_type)
     if policy.dtype != "auto" and policy.dtype not in DTYPES:
@@ -248,15 +228,8 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
 
     Where the low format is fp32 nothing is lowered: parameters, residual stream and inputs become fp32 too.
 
-    Args:
-        policy: what is wanted.
-        device_type: "cpu", "cuda", ...
-        one_pass: whether the optimizer is stepped by halfstep's own operators. They read and write both halves of split
-            weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
-
-    Raises:
-        UnbuiltError: halfstep cannot carry it out; the message names what comes nearest.
-        PolicyError: a field rules out another one, or torch.autocast does not exist for this device type.
+    With `one_pass` the optimizer is stepped by halfstep's own operators. They read and write both halves of split
+    weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
     """
     dtype, _ = resolve_dtype(policy, device_type)
     _refuse_contradictions(policy, dtype)
@@ -280,49 +253,27 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
     return policy.replace(dtype=dtype, master=master, scale=scale, emulate=emulate)
 
 
+def holds(when: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Return whether what is known of a policy is as a row asks: a value, one of a list, or not empty for true."""
+    for name, wanted in when.items():
+        value = bool(known[name]) if isinstance(wanted, bool) else known[name]
+        if value not in wanted if isinstance(wanted, list) else value != wanted:
+            return False
+    return True
+
+
 def _refuse_contradictions(policy: Policy, dtype: str) -> None:
     """Refuse a policy that cannot be carried out with `dtype` as its low format."""
-    name, low = f"policy {policy.name!r}", policy.params == "low"
-    if not low and policy.norms == "low":
-        raise PolicyError(
-            f"{name}: norms='low' is the format of norms beside low parameters, and params='fp32'; set params='low', "
-            "or leave norms out"
-        )
-    if not low and policy.master not in {"auto", "none"}:
-        raise PolicyError(
-            f"{name}: master={policy.master!r} is what stands behind low parameters, and params='fp32'; set "
-            "params='low', or leave master out"
-        )
-    if low and policy.master == "none" and policy.grads == "fp32":
-        raise PolicyError(
-            f"{name}: grads='fp32' under master='none', where optimizers step low weights by gradients of their "
-            "format; use master='stochastic', which keeps nothing either, or leave grads out"
-        )
-    if low and policy.master == "none" and policy.state == "low":
-        raise PolicyError(
-            f"{name}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and under "
-            "master='none' it steps low weights, whose states are low already; choose another master, or leave state "
-            "out"
-        )
-    if low and policy.master == "split" and dtype == "fp16":
-        raise PolicyError(
-            f"{name}: master='split' keeps the lower halves of fp32 numbers whose upper halves are bf16, and "
-            "dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
-        )
-    if low and dtype not in DTYPES:
-        raise UnbuiltError(
-            f"{name}: parameters cannot be held in {dtype!r}, which no dtype stores; use params='fp32': operators see "
-            "them rounded to it"
-        )
-    if policy.reduce == "low" and dtype not in DTYPES:
-        raise UnbuiltError(f"{name}: reduce='low' would send {dtype!r}, which no dtype stores; use reduce='grad'")
+    known = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+    known |= {"dtype": dtype, "simulated": dtype not in DTYPES}
+    for row in FIELDS["refused"]:
+        if holds(row["when"], known):
+            error = UnbuiltError if row.get("unbuilt") else PolicyError
+            raise error(f"policy {policy.name!r}: {row['words'].format(**known)}")
 
 
 def reduces_itself(concrete: Policy) -> bool:
-    """Return whether a resolved policy needs averages over processes that DistributedDataParallel does not make.
-
-    It averages each gradient in the format of its parameter.
-    """
+    """Return whether a resolved policy needs other averages over processes than in the format of each parameter."""
     low = concrete.params == "low"
     if concrete.reduce == "low":
         return concrete.dtype != "fp32"
@@ -336,16 +287,10 @@ def reduces_itself(concrete: Policy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The rule of one operator.
+    """The rule of one operator."""
 
-    Attributes:
-        rule: "low", "fp32", "keep", "widest" or "banned".
-        origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
-        reason: why, in words.
-    """
-
-    rule: str
-    origin: str
+    rule: str  # one of `RULES`
+    origin: str  # what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator
     reason: str
 
 
@@ -364,7 +309,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
         for op, row in table(policy.table, device_type).items()
     }
     if policy.residual == "low":
-        for op, (rule, reason) in RESIDUAL_RULES.items():
+        for op, (rule, reason) in FIELDS["residual"].items():
             rules[op] = Decision(rule, "residual", reason)
     if policy.loss == "fp32":
         for op in losses():

@@ -100,11 +100,7 @@ MODULE_RULES = tuple(rule for rule, kind in RULE_KINDS.items() if kind.of_module
 
 
 def for_every_kind(reader: str, answers: Mapping[str, T], rules: Sequence[str] = RULES) -> Mapping[str, T]:
-    """Return `answers` (rule -> what `reader` does for it).
-
-    Raises:
-        PolicyError: one of `rules` has no answer, or an answer belongs to no rule. Called at import.
-    """
+    """Return `answers` (rule -> what `reader` does for it), at import; refuse them if they are not those of `rules`."""
     if answers.keys() != set(rules):
         lacking, unknown = sorted(set(rules) - answers.keys()), sorted(answers.keys() - set(rules))
         raise PolicyError(f"{reader} has no answer for the rules {lacking}, and answers for the unknown {unknown}")

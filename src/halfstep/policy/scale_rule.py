@@ -1,28 +1,23 @@
 """Scale rule: how a loss scale answers good and bad steps, as plain numbers.
 
 A *good* step is one whose gradients are all finite, a *bad* step any other. A `ScaleRule` holds numbers only; the state
-machine that carries it out on device tensors is `halfstep.scale.rule`. `SCALE_RULES` holds halfstep's rule and those of
-its peers under their names, with their defaults.
-
-Sources of the peers' numbers (formulas read in their public repositories, 2025-2026):
-torch.amp https://github.com/pytorch/pytorch, Apex https://github.com/NVIDIA/apex,
-DeepSpeed https://github.com/deepspeedai/DeepSpeed, Megatron-core https://github.com/NVIDIA/Megatron-LM,
-fairseq https://github.com/facebookresearch/fairseq, MindSpore https://gitee.com/mindspore/mindspore,
-MegEngine https://github.com/MegEngine/MegEngine.
+machine that carries it out on device tensors is `halfstep.scale.rule`. The peers' numbers and formulas were read in
+their public repositories, 2025-2026: pytorch/pytorch, NVIDIA/apex, deepspeedai/DeepSpeed, NVIDIA/Megatron-LM,
+facebookresearch/fairseq and MegEngine/MegEngine on GitHub, mindspore/mindspore on Gitee.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from halfstep.arguments import FLAG, Kind, check, one_of
 from halfstep.errors import ScaleError
 
-__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule", "plain", "whole"]
+__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule", "between", "plain", "steps_from", "whole"]
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite fp32 number: as a ceiling it means 'none'."""
@@ -95,27 +90,16 @@ class ScaleRule:
                 object.__setattr__(self, name, plain(value))
         for name in ("interval", "hysteresis", "delay", "patience"):
             object.__setattr__(self, name, whole(getattr(self, name)))
-        _number("floor", self.floor, low=0.0, high=FP32_MAX, meaning="0 (no floor) or a positive scale")
-        _number("ceiling", self.ceiling, low=self.floor, high=FP32_MAX, meaning="at least floor; FP32_MAX for none")
-        _number("init", self.init, low=self.floor, high=self.ceiling, meaning="between floor and ceiling")
+        check(
+            "scale rule",
+            ScaleError,
+            floor=(self.floor, between(0.0, FP32_MAX, "0 (no floor) or a positive scale")),
+            ceiling=(self.ceiling, between(self.floor, FP32_MAX, "at least floor; FP32_MAX for none")),
+            init=(self.init, between(self.floor, self.ceiling, "between floor and ceiling")),
+            **{name: (getattr(self, name), kind) for name, kind in _KINDS.items()},
+        )
         if self.init < 2.0**-149:  # the smallest fp32 number
             raise ScaleError(f"scale rule: init={self.init!r} is 0 in fp32; give a positive scale, 65536.0 is usual")
-        _number("growth", self.growth, low=1.0, high=FP32_MAX, meaning="at least 1; 2 doubles the scale")
-        _number("backoff", self.backoff, low=2.0**-126, high=1.0, meaning="above 0 and at most 1; 0.5 halves the scale")
-        _number("tolerance", self.tolerance, low=0.0, high=1.0, meaning="a share of steps between 0 and 1")
-        _count("interval", self.interval, low=1)
-        _count("hysteresis", self.hysteresis, low=1)
-        _count("delay", self.delay, low=0)
-        _count("patience", self.patience, low=0)
-        for name, value, options in (
-            ("refill", self.refill, ("growth", "good")),
-            ("at_floor", self.at_floor, ("warn", "raise", "refuse")),
-            ("divide", self.divide, (False, True)),
-            ("guard", self.guard, (False, True)),
-            ("kept", self.kept, ("fp32", "fp64")),
-        ):
-            if type(value) is not type(options[0]) or value not in options:
-                raise ScaleError(f"scale rule: {name}={value!r}; expected one of {', '.join(map(repr, options))}")
         if self.divide and self.backoff != 1.0 / self.growth:
             raise ScaleError(
                 f"scale rule: divide=True divides by growth={self.growth!r}, but backoff={self.backoff!r} is not "
@@ -131,7 +115,8 @@ class ScaleRule:
     def static(cls, value: float) -> ScaleRule:
         """Return the rule of a scale that stays at `value`; bad steps are skipped all the same."""
         value = plain(value)
-        _number("static value", value, low=2.0**-149, high=FP32_MAX, meaning="a positive scale that fp32 can hold")
+        positive = between(2.0**-149, FP32_MAX, "a positive scale that fp32 can hold")
+        check("scale rule", ScaleError, **{"a static value": (value, positive)})
         return cls(init=value, growth=1.0, backoff=1.0, interval=1, floor=value, ceiling=value)
 
     @property
@@ -159,25 +144,32 @@ def whole(value: Any) -> Any:
 _PYTHON_TYPES = frozenset({int, float, bool, str})
 
 
-def _number(name: str, value: object, *, low: float, high: float, meaning: str) -> None:
-    """Raise ScaleError unless `value` is a finite number in ``[low, high]``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        kind = type(value).__name__
-        raise ScaleError(f"scale rule: {name}={value!r} is a {kind}; expected a number: {meaning}")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ScaleError(f"scale rule: {name}={value!r} is outside [{low!r}, {high!r}]; expected {meaning}")
+def between(low: Any, high: Any, meaning: str) -> Kind:
+    """Return the numbers in ``[low, high]``, none of which is negative."""
+    words = f"a number in [{low!r}, {high!r}], {meaning},"
+    return Kind(words, lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and low <= v <= high)
 
 
-def _count(name: str, value: object, *, low: int) -> None:
-    """Raise ScaleError unless `value` is a whole number of steps in ``[low, MAX_COUNT]``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        kind = type(value).__name__
-        raise ScaleError(f"scale rule: {name}={value!r} is a {kind}; expected a whole number of steps, at least {low}")
-    if not low <= value <= MAX_COUNT:
-        raise ScaleError(
-            f"scale rule: {name}={value!r} is outside [{low}, {MAX_COUNT}]; expected a whole number of steps"
-        )
+def steps_from(low: int) -> Kind:
+    """Return the counts of steps in ``[low, MAX_COUNT]``."""
+    words = f"a whole number of steps in [{low}, {MAX_COUNT}]"
+    return Kind(words, lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= MAX_COUNT)
 
+
+_KINDS = {
+    "growth": between(1.0, FP32_MAX, "at least 1; 2 doubles the scale"),
+    "backoff": between(2.0**-126, 1.0, "above 0 and at most 1; 0.5 halves the scale"),
+    "tolerance": between(0.0, 1.0, "a share of steps"),
+    "interval": steps_from(1),
+    "hysteresis": steps_from(1),
+    "delay": steps_from(0),
+    "patience": steps_from(0),
+    "refill": one_of("growth", "good"),
+    "at_floor": one_of("warn", "raise", "refuse"),
+    "divide": FLAG,
+    "guard": FLAG,
+    "kept": one_of("fp32", "fp64"),
+}
 
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
     {

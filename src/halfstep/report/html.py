@@ -1,110 +1,38 @@
-"""HTML: a document as one file that needs nothing else: no network, no script, no font, light and dark."""
+"""HTML: a document as one file that needs nothing else: no network, no script, no font, light and dark.
+
+The hues are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers can tell apart. Their
+lightness was changed until each has the contrast that graphics need on its page (WCAG 2.2, 1.4.11) and any two stay
+apart for readers without red or green cones; the tests compute both.
+"""
 
 from __future__ import annotations
 
 import html
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from halfstep.report.charts import Chart
+from halfstep.report.charts import Chart, draw
 from halfstep.report.document import Document
-from halfstep.report.pictures import draw
-from halfstep.report.style import picture_style, style_sheet
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
-__all__ = ["picture_file", "render", "write_page"]
+__all__ = ["DARK", "LIGHT", "picture_file", "picture_style", "render", "style_sheet", "write_page"]
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
 
-PAGE = """\
-{%- macro key(look) -%}
-<svg viewBox="0 0 26 10" aria-hidden="true"><line x1="0" y1="5" x2="26" y2="5" style="
-{%- if look.light %}stroke-dasharray: 7 3; {% endif -%}
-stroke-width: 3; stroke: var(--{{ "hue%d" % look.hue if look.hue else "ink" }})"/></svg>
-{%- endmacro -%}
-{%- macro show(block) -%}
-{%- set kind = block.__class__.__name__ -%}
-{%- if kind == "Paragraph" %}
-<p>{{ block.text }}</p>
-{%- elif kind == "Note" %}
-<p class="note">{{ block.text }}</p>
-{%- elif kind == "Code" %}
-<pre>{{ block.text | e }}</pre>
-{%- elif kind == "Bullets" %}
-<ul>{% for item in block.items %}<li>{{ item }}</li>{% endfor %}</ul>
-{%- elif kind == "Facts" %}
-<div class="facts">
-{%- for fact in block.facts %}
-<div class="fact {{ fact.tone }}"><h3>{{ fact.heading }}</h3><p class="first">{{ fact.text }}</p>
-{%- for text in fact.more %}<p class="more">{{ text }}</p>{% endfor %}</div>
-{%- endfor %}
-</div>
-{%- elif kind == "Table" %}
-<div class="scroll" role="region" tabindex="0" aria-label="{{ block.caption }}"><table>
-<caption>{{ block.caption }}</caption>
-<thead><tr>{% for header in block.headers -%}
-<th scope="col"{% if loop.index0 in block.words %} class="words"{% endif %}>{{ header }}</th>
-{%- endfor %}</tr></thead>
-<tbody>
-{%- for row in block.rows %}
-<tr>
-{%- for cell in row -%}
-{%- set look = "words" if loop.index0 in block.words else cell.tone -%}
-{%- set tag, scope = ("th", ' scope="row"') if loop.first else ("td", "") -%}
-<{{ tag }}{{ scope | safe }}{% if look %} class="{{ look }}"{% endif %}>{{ cell.text }}</{{ tag }}>
-{%- endfor -%}
-</tr>
-{%- endfor %}
-</tbody></table></div>
-{%- elif kind == "Figure" %}
-<figure>
-<h3>{{ block.heading }}</h3>
-{{ picture(block.chart, block.alt) }}
-<figcaption>{{ block.caption }}</figcaption>
-</figure>
-{%- elif kind == "Gallery" %}
-{%- if block.legend %}
-<ul class="legend">{% for label, look in block.legend %}<li>{{ key(look) }}{{ label }}</li>{% endfor %}</ul>
-{%- endif %}
-<div class="gallery">{% for figure in block.figures %}{{ show(figure) }}{% endfor %}
-</div>
-{%- elif kind == "Details" %}
-<details><summary>{{ block.summary }}</summary>{% for inner in block.blocks %}{{ show(inner) }}{% endfor %}
-</details>
-{%- endif -%}
-{%- endmacro -%}
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ document.title }}</title>
-<style>
-{{ style }}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{{ document.title }}</h1>
-<p class="lead">{{ document.lead }}</p>
-</header>
-{%- for section in document.sections %}
-<section>
-<h2>{{ section.heading }}</h2>
-{%- for block in section.blocks %}{{ show(block) }}{% endfor %}
-</section>
-{%- endfor %}
-{%- if document.footer %}
-<footer><p>{{ document.footer }}</p></footer>
-{%- endif %}
-</main>
-</body>
-</html>
-"""
+LIGHT: Mapping[str, str] = {
+    "page": "#f5f6f7", "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "faint": "#d0d7de", "band": "#e3e8ee",
+    "good": "#0a6b4a", "bad": "#b3261e", "open": "#7a5200", "note": "#fff4d6",
+    "hue1": "#0072b2", "hue2": "#a84300", "hue3": "#109a78", "hue4": "#8f3f70", "hue5": "#b9831f", "hue6": "#3890cc",
+}  # fmt: skip
+DARK: Mapping[str, str] = {
+    "page": "#101316", "paper": "#191d21", "ink": "#e8eaed", "muted": "#a3adb8", "faint": "#363d45", "band": "#2b333c",
+    "good": "#5fd3a6", "bad": "#ff8f85", "open": "#f0c063", "note": "#33290f",
+    "hue1": "#2f8fea", "hue2": "#d8650f", "hue3": "#22cf98", "hue4": "#bb689f", "hue5": "#f3c13a", "hue6": "#8ccbf0",
+}  # fmt: skip
+
+RULES = Path(__file__).with_name("style.css")
+PAGE = Path(__file__).with_name("page.html")
 
 
 def render(document: Document) -> str:
@@ -112,13 +40,17 @@ def render(document: Document) -> str:
     import jinja2  # here: importing halfstep imports torch and little else
     from markupsafe import Markup
 
-    def picture(chart: Chart, alt: str) -> Markup:
+    def picture(chart: Chart, alt: str) -> Any:
         made = draw(chart)
         head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">\n').format(alt, made.width, made.height)
         return head + Markup(made.body + "\n</svg>")
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_kept_together)
-    page = environment.from_string(PAGE).render(document=document, style=Markup(style_sheet()), picture=picture)
+    def kept_together(value: Any) -> Any:  # no line ends between a number and its unit
+        return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=kept_together)
+    template = environment.from_string(PAGE.read_text(encoding="utf-8"))
+    page = template.render(document=document, style=Markup(style_sheet()), picture=picture)
     return f"{page}\n"
 
 
@@ -138,6 +70,20 @@ def picture_file(chart: Chart, alt: str) -> str:
     )
 
 
-def _kept_together(value: Any) -> Any:
-    """Return text in which no line ends between a number and its unit; markup stays as it is."""
-    return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value
+def style_sheet() -> str:
+    """Return the style sheet of a report; dark where the reader's system is, except on paper."""
+    return f"{_schemes()}\n{RULES.read_text(encoding='utf-8')}"
+
+
+def picture_style() -> str:
+    """Return the style sheet of a picture that stands alone."""
+    family = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+    return f"{_schemes()}\nsvg {{ font-family: {family}; }} svg * {{ stroke-linejoin: round; }}\n"
+
+
+def _schemes() -> str:
+    light, dark = (" ".join(f"--{name}: {value};" for name, value in c.items()) for c in (LIGHT, DARK))
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    )

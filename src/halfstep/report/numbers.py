@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 __all__ = ["Decimals", "Size", "counted", "listed", "minus"]
 
@@ -26,16 +25,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-@dataclass(frozen=True, slots=True)
 class Decimals:
-    """Numbers with as many digits behind the point as can matter."""
+    """Numbers with the digits behind the point that show a hundredth of `largest`: a margin, or of a column."""
 
-    count: int
-
-    @classmethod
-    def of(cls, largest: float) -> Decimals:
-        """Return the digits that show a hundredth of `largest`: a margin, or the largest of a column."""
-        return cls(max(0, 2 - math.floor(math.log10(largest))))
+    def __init__(self, largest: float) -> None:
+        self.count = max(0, 2 - math.floor(math.log10(largest)))
 
     def __call__(self, number: float) -> str:
         """Return the number, in words if it is none."""
@@ -52,21 +46,14 @@ class Decimals:
         return round(number, self.count) + 0.0  # adding makes -0.0 a plain zero
 
 
-@dataclass(frozen=True, slots=True)
 class Size:
     """Bytes in a unit that suits all of some counts, with three digits of the largest."""
 
-    unit: str
-    bytes: int
-    decimals: int
-
-    @classmethod
-    def of(cls, counts: Iterable[int]) -> Size:
-        """Return the unit for `counts`."""
+    def __init__(self, counts: Iterable[int]) -> None:
         most = max(counts)
-        unit, size = next(((name, size) for name, size in reversed(UNITS) if most >= size), UNITS[0])
-        return cls(unit, size, 0 if size == 1 else max(0, 2 - math.floor(math.log10(most / size))))
+        self.unit, self.bytes = next((pair for pair in reversed(UNITS) if most >= pair[1]), UNITS[0])
+        self._decimals = Decimals(most / self.bytes if self.bytes > 1 else 100.0)
 
     def __call__(self, count: int) -> str:
         """Return the count in this unit, without the unit."""
-        return f"{count / self.bytes:.{self.decimals}f}"
+        return self._decimals(count / self.bytes)

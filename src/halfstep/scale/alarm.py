@@ -31,13 +31,7 @@ def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
 
 
 def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]) -> str:
-    """Return the message: what happened, at which scale, which gradients, what to do.
-
-    Args:
-        rule: the numbers in force.
-        host: the state as plain numbers.
-        culprits: descriptions of parameters whose gradient is not finite.
-    """
+    """Return the message: what happened, at which scale, which gradients, what to do."""
     scale = host["scale"]
     if rule.patience and host["streak"] > rule.patience:
         what = f"{host['streak']} steps in a row had gradients that are not finite (loss scale {scale!r})"
@@ -69,11 +63,7 @@ class DelayedFlag:
         self._event: Any = None
 
     def read(self, flag: Tensor) -> bool | None:
-        """Return the flag as of this or an earlier read, or None if nothing is known yet.
-
-        Args:
-            flag: 0-dim bool tensor.
-        """
+        """Return `flag` (0-dim bool) as of this or an earlier read, or None if nothing is known yet."""
         if type(flag) is not Tensor:
             return None
         if flag.device.type == "cpu":
@@ -117,12 +107,8 @@ class ExpectedScaler:
     """Warns at the first step of an optimizer if no scaler has scaled a loss until then.
 
     A step without gradients, or at a learning rate of zero, is not the first one: it makes states or precedes a
-    scheduler. Every scaler that takes part (`drop`) ends the watch, and so does the first step.
-
-    Args:
-        scaler: which of them is expected.
-        optimizer: whose first step is watched.
-        dtype: the format of the gradients, with fewer exponent bits than fp32.
+    scheduler. Every scaler that takes part (`drop`) ends the watch, and so does the first step. `dtype` is the format
+    of the gradients, with fewer exponent bits than fp32.
     """
 
     _known: weakref.WeakKeyDictionary[Optimizer, ExpectedScaler] = weakref.WeakKeyDictionary()

@@ -1,10 +1,8 @@
 """Passes over gradients: divide them by the scale, check that they are finite, name those that are not.
 
-One multi-tensor kernel per device, dtype and placement does check and product together
-(``torch._amp_foreach_non_finite_check_and_unscale_``: fp32 arithmetic, one rounding to the gradient's dtype). Complex
-gradients go through it as pairs of reals, sparse ones as their values, sharded ones (DTensor) grouped by mesh and
-placements, so that torch's own handler makes the ranks agree. Only
-`describe_non_finite` waits for the device.
+One multi-tensor kernel per device, dtype and placement does check and product together (fp32 arithmetic, one rounding
+to the gradient's dtype): complex gradients as pairs of reals, sparse ones as their values, sharded ones (DTensor) by
+mesh and placements, so that torch's own handler makes the ranks agree. Only `describe_non_finite` waits for the device.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ def unscale_(
         pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
             are changed in place; sparse low, conjugated and (under `into_fp32`) low ones are replaced.
         scale: 0-dim fp32 or fp64, the factor the loss was multiplied by.
-        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any). Otherwise a
-            gradient keeps its dtype: fp32 arithmetic, one rounding.
+        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any).
         check_scale: the scale may be so small that 1/scale is inf in fp32; that counts as not finite.
 
     Returns:
@@ -51,8 +48,9 @@ def unscale_(
     """
     inverse = _inverse(scale)
     unusable = inverse.isfinite().logical_not() if check_scale else torch.zeros_like(inverse)
-    found = _FlagPerDevice(unusable.to(torch.float32))
-    batches, again = _Batches(), _Batches()  # again: checked once more after the division
+    flags = {scale.device: unusable.to(torch.float32)}
+    divided: list[Tensor] = []
+    again: list[Tensor] = []  # checked once more after the division
     wide: list[tuple[Tensor, Tensor]] = []  # low parameters and their gradients, to become fp32
     summed: list[tuple[Tensor, Tensor, torch.dtype]] = []  # parameters, gradients in fp32, the dtype to go back to
     for parameter, gradient in pairs:
@@ -61,49 +59,39 @@ def unscale_(
             total = gradient.to(torch.float32)
             total = total.coalesce() if total.is_sparse else total
             summed.append((parameter, total, gradient.dtype))
-            batches.add(total)
+            divided.append(total)
         elif gradient.dtype in LOW_DTYPES and into_fp32:
             wide.append((parameter, gradient))
         else:
             if gradient.is_conj():
                 parameter.grad = gradient = gradient.resolve_conj()
-            batches.add(gradient)
+            divided.append(gradient)
             if gradient.dtype in (torch.float16, torch.complex32):
-                again.add(gradient)  # dividing by a scale below 1 can take it out of range
-    for fresh in _widen(wide):
-        batches.add(fresh)
-
-    batches.run(found, inverse)
+                again.append(gradient)  # dividing by a scale below 1 can take it out of range
+    divided += _widen(wide)
+    _run(divided, flags, inverse)
     for parameter, total, dtype in summed:
         if into_fp32:
             _replace(parameter, total)
         else:
             parameter.grad = total.to(dtype)
-            again.add(parameter.grad)
+            again.append(parameter.grad)
     if again:
-        again.run(found, torch.ones_like(inverse))
-    return found.combined() if batches else None
+        _run(again, flags, torch.ones_like(inverse))
+    return _combined(flags) if divided else None
 
 
 @torch.no_grad()
 def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None:
-    """Return whether a gradient is not finite; they keep their values and dtypes, and nothing waits for the device.
-
-    Args:
-        pairs: (parameter, gradient) as for `unscale_`.
-        like: 0-dim on the device of the result.
-
-    Returns:
-        0-dim fp32 on the device of `like`, not zero if a gradient was not finite; None without gradients.
-    """
-    found = _FlagPerDevice(torch.zeros_like(like, dtype=torch.float32))
-    batches = _Batches()
+    """Return what `unscale_` does, on the device of `like` (0-dim), and leave the gradients as they are."""
+    flags = {like.device: torch.zeros_like(like, dtype=torch.float32)}
+    checked = []
     for _, gradient in pairs:
         if gradient.is_sparse and gradient.dtype in LOW_DTYPES:
             gradient = gradient.to(torch.float32).coalesce()
-        batches.add(gradient.resolve_conj())
-    batches.run(found, torch.ones_like(like, dtype=torch.float32))
-    return found.combined() if batches else None
+        checked.append(gradient.resolve_conj())
+    _run(checked, flags, torch.ones_like(like, dtype=torch.float32))
+    return _combined(flags) if checked else None
 
 
 @torch.no_grad()
@@ -112,25 +100,19 @@ def describe_non_finite(
 ) -> tuple[str, ...]:
     """Name the parameters whose gradient is not finite, with how many values; waits for the device.
 
-    Args:
-        optimizers: the optimizers whose gradients are read, as they are now.
-        names: names by parameter; otherwise ``named_parameters`` given to the optimizer, otherwise the position.
+    Their names are those of `names`, else those that ``named_parameters`` gave the optimizer, else their positions.
 
     Returns:
         At most `NAMES_SHOWN` entries such as ``"head.weight (3 of 20 values)"``, then perhaps ``"and 7 more"``.
     """
-    labels: list[str] = []
-    counts: list[Tensor] = []
-    sizes: list[int] = []
+    found = []
     for optimizer in optimizers:
         for label, parameter in _labelled(optimizer, names):
             if parameter.grad is not None:
                 values = local(_values(parameter.grad))
-                labels.append(label)
-                counts.append(values.isfinite().logical_not().sum().cpu())
-                sizes.append(values.numel())
-    bad = [(label, int(count), size) for label, count, size in zip(labels, counts, sizes, strict=True) if count]
-    return _few([f"{label} ({count} of {size} values)" for label, count, size in bad])
+                count = int(values.isfinite().logical_not().sum())
+                found += [f"{label} ({count} of {values.numel()} values)"] if count else []
+    return _few(found)
 
 
 def names_of(
@@ -155,53 +137,33 @@ def _few(texts: list[str]) -> tuple[str, ...]:
     return (*shown, f"and {len(texts) - NAMES_SHOWN} more") if len(texts) > NAMES_SHOWN else tuple(shown)
 
 
-class _FlagPerDevice:
-    """One flag over many devices: a kernel on each device sets its own copy."""
+def _run(gradients: Iterable[Tensor], flags: dict[torch.device, Tensor], factor: Tensor) -> None:
+    """Multiply gradients by `factor` (0-dim fp32) in place; note in the flag of a device what was not finite before.
 
-    def __init__(self, home: Tensor) -> None:
-        self._home = home
-        self._copies: dict[torch.device, Tensor] = {home.device: home}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = torch.zeros((), dtype=torch.float32, device=device)
-        return self._copies[device]
-
-    def combined(self) -> Tensor:
-        """Return one flag on the first device; copies between devices do not wait."""
-        result = self._home
-        for copy in self._copies.values():
-            if copy is not self._home:
-                result = torch.maximum(result, copy.to(result.device, non_blocking=True))
-        return result
-
-
-class _Batches:
-    """Gradients grouped so that each group can go through one multi-tensor kernel."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Hashable, list[Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def add(self, gradient: Tensor) -> None:
+    Each group that one multi-tensor kernel takes goes through it together.
+    """
+    groups: dict[Hashable, list[Tensor]] = {}
+    for gradient in gradients:
         if gradient.layout is not torch.strided or gradient.is_complex():
             gradient = torch.view_as_real(values) if (values := _values(gradient)).is_complex() else values
         key: Hashable = (gradient.device, gradient.dtype)
         if type(gradient) is not Tensor and (mesh := getattr(gradient, "device_mesh", None)) is not None:
             # DTensor: torch's handler for this kernel takes mesh and placements of the first gradient for all of them.
             key = (key, mesh, gradient.placements)  # type: ignore[attr-defined]
-        self._groups.setdefault(key, []).append(gradient)
+        groups.setdefault(key, []).append(gradient)
+    for group in groups.values():
+        device = group[0].device
+        if device not in flags:
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor.to(device, non_blocking=True))
 
-    def run(self, found: _FlagPerDevice, factor: Tensor) -> None:
-        """Multiply every gradient by `factor` (0-dim fp32) in place and note in `found` what was not finite before."""
-        factors: dict[torch.device, Tensor] = {factor.device: factor}
-        for group in self._groups.values():
-            device = group[0].device
-            if device not in factors:
-                factors[device] = factor.to(device, non_blocking=True)
-            amp_foreach_non_finite_check_and_unscale_(group, found.on(device), factors[device])
+
+def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
+    """Return one flag on the first device; copies between devices do not wait."""
+    result, *others = flags.values()
+    for flag in others:
+        result = torch.maximum(result, flag.to(result.device, non_blocking=True))
+    return result
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -218,13 +180,12 @@ def _values(gradient: Tensor) -> Tensor:
 
 def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Put an fp32 copy in the place of each low gradient and return the copies."""
-    plain = all(type(gradient) is Tensor for _, gradient in pairs)
-    if plain:  # one kernel for all
-        copies = [torch.empty_like(gradient, dtype=torch.float32) for _, gradient in pairs]
-        if copies:
-            foreach_copy_(copies, [gradient for _, gradient in pairs])
+    gradients = [gradient for _, gradient in pairs]
+    if gradients and all(type(gradient) is Tensor for gradient in gradients):  # one kernel for all
+        copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+        foreach_copy_(copies, gradients)
     else:
-        copies = [gradient.to(torch.float32) for _, gradient in pairs]
+        copies = [gradient.to(torch.float32) for gradient in gradients]
     for (parameter, _), copy in zip(pairs, copies, strict=True):
         _replace(parameter, copy)
     return copies

@@ -71,14 +71,7 @@ def step_with_flag(
     """Call ``optimizer.step``, which divides gradients by ``grad_scale`` and does nothing if ``found_inf`` is not zero.
 
     As in torch, a ``grad_scale`` that the user has set beforehand is multiplied in and used up. If the step raises,
-    both attributes are as they were before.
-
-    Args:
-        optimizer: one that `skips_itself`.
-        scale: 0-dim fp32, or None if its gradients have been unscaled.
-        found: 0-dim fp32, not zero = skip.
-        args: passed on to step.
-        kwargs: passed on to step.
+    both attributes are as they were before. `scale` and `found` are 0-dim fp32; None: gradients have been unscaled.
     """
     attributes = vars(optimizer)
     before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
@@ -88,14 +81,12 @@ def step_with_flag(
     attributes["found_inf"] = found
     try:
         result = optimizer.step(*args, **kwargs)
-    except BaseException:
+        before = {}  # used up
+        return result
+    finally:
         for name in _ATTRIBUTES:
             attributes.pop(name, None)
         attributes.update(before)
-        raise
-    for name in _ATTRIBUTES:
-        attributes.pop(name, None)
-    return result
 
 
 # ------------------------------------------------------------------ leaving the fused form
@@ -104,11 +95,8 @@ def step_with_flag(
 def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = None) -> bool:
     """Take groups of an optimizer out of torch's fused form where its kernel does not work; return whether one was.
 
-    State stays: on a CPU all forms have the same.
-
-    Args:
-        optimizer: any; changed only if it is one of torch's (or made from one) in the fused form.
-        stepped: what it steps; default its own parameters, unless precise weights take their place in its step.
+    State stays: on a CPU all forms have the same. `stepped`: what it steps; default its own parameters, unless precise
+    weights take their place in its step.
     """
     if not isinstance(optimizer, WITH_KERNELS) or (stepped is None and hasattr(optimizer, WEIGHTS_ATTRIBUTE)):
         return False

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from halfstep.errors import ScaleError
 from halfstep.mistakes import MISTAKES
@@ -25,69 +25,29 @@ from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 
 __all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
 
-_ROOM = 16
-"""Weak references kept before dead ones are thrown away."""
-
-
-# ------------------------------------------------------------------ backward passes
-
-
-class BackwardPass:
-    """The gradients of an optimizer when a backward pass began."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note parameters, gradients and versions as they are now."""
-        self._before = [
-            (parameter, parameter.grad, _version(parameter.grad))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-
-    def empty(self) -> set[int]:
-        """Return the ids of the parameters that had no gradient."""
-        return {id(parameter) for parameter, gradient, _ in self._before if gradient is None}
-
-    def changed(self) -> tuple[set[int], set[int]]:
-        """Return the ids of the parameters whose gradient is new since then, and of those whose gradient changed."""
-        made: set[int] = set()
-        added: set[int] = set()
-        for parameter, gradient, version in self._before:
-            now = parameter.grad
-            if now is None or (now is gradient and _version(now) == version):
-                continue
-            (made if gradient is None else added).add(id(parameter))
-        return made, added
+Gradients = list[tuple[Tensor, Tensor | None, int]]
+"""Parameters, and their gradients with their versions, as they were when a backward pass began."""
 
 
 class FollowedLosses:
     """The scaled losses whose backward pass is still to come, as long as they live."""
 
     def __init__(self, begins: Callable[[], Callable[[], None] | None]) -> None:
-        """Follow none yet.
-
-        Args:
-            begins: called when a backward pass of a hooked loss begins; returns what to call when it has ended, if
-                anything.
-        """
+        """Follow none yet; `begins`, at the begin of a hooked loss's backward pass, returns what to call at its end."""
         self._begins = begins
-        self._waiting: list[TensorWeakRef] = []
-        self._room = _ROOM
+        self._waiting = WeakTensorKeyDictionary()
 
     def add(self, scaled: Tensor, *, now: bool) -> None:
         """Follow a scaled loss: with a hook `now`, or from the next `hook`."""
         if now:
             self._hook(scaled)
-            return
-        if len(self._waiting) >= self._room:
-            self._waiting = [one for one in self._waiting if one() is not None]
-            self._room = 2 * len(self._waiting) + _ROOM
-        self._waiting.append(TensorWeakRef(scaled))
+        else:
+            self._waiting[scaled] = None
 
     def hook(self) -> None:
         """Give a hook to every loss that lives and has none."""
-        for one in self._waiting:
-            if (scaled := one()) is not None:
-                self._hook(scaled)
+        for scaled in list(self._waiting):
+            self._hook(scaled)
         self._waiting.clear()
 
     def _hook(self, scaled: Tensor) -> None:
@@ -98,13 +58,6 @@ class FollowedLosses:
         if (ended := self._begins()) is not None:
             engine: Any = execution_engine
             engine.queue_callback(ended)
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
-# ------------------------------------------------------------------ optimizers
 
 
 class Stage(enum.Enum):
@@ -124,15 +77,12 @@ class OptimizerWork:
     ``p.grad`` is replaced by a function of itself.
 
     Attributes:
-        optimizer: kept alive until the next update.
-        stage: how far it has come.
         found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
         bad: what the host read of `found`; None = it has not been read.
-        late: parameters with a late gradient.
-        mixed: parameters with a mixed gradient.
+        late, mixed: parameters with such a gradient.
         running: backward passes of scaled losses that have begun since `unscale_` and not ended.
-        first: the first gradient that was unscaled, as long as it lives.
-        unfollowed: how many losses had been scaled in compiled code by then.
+        first, unfollowed: the first gradient that was unscaled, as long as it lives, and how many losses had been
+            scaled in compiled code by then.
     """
 
     optimizer: torch.optim.Optimizer
@@ -141,7 +91,7 @@ class OptimizerWork:
     bad: bool | None = None
     late: set[int] = field(default_factory=set)
     mixed: set[int] = field(default_factory=set)
-    running: list[BackwardPass] = field(default_factory=list)
+    running: list[Gradients] = field(default_factory=list)
     first: TensorWeakRef | None = None
     unfollowed: int = 0
 
@@ -166,25 +116,32 @@ class OptimizerWork:
     def _first_gradient(self) -> Tensor | None:
         return next((gradient for _, gradient in gradients(self.optimizer)), None)
 
-    def begin_pass(self) -> BackwardPass:
+    def begin_pass(self) -> Gradients:
         """Note the gradients there are when a backward pass begins."""
-        begun = BackwardPass(self.optimizer)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        begun = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
         if self.late or self.mixed:  # gradients that are gone
-            empty = begun.empty()
+            empty = {id(parameter) for parameter, gradient, _ in begun if gradient is None}
             self.late -= empty
             self.mixed -= empty
         self.running.append(begun)
         return begun
 
-    def end_pass(self, ended: BackwardPass) -> None:
+    def end_pass(self, ended: Gradients) -> None:
         """Note which gradients a backward pass has made, and to which it has added."""
-        if ended not in self.running:
+        running = [begun for begun in self.running if begun is not ended]
+        if len(running) == len(self.running):
             return
-        self.running.remove(ended)
-        made, added = ended.changed()
-        self.late |= made
-        self.mixed -= made
-        self.mixed |= added - self.late
+        self.running = running
+        for parameter, before, version in ended:
+            now = parameter.grad
+            if now is None or (now is before and now._version == version):
+                continue
+            if before is None:
+                self.late.add(id(parameter))
+                self.mixed.discard(id(parameter))
+            elif id(parameter) not in self.late:
+                self.mixed.add(id(parameter))
 
     def classify(self) -> tuple[list[Tensor], bool, bool]:
         """Return the parameters with a mixed gradient, and whether there are late ones, and others."""
@@ -229,12 +186,7 @@ class Iteration:
         """Return what `optimizer` has done, after a check of what became of its gradients since it was unscaled.
 
         A new entry if its step was skipped by hand, so that all gradients are late. The old one's flag still counts.
-
-        Args:
-            optimizer: one that has taken part, or has not yet.
-            method: "unscale_" or "step", for messages.
-            unfollowed: how many losses have been scaled in compiled code so far.
-            names: of parameters, for messages.
+        `unfollowed` losses have been scaled in compiled code so far; `method` and `names` are for messages.
 
         Raises:
             ScaleError: a gradient is a sum of unscaled and scaled ones, or is to be stepped and may be either.

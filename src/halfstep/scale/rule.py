@@ -1,11 +1,8 @@
 """The scale rule as a function: (state, found_inf) -> state on 0-dim device tensors.
 
 `advance` defines the rule: a pure function that reads nothing from the device and has no Python branch on a tensor's
-value, so it can be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``.
-`advance_` does the same in place, in one kernel and a clamp where the rule is torch's own kind.
-
-The peers' formulas need no step numbers: "(step - last bad step) % window == 0" is the same as counting good steps in a
-row and starting over after a growth.
+value, so it can be captured in a CUDA graph and compiled. `advance_` does the same in place, in one kernel and a clamp
+where the rule is torch's own kind. The peers' "(step - last bad step) % window == 0" counts good steps in a row too.
 """
 
 from __future__ import annotations
@@ -17,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.arguments import check
 from halfstep.errors import ScaleError
 from halfstep.formats import widest_dtype
 from halfstep.kernels import ops
 from halfstep.kernels.choose import why_no_kernels
-from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
+from halfstep.policy.scale_rule import FP32_MAX, ScaleRule, between
 from halfstep.torch_private.foreach import amp_update_scale_
 
 __all__ = [
@@ -40,18 +38,17 @@ __all__ = [
 
 
 class ScaleState(NamedTuple):
-    """The state of a scale rule; every field a 0-dim tensor on one device.
+    """The state of a scale rule; every field a 0-dim tensor on one device: a number in `ScaleRule.kept`, int32, bool.
 
     Attributes:
-        scale: the factor a loss is multiplied by, in the format of `ScaleRule.kept`.
-        good: int32, good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
-        slack: int32, bad steps that will still be forgiven (hysteresis less one, when full).
-        steps: int32, steps since the scale last moved; kept only under a `tolerance`.
-        misses: int32, bad steps since the scale last went down; kept only under a `tolerance`.
-        streak: int32, bad steps in a row; kept only under a `patience`.
-        bad: int32, all bad steps so far.
-        alarm: bool, the last step was bad and the scale could not go down for it, or patience ran out. A device cannot
-            raise, so the scaler reads this flag and warns or raises.
+        scale: the factor a loss is multiplied by.
+        good: good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
+        slack: bad steps that will still be forgiven (hysteresis less one, when full).
+        steps, misses: steps since the scale last moved, bad ones since it last went down; only under a `tolerance`.
+        streak: bad steps in a row; kept only under a `patience`.
+        bad: all bad steps so far.
+        alarm: the last step was bad and the scale could not go down for it, or patience ran out. A device cannot raise,
+            so the scaler reads this flag and warns or raises.
     """
 
     scale: Tensor
@@ -64,21 +61,10 @@ class ScaleState(NamedTuple):
     alarm: Tensor
 
 
-_DTYPES = (torch.float32, *[torch.int32] * 6, torch.bool)  # in the order of the fields
-
-
 def initial_host(rule: ScaleRule) -> dict[str, Any]:
     """Return the state before the first step as plain numbers."""
-    return {
-        "scale": representable(rule, rule.init),
-        "good": -rule.delay,
-        "slack": rule.hysteresis - 1,
-        "steps": 0,
-        "misses": 0,
-        "streak": 0,
-        "bad": 0,
-        "alarm": False,
-    }
+    first = {"scale": representable(rule, rule.init), "good": -rule.delay, "slack": rule.hysteresis - 1, "alarm": False}
+    return {**dict.fromkeys(ScaleState._fields, 0), **first}
 
 
 def representable(rule: ScaleRule, value: float) -> float:
@@ -98,36 +84,27 @@ def initial_state(rule: ScaleRule, device: torch.device | str) -> ScaleState:
 
 def load_host(values: Mapping[str, Any], device: torch.device | str, rule: ScaleRule | None = None) -> ScaleState:
     """Return plain numbers (as `state_to_host` gives them) as a state on `device`, in the format `rule` keeps."""
-    kept = widest_dtype(torch.device(device)) if rule is not None and rule.kept == "fp64" else _DTYPES[0]
-    dtypes = (kept, *_DTYPES[1:])
+    wide = rule is not None and rule.kept == "fp64"
+    dtypes = (widest_dtype(torch.device(device)) if wide else torch.float32, *[torch.int32] * 6, torch.bool)
     # full, not tensor: the number travels as a kernel argument, so this can run while a CUDA graph is being captured.
-    return ScaleState(
-        *(
-            torch.full((), values[name], dtype=dtype, device=device)
-            for name, dtype in zip(ScaleState._fields, dtypes, strict=True)
-        )
-    )
+    names = zip(ScaleState._fields, dtypes, strict=True)
+    return ScaleState(*(torch.full((), values[name], dtype=dtype, device=device) for name, dtype in names))
 
 
 def state_to_host(state: ScaleState) -> dict[str, Any]:
     """Copy a state to plain numbers; one wait for the device."""
     wide = widest_dtype(state.scale.device)  # int32 fits float64 exactly
-    values = torch.stack([field.to(wide) for field in state]).tolist()
-    scale, *counts, alarm = values
-    names = ScaleState._fields
-    return {names[0]: scale, **dict(zip(names[1:-1], map(int, counts), strict=True)), names[-1]: bool(alarm)}
+    scale, *counts, alarm = torch.stack([field.to(wide) for field in state]).tolist()
+    return dict(zip(ScaleState._fields, (scale, *map(int, counts), bool(alarm)), strict=True))
 
 
 def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState:
-    """Return the state after one step.
+    """Return the state after one step; fields that the rule does not use are the same tensors as in `state`.
 
     Args:
         rule: the numbers; a constant while tracing.
         state: 0-dim tensors on one device; not changed.
         found_inf: one element, bool or number, on the same device; not zero means the step was bad.
-
-    Returns:
-        A new state; fields that the rule does not use are the same tensors as in `state`.
     """
     scale, good, slack, steps, misses, streak, total, _ = state
     bad = found_inf.reshape(()) != 0
@@ -176,12 +153,9 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
 
 
 def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
-    """Do what `advance` does, in place; bit-equal to it.
+    """Do what `advance` does, bit-equal to it, but in place, so that addresses stay the same for CUDA graphs.
 
-    Args:
-        rule: the numbers.
-        state: changed in place, so that addresses stay the same for CUDA graphs.
-        found_inf: 0-dim, fp32 or bool, on the state's device.
+    `found_inf` is 0-dim, fp32 or bool, on the state's device.
     """
     if not _is_plain(rule):
         for old, new in zip(state, advance(rule, state, found_inf), strict=True):
@@ -203,11 +177,8 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
 def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> None:
     """Set the scale by hand, in place, without reading the device; counters stay as they are.
 
-    Args:
-        rule: bounds of the scale.
-        state: changed in place.
-        value: a number within the bounds, or one element of any dtype; a tensor is clamped into the bounds, and ignored
-            if it is not a positive finite number (checking it would wait for the device).
+    A tensor of one element is clamped into the rule's bounds, and ignored if it is not positive and finite: checking it
+    would wait for the device.
 
     Raises:
         ScaleError: a number outside the bounds, or a tensor of more than one element or that requires grad.
@@ -222,19 +193,14 @@ def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> Non
         usable = wanted.isfinite() & (wanted > 0)
         state.scale.copy_(torch.where(usable, wanted.clamp(rule.floor, rule.ceiling), state.scale))
         return
-    check_scale(rule, value, "update(new_scale=...)")
+    check_scale(rule, value)
     state.scale.fill_(value)
 
 
-def check_scale(rule: ScaleRule, value: object, where: str) -> None:
-    """Raise ScaleError unless `value` is a number that `rule` can hold as a scale."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ScaleError(f"{where}: {value!r} is a {type(value).__name__}; expected a number or a one-element tensor")
-    if not (max(rule.floor, 2.0**-149) <= value <= rule.ceiling):
-        raise ScaleError(
-            f"{where}: {value!r} is outside the scale's bounds [{rule.floor!r}, {rule.ceiling!r}]; "
-            "choose a scale inside them, or pass floor= and ceiling= to GradScaler"
-        )
+def check_scale(rule: ScaleRule, value: object) -> None:
+    """Raise ScaleError unless `value`, given to `update`, is a number that `rule` can hold as a scale."""
+    remedy = "the scale's bounds (floor= and ceiling= of GradScaler set them), or a one-element tensor"
+    check("update", ScaleError, new_scale=(value, between(max(rule.floor, 2.0**-149), rule.ceiling, remedy)))
 
 
 def _is_plain(rule: ScaleRule) -> bool:

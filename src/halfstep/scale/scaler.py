@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep.arguments import FLAG, Kind, check
 from halfstep.errors import ScaleError, warn
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import FP32, format_of
 from halfstep.mistakes import MISTAKES
-from halfstep.policy.scale_rule import ScaleRule
+from halfstep.policy.scale_rule import ScaleRule, plain
 from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
-from halfstep.scale.arguments import choose_rule, device_type, is_on, map_losses
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
 from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
-from halfstep.scale.state import StoredScale
+from halfstep.scale.state import StoredScale, choose_rule
+from halfstep.trees import opened
 
 __all__ = ["GradScaler"]
 
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 
 _SMALLEST_INVERTIBLE = 2.0**-126
 """The smallest normal fp32 number; 1/scale is inf from 2**-128 down."""
+
+ZERO_OR_ONE = Kind("0 or 1", lambda value: type(value) is int and value in (0, 1))
 
 _READ_EVERY = 16
 """Updates between two reads of the alarm where a read costs a launch and the consequence is only a warning."""
@@ -95,22 +98,23 @@ class GradScaler(StoredScale):
         Raises:
             ScaleError: a value that makes no sense, or numbers given both in `rule` and beside it.
         """
-        enabled = is_on(enabled)
-        numbers = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
-        chosen = choose_rule(numbers, rule, floor=floor, ceiling=ceiling, hysteresis=hysteresis)
-        self._device = device_type(device)
+        enabled = plain(enabled)
+        check("GradScaler", ScaleError, enabled=(enabled, FLAG | ZERO_OR_ONE))
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        chosen = choose_rule(numbers, rule, floor, ceiling, hysteresis)
+        try:
+            self._device = None if device is None else torch.device(device).type
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ScaleError(
+                f"GradScaler: device={device!r} is not a device; expected a type such as 'cuda' or 'cpu'"
+            ) from error
         if enabled and self._device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
                 "GradScaler('cuda') is enabled, but CUDA is not available: it switches itself off, as torch's does. "
                 "GradScaler() works where the loss is",
             )
             enabled = False
-        super().__init__(chosen, enabled=enabled)
+        super().__init__(chosen, enabled=bool(enabled))
         self._warned = False
         self.host_reads = 0
         self.by_hand = False
@@ -160,16 +164,7 @@ class GradScaler(StoredScale):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            return self._follow(outputs * self.scale_on(outputs.device))  # type: ignore[return-value]
-        copies: dict[torch.device, Tensor] = {}
-
-        def multiply(tensor: Tensor) -> Tensor:
-            if tensor.device not in copies:
-                copies[tensor.device] = self.scale_on(tensor.device)
-            return self._follow(tensor * copies[tensor.device])
-
-        scaled: _T = map_losses(outputs, multiply)
+        scaled: _T = _map_losses(outputs, lambda tensor: self._follow(tensor * self.scale_on(tensor.device)))
         return scaled
 
     def _follow(self, scaled: Tensor) -> Tensor:
@@ -185,8 +180,8 @@ class GradScaler(StoredScale):
         begun = [(work, work.begin_pass()) for work in self._iteration.unscaled()]
 
         def end() -> None:
-            for work, one in begun:
-                work.end_pass(one)
+            for work, gradients in begun:
+                work.end_pass(gradients)
 
         return end if begun else None
 
@@ -213,7 +208,7 @@ class GradScaler(StoredScale):
                 f"unscale_() is called after step() on this {kind}; call it before step(), and "
                 f"{MISTAKES['HS004'].remedy}"
             )
-        work.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
+        self._unscale(work, finite.gradients(optimizer), state)
         if work.found is not None:
             self._found[optimizer] = work.found
         work.mark_unscaled(self._unfollowed)
@@ -224,16 +219,16 @@ class GradScaler(StoredScale):
         work = self._iteration.known(optimizer)
         return work is not None and work.stage is Stage.UNSCALED and work.is_as_unscaled(self._unfollowed)
 
-    def _unscaled(
-        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState
-    ) -> Tensor | None:
-        """Divide gradients of `optimizer` by the scale; see `finite.unscale_`."""
-        return finite.unscale_(
+    def _unscale(self, work: OptimizerWork, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState) -> None:
+        """Divide gradients of an optimizer by the scale, and add to its flag whether they were finite."""
+        found = finite.unscale_(
             pairs,
             state.scale,
-            into_fp32=getattr(optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
+            into_fp32=getattr(work.optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
             check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
         )
+        if found is not None:
+            work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def _work_of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
         work = self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
@@ -274,8 +269,9 @@ class GradScaler(StoredScale):
                 f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
                 f"{MISTAKES['HS004'].remedy}"
             )
-        if work.stage is Stage.UNSCALED:
-            self._unscale_late(work, state)
+        if work.stage is Stage.UNSCALED and work.late:  # parameters that had no gradient when it was unscaled
+            self._unscale(work, [pair for pair in finite.gradients(optimizer) if id(pair[0]) in work.late], state)
+            work.late.clear()
         if takes_scaler(optimizer):
             return self._step_older(work, state, args, kwargs)
         use_working_form(optimizer)
@@ -298,15 +294,6 @@ class GradScaler(StoredScale):
                 result = optimizer.step(*args, **kwargs)
         work.stage = Stage.STEPPED
         return result
-
-    def _unscale_late(self, work: OptimizerWork, state: ScaleState) -> None:
-        """Unscale gradients that scaled losses made after `unscale_` for parameters that had none."""
-        if work.late:
-            late = [(p, gradient) for p, gradient in finite.gradients(work.optimizer) if id(p) in work.late]
-            found = self._unscaled(work.optimizer, late, state)
-            work.late.clear()
-            if found is not None:
-                work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
@@ -388,14 +375,9 @@ class GradScaler(StoredScale):
             self._answer_alarm(state, iteration)
 
     def falls(self, below: float, most: int) -> tuple[int, float] | None:
-        """Return how many bad steps would take the scale below a value, and the scale then; waits for the device.
+        """Return how many bad steps would take the scale below `below`, and the scale then; waits for the device.
 
-        Args:
-            below: the scale that is too high.
-            most: how many bad steps to look ahead.
-
-        Returns:
-            None if it is not below it after `most` of them, or one of them raises the alarm.
+        None if it is not below it after `most` of them, or one of them raises the alarm.
         """
         if not self._enabled or self._rule.is_static:
             return None
@@ -419,16 +401,15 @@ class GradScaler(StoredScale):
 
         Not called without any gradient. If it requested no check, its gradients are checked here, for `update`.
         """
-        optimizer = work.optimizer
+        optimizer, result = work.optimizer, None
         if next(finite.gradients(optimizer), None) is None:
             self._found.pop(optimizer, None)
-            work.stage = Stage.STEPPED
-            return None
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        if work.found is None:
-            work.found = finite.check(finite.gradients(optimizer), state.scale)
-        if work.found is not None:
-            self._found[optimizer] = work.found
+        else:
+            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            if work.found is None:
+                work.found = finite.check(finite.gradients(optimizer), state.scale)
+            if work.found is not None:
+                self._found[optimizer] = work.found
         work.stage = Stage.STEPPED
         return result
 
@@ -535,3 +516,21 @@ class GradScaler(StoredScale):
         """Wait for the device and return a flag; the only wait of `step` and `update`."""
         self.host_reads += 1
         return bool(flag)
+
+
+def _map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "outputs") -> Any:
+    """Return `value`, a tensor or nested containers of tensors, with every tensor replaced by ``function(tensor)``.
+
+    Containers come back as their own type (a generator as a list); `where` names `value` in a message.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if (node := opened(value)) is not None:
+        named, rebuild = node
+        return rebuild([_map_losses(item, function, where + place) for place, item in named])
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [_map_losses(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ScaleError(
+        f"scale: {where} is {value!r} of type {type(value).__name__}; expected a tensor or a (nested) container of "
+        "tensors: pass the loss itself, or only the tensors of what the model returned"
+    )

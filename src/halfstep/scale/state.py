@@ -1,4 +1,4 @@
-"""A scale rule and its state: read, set, saved and loaded; numbers on the host until there are tensors on a device.
+"""A scale rule and its state: chosen, read, set, saved and loaded; numbers on the host until there are tensors.
 
 The checkpoint has torch's five keys, and one of our own for what torch does not keep.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.arguments import COUNT, NOT_NEGATIVE, POSITIVE, Kind, a, check, one_of
 from halfstep.errors import ScaleError, warn
 from halfstep.mistakes import MISTAKES
-from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule, plain, whole
-from halfstep.scale.arguments import check_factor
+from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule, plain, steps_from, whole
 from halfstep.scale.rule import (
     ScaleState,
     check_scale,
@@ -28,11 +28,55 @@ from halfstep.scale.rule import (
     state_to_host,
 )
 
-__all__ = ["StoredScale"]
+__all__ = ["OWN_COUNTERS", "StoredScale", "choose_rule"]
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "halfstep"  # torch's load_state_dict ignores unknown keys
 OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")
+
+TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+STATIC = "is usual (a scale that stays: rule=ScaleRule.static(value))"
+FACTORS = {
+    "growth_factor": Kind(f"a number above 1, 2.0 {STATIC}", lambda value: POSITIVE.has(value) and value > 1),
+    "backoff_factor": Kind(f"a number above 0 and below 1, 0.5 {STATIC}", lambda v: POSITIVE.has(v) and v < 1),
+}
+"""torch's factors and what it takes for them."""
+
+
+def choose_rule(
+    values: Iterable[Any],
+    rule: ScaleRule | str | None,
+    floor: float | None,
+    ceiling: float | None,
+    hysteresis: int,
+) -> ScaleRule:
+    """Return the rule that GradScaler's arguments of the same names describe; `values` are those of `TORCH_DEFAULTS`.
+
+    Raises:
+        ScaleError: a value that makes no sense, or numbers beside a rule.
+    """
+    numbers = dict(zip(TORCH_DEFAULTS, map(plain, values), strict=True))
+    given = {"floor": plain(floor), "ceiling": plain(ceiling)}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    check("GradScaler", ScaleError, hysteresis=(hysteresis, COUNT))
+    if hysteresis != 1:
+        changes["hysteresis"] = hysteresis
+    if rule is not None:
+        beside = [name for name, value in numbers.items() if value != TORCH_DEFAULTS[name]]
+        if beside:
+            raise ScaleError(
+                f"GradScaler: {', '.join(beside)} given beside rule=; put the numbers into the rule, "
+                "dataclasses.replace(rule, ...) makes one with other numbers"
+            )
+        check("GradScaler", ScaleError, rule=(rule, a(ScaleRule) | one_of(*SCALE_RULES)))
+        return dataclasses.replace(rule if isinstance(rule, ScaleRule) else SCALE_RULES[rule], **changes)
+    check("GradScaler", ScaleError, **{name: (numbers[name], kind) for name, kind in FACTORS.items()})
+    init, default = numbers["init_scale"], SCALE_RULES["halfstep"]
+    if isinstance(init, (int, float)) and math.isfinite(init) and init > 0:  # bounds wide enough for the first scale
+        changes = {"floor": min(default.floor, init), "ceiling": max(default.ceiling, init), **changes}
+    changes |= {"growth": numbers["growth_factor"], "backoff": numbers["backoff_factor"]}
+    return dataclasses.replace(default, init=init, interval=numbers["growth_interval"], **changes)
 
 
 class StoredScale:
@@ -72,7 +116,7 @@ class StoredScale:
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor the scale grows by; a rule that divides also backs off by it."""
         new_factor = plain(new_factor)
-        check_factor("growth_factor", new_factor)
+        check("GradScaler", ScaleError, growth_factor=(new_factor, FACTORS["growth_factor"]))
         backoff = 1.0 / new_factor if self._rule.divide else self._rule.backoff
         self._rule = dataclasses.replace(self._rule, growth=new_factor, backoff=backoff)
 
@@ -83,7 +127,7 @@ class StoredScale:
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor a bad step multiplies the scale by."""
         new_factor = plain(new_factor)
-        check_factor("backoff_factor", new_factor)
+        check("GradScaler", ScaleError, backoff_factor=(new_factor, FACTORS["backoff_factor"]))
         self._rule = dataclasses.replace(self._rule, backoff=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -103,7 +147,12 @@ class StoredScale:
 
         torch.amp.GradScaler loads it too. Call it after `update`. Empty if disabled.
         """
-        return _state_dict(self._rule, self._host_state()) if self._enabled else {}
+        if not self._enabled:
+            return {}
+        rule, host = self._rule, self._host_state()
+        values = (host["scale"], rule.growth, rule.backoff, rule.interval, host["good"])
+        own = {name: host[name] for name in OWN_COUNTERS}
+        return {**dict(zip(_TORCH_KEYS, values, strict=True)), _OWN_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing changes if that fails.
@@ -116,12 +165,10 @@ class StoredScale:
         """
         if not self._enabled:
             return
-        rule = _rule_from(self._rule, state_dict)
-        host = _host_from(rule, state_dict)
-        self._rule, self._host = rule, host
+        self._rule, self._host = _loaded(self._rule, state_dict)
         if self._state is not None:
             for name, field in zip(ScaleState._fields, self._state, strict=True):
-                field.fill_(host[name])
+                field.fill_(self._host[name])
 
     def scale_on(self, device: torch.device | str) -> Tensor:
         """Return the current scale as a 0-dim fp32 tensor on `device` (1 if disabled), without waiting.
@@ -156,33 +203,15 @@ class StoredScale:
         if self._state is not None:
             set_scale_(self._rule, self._state, value)
         else:
-            check_scale(self._rule, value, "update(new_scale=...)")
+            check_scale(self._rule, value)
             self._host["scale"] = representable(self._rule, value)
 
 
 # ------------------------------------------------------------------ checkpoints
 
 
-def _state_dict(rule: ScaleRule, host: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint of plain numbers.
-
-    Args:
-        rule: the numbers in force; floor, ceiling and the like are not saved, they are arguments of the scaler.
-        host: the state as `halfstep.scale.rule.state_to_host` gives it.
-    """
-    values = (host["scale"], rule.growth, rule.backoff, rule.interval, host["good"])
-    return {
-        **dict(zip(_TORCH_KEYS, values, strict=True)),
-        _OWN_KEY: {name: host[name] for name in OWN_COUNTERS},
-    }
-
-
-def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
-    """Return `rule` with growth, backoff and interval of a checkpoint.
-
-    Raises:
-        ScaleError: the checkpoint is empty, lacks a key, or its numbers make no rule.
-    """
+def _loaded(rule: ScaleRule, state: Mapping[str, Any]) -> tuple[ScaleRule, dict[str, Any]]:
+    """Return `rule` with a checkpoint's growth, backoff and interval, and its state as `load_host` takes it."""
     if not isinstance(state, Mapping):
         raise ScaleError(f"load_state_dict: got a {type(state).__name__}; expected what state_dict() returned")
     if not state:
@@ -194,7 +223,7 @@ def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
     if missing:
         raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
     try:
-        return dataclasses.replace(
+        rule = dataclasses.replace(
             rule,
             growth=state["growth_factor"],
             backoff=state["backoff_factor"],
@@ -202,38 +231,22 @@ def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
         )
     except ScaleError as error:
         raise ScaleError(f"load_state_dict: {error}") from error
-
-
-def _host_from(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint as `halfstep.scale.rule.load_host` takes it.
-
-    Args:
-        rule: the rule it will run under, as `_rule_from` gave it.
-        state: a checkpoint of ours or of torch's, with torch's keys present.
-
-    Returns:
-        A new dict; a scale outside floor and ceiling is brought inside with a warning.
-
-    Raises:
-        ScaleError: a value of the wrong type or one that cannot be.
-    """
-    host = initial_host(rule)
-    tracker = _count("_growth_tracker", state["_growth_tracker"], low=-rule.delay)
     own = state.get(_OWN_KEY, {})
     if not isinstance(own, Mapping):
         raise ScaleError(f"load_state_dict: {_OWN_KEY!r} is {own!r}; expected a dict of counters")
-    host.update({name: _count(name, own[name], low=0) for name in OWN_COUNTERS if name in own})
+    scale, tracker = plain(state["scale"]), whole(plain(state["_growth_tracker"]))
+    counters = {name: whole(plain(own[name])) for name in OWN_COUNTERS if name in own}
+    kinds = {"_growth_tracker": (tracker, steps_from(-rule.delay)), "scale": (scale, NOT_NEGATIVE)}
+    kinds |= {name: (count, steps_from(0)) for name, count in counters.items()}
+    check("load_state_dict", ScaleError, **kinds)
+    host = {**initial_host(rule), **counters, "scale": _bounded(rule, scale)}
     host["slack"] = min(host["slack"], rule.hysteresis - 1)
     host["good"] = min(tracker, rule.interval - 1)  # torch never grows again from a tracker past the interval
-    host["scale"] = _bounded(rule, state["scale"])
-    return host
+    return rule, host
 
 
-def _bounded(rule: ScaleRule, scale: Any) -> float:
-    """Return a saved scale as an fp32 number within the rule's bounds."""
-    scale = plain(scale)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
-        raise ScaleError(f"load_state_dict: scale={scale!r}; expected a finite number, at least 0")
+def _bounded(rule: ScaleRule, scale: float) -> float:
+    """Return a saved scale as a number of the rule's format within its bounds; warn if it is another one."""
     bounded = min(max(scale, rule.floor), rule.ceiling)
     if fp32(bounded) == 0.0:
         raise ScaleError(
@@ -246,10 +259,3 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
             f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
         )
     return representable(rule, bounded)
-
-
-def _count(name: str, value: Any, *, low: int) -> int:
-    value = whole(plain(value))
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_COUNT:
-        raise ScaleError(f"load_state_dict: {name}={value!r}; expected a whole number in [{low}, {MAX_COUNT}]")
-    return value

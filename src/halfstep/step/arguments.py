@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
+from halfstep.auto.choose import Choice
 from halfstep.errors import CheckpointError, StepError
+from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
-from halfstep.update.rates import check_rates
+from halfstep.update.updater import check_rates
 
 __all__ = [
     "LOSS",
-    "check_arguments",
-    "check_loss",
+    "Given",
     "check_loss_function",
     "check_optimizer",
     "check_saving",
     "check_scheduler",
-    "evidence_folder",
     "limit",
-    "retries",
 ]
 
 LOSS = Kind("callable as loss_fn(model, *batch)", CALLABLE.has)
 EVIDENCE = Kind("a folder for evidence files", PATH.has)
+ATTEMPTS = FLAG | Kind("the most attempts, a whole number from 0,", WHOLE.has)
+
+ENOUGH = 16
+"""Attempts of ``retry=True``: as many halvings as lead from 2**16, where most scales begin, to 1."""
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -45,40 +49,61 @@ SEVERAL = (
 )
 
 
-def check_arguments(
-    model: object,
-    loss_fn: object,
-    accumulate: object,
-    scaler: object,
-    scheduler: object,
-    optimizer: object,
-    cuda_graph: object,
-    update_in_backward: object,
-) -> None:
-    """Refuse arguments of `TrainStep` that make no sense, alone or together.
+@dataclass(slots=True, kw_only=True)
+class Given:
+    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
 
-    Raises:
-        StepError: which one, and what to give instead.
+    Attributes:
+        retry: how often a window runs again, 0 for False.
+        evidence: the folder that `blackbox` names, or None.
+        choice: what policy="auto" has chosen.
     """
-    check("TrainStep", StepError, model=(model, MODEL))
-    check_loss_function(loss_fn)
-    check(
-        "TrainStep",
-        StepError,
-        accumulate=(accumulate, COUNT),
-        cuda_graph=(cuda_graph, FLAG),
-        scaler=(scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
-        update_in_backward=(update_in_backward, FLAG),
-    )
-    check_scheduler(scheduler, check_optimizer(optimizer))
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Callable[..., Any]
+    policy: Policy | str | Path | None
+    clip_norm: float | None
+    clip_value: float | None
+    accumulate: int
+    scaler: GradScaler | None
+    scheduler: LRScheduler | None
+    compile: bool | Mapping[str, Any] | None
+    cuda_graph: bool
+    blackbox: bool | str | Path
+    retry: int
+    update_in_backward: bool
+    evidence: Path | None = None
+    choice: Choice | None = None
+
+    def __post_init__(self) -> None:
+        check("TrainStep", StepError, model=(self.model, MODEL))
+        check_loss_function(self.loss_fn)
+        check(
+            "TrainStep",
+            StepError,
+            accumulate=(self.accumulate, COUNT),
+            cuda_graph=(self.cuda_graph, FLAG),
+            scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
+            update_in_backward=(self.update_in_backward, FLAG),
+        )
+        check_scheduler(self.scheduler, check_optimizer(self.optimizer))
+        self.clip_norm = limit("clip_norm", self.clip_norm)
+        self.clip_value = limit("clip_value", self.clip_value)
+        check("TrainStep", StepError, blackbox=(self.blackbox, FLAG | EVIDENCE), retry=(self.retry, ATTEMPTS))
+        self.accumulate = int(self.accumulate)
+        if not isinstance(self.blackbox, bool):
+            self.evidence = Path(self.blackbox)
+        if self.retry and self.cuda_graph:
+            raise StepError(
+                f"retry={self.retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes "
+                "the update and moves the scale without it; leave out retry or cuda_graph"
+            )
+        self.retry = ENOUGH if self.retry is True else int(self.retry)
 
 
 def check_loss_function(loss_fn: object) -> None:
-    """Refuse what is no loss function of a training step.
-
-    Raises:
-        StepError: it cannot be called, or is a loss of torch, which takes no model.
-    """
+    """Refuse what is no loss function of a training step."""
     check("TrainStep", StepError, loss_fn=(loss_fn, LOSS))
     if getattr(loss_fn, "__module__", None) in CRITERIA:
         name = getattr(loss_fn, "__name__", None)
@@ -89,11 +114,7 @@ def check_loss_function(loss_fn: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
-    """Refuse what no training step can step; return it.
-
-    Raises:
-        StepError: it is no optimizer, updates by itself, needs a closure, or has numbers that no weight survives.
-    """
+    """Refuse what no training step can step; return it."""
     if not isinstance(optimizer, Optimizer):
         several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 1
         raise StepError(f"optimizer must be a torch optimizer and is {shown(optimizer)}{SEVERAL if several else ''}")
@@ -113,54 +134,14 @@ def check_optimizer(optimizer: object) -> Optimizer:
 
 
 def check_saving(where: str, step: object, path: object, keep: object = None) -> None:
-    """Refuse what no checkpoint can be made of, or loaded into.
-
-    Raises:
-        CheckpointError: `step` is no `TrainStep`, `path` no path, or `keep` neither a whole number from 1 nor None.
-    """
+    """Refuse what no checkpoint can be made of, or loaded into."""
     is_step = hasattr(type(step), "run_backward") and hasattr(type(step), "load_state_dict")
     first = Kind("an hs.TrainStep", lambda _: is_step)
     check(where, CheckpointError, step=(step, first), path=(path, PATH), keep=(keep, COUNT | NONE))
 
 
-def check_loss(loss: Any) -> None:
-    """Refuse what a loss function returned in the place of a real scalar tensor with a gradient.
-
-    Raises:
-        StepError: what it is, and what to return instead.
-    """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got, remedy = type(loss).__name__, "return the loss, or (loss, what else there is)"
-        if isinstance(loss, Tensor):
-            got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
-        elif isinstance(loss, (int, float)):
-            remedy = "return the tensor, without .item()"
-        elif isinstance(loss, (tuple, list)):
-            got = f"{type(loss).__name__} of {len(loss)}"
-            remedy = "return (loss, (...)), a tuple of the loss and one tree with all the rest"
-        elif hasattr(loss, "loss"):
-            remedy = "return (out.loss, out)"
-        elif isinstance(loss, Mapping) and "loss" in loss:
-            remedy = "return (out['loss'], out)"
-        raise StepError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}")
-    if loss.is_complex():
-        raise StepError(
-            f"loss_fn returned a complex loss ({loss.dtype}), of which no direction is down; return a real number of "
-            "it, such as loss.abs() or loss.real"
-        )
-    if not loss.requires_grad:
-        raise StepError(
-            "the loss has no gradient: no parameter that requires one took part in it, or loss_fn ran under "
-            "torch.no_grad or detached its result"
-        )
-
-
 def limit(name: str, value: Any) -> float | None:
-    """Return a limit of gradients, given as any real number or a tensor of one element, as a float; None for none.
-
-    Raises:
-        StepError: it is no positive finite number.
-    """
+    """Return a limit of gradients, given as any real number or a tensor of one element, as a float; None for none."""
     if value is None:
         return None
     given = value
@@ -171,11 +152,7 @@ def limit(name: str, value: Any) -> float | None:
 
 
 def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
-    """Refuse what is no scheduler of `optimizer` that a training step can advance; None is none.
-
-    Raises:
-        StepError: what it is, and what to give instead.
-    """
+    """Refuse what is no scheduler of `optimizer` that a training step can advance; None is none."""
     if scheduler is None:
         return
     methods = [getattr(scheduler, name, None) for name in ("step", "state_dict", "load_state_dict")]
@@ -185,7 +162,8 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
             f"and is {shown(scheduler)}; build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
             "T_max=...)"
         )
-    needed = [p.name for p in inspect.signature(scheduler.step).parameters.values() if _is_needed(p)]  # type: ignore[attr-defined]
+    taken = inspect.signature(scheduler.step).parameters.values()  # type: ignore[attr-defined]
+    needed = [p.name for p in taken if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
     if isinstance(scheduler, ReduceLROnPlateau) or needed:
         what = "a metric" if isinstance(scheduler, ReduceLROnPlateau) else " and ".join(map(repr, needed))
         raise StepError(
@@ -194,39 +172,3 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    several = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return parameter.default is inspect.Parameter.empty and not several
-
-
-def evidence_folder(blackbox: object) -> Path | None:
-    """Return the folder that `blackbox` names; None for True and False.
-
-    Raises:
-        StepError: it is neither.
-    """
-    check("TrainStep", StepError, blackbox=(blackbox, FLAG | EVIDENCE))
-    return None if isinstance(blackbox, bool) else Path(blackbox)  # type: ignore[arg-type]
-
-
-def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:
-    """Return how often ``retry=`` lets a window run again; 0 for False.
-
-    Args:
-        retry: what the user gave.
-        enough: what True stands for.
-        cuda_graph: whether the step is to be captured.
-
-    Raises:
-        StepError: it is neither a bool nor a whole number from 0; or the step is captured.
-    """
-    check("TrainStep", StepError, retry=(retry, FLAG | Kind("the most attempts, a whole number from 0,", WHOLE.has)))
-    most = (enough if retry else 0) if isinstance(retry, bool) else int(retry)  # type: ignore[call-overload]
-    if most and cuda_graph:
-        raise StepError(
-            f"retry={retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes the "
-            "update and moves the scale without it; leave out retry or cuda_graph"
-        )
-    return most

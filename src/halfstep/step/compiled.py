@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StepError, did_you_mean
-from halfstep.formats import DTYPES
-from halfstep.policy.policy import Policy
 from halfstep.torch_private.compiler import counters, functorch_settings
 from halfstep.trees import map_tensors
 
-__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
+__all__ = ["CompiledLoss", "compile_options", "uses_graphs"]
 
 LOG = logging.getLogger("halfstep.step")
 OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
@@ -35,17 +33,7 @@ GRAPH_MODES = frozenset({"reduce-overhead", "max-autotune"})  # inductor puts wh
 
 
 def compile_options(compile: object, *, accumulate: int, cuda_graph: bool) -> dict[str, Any] | None:
-    """Return the arguments for torch.compile that `compile` asks for; None: do not compile.
-
-    Args:
-        compile: TrainStep's argument, as the two below.
-        accumulate: micro-batches per update.
-        cuda_graph: whether the step itself is captured in a CUDA graph.
-
-    Raises:
-        StepError: it is neither a bool nor a mapping of torch.compile's own arguments, or asks for CUDA graphs where
-            their memory is overwritten or captured once more.
-    """
+    """Return the arguments for torch.compile that `compile` asks for; None: do not compile."""
     if compile is None or compile is False:
         return None
     if compile is True:
@@ -104,13 +92,6 @@ class CompiledLoss:
     Each has a code object of its own, by which Dynamo counts recompilations: training steps with the same loss function
     have a limit of recompilations each.
 
-    Args:
-        loss_fn: the user's.
-        options: arguments of torch.compile.
-
-    Raises:
-        StepError: torch.compile refuses them.
-
     Attributes:
         guarded: what Dynamo's guards refer to, kept alive while the model is not prepared.
         breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
@@ -154,16 +135,3 @@ class CompiledLoss:
                 "compile={'fullgraph': True} makes this an error. Dynamo says: %s",
                 reason.strip().partition("\n")[0],
             )
-
-
-def refuse_untraceable(policy: Policy) -> None:
-    """Refuse to compile under a policy whose operators no compiler can trace.
-
-    Raises:
-        StepError: the policy simulates a format.
-    """
-    if policy.dtype not in {"auto", *DTYPES}:
-        raise StepError(
-            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
-            "compile out, or choose a format that torch has"
-        )

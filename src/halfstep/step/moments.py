@@ -1,7 +1,4 @@
-"""The moments of a training step: when each of its parts is called, and what an exception leaves.
-
-`Part` describes the moments. `Moments` has a list of methods for each of them: a part that does not define one is not
-called.
+"""The moments of a training step (`Part` describes them): who is called at each, and what an exception leaves.
 
 Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
 update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first
@@ -14,7 +11,7 @@ continues from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import wraps
@@ -46,22 +43,12 @@ class Phase(Enum):
     UNDECIDED = "the choice of a policy"
 
 
-FORWARD = (
-    *("begin_call", "begin_window", "begin_micro_batch", "passes", "after_forward", "seed", "around_backward"),
-    *("end_micro_batch", "before_update", "repeats", "again", "end_call"),
-)
-"""Moments at which parts are called in their order."""
-
 REVERSE = ("after_update", "abort")
-"""Moments at which they are called in reverse."""
+"""Moments at which parts are called in reverse of their order."""
 
 
 def one_thread(function: F) -> F:
-    """Return `function`, whose first argument is a training step, for one thread at a time: it holds the step's lock.
-
-    Raises:
-        StepError: another thread is inside such a function of the same step; nothing was changed.
-    """
+    """Return `function`, whose first argument is a training step, so that it holds the step's lock."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,38 +74,8 @@ def one_thread(function: F) -> F:
 class Moments:
     """Calls the parts of one training step, and keeps how far its current call has come.
 
-    Args:
-        parts: in their order.
-        has_written: returns whether an update under way has changed anything, as far as is known.
-
-    Attributes:
-        parts: in their order.
-        phase: how far a call has come, or where it was cut off.
-        grad: whether gradients were recorded where the call came from.
-        scheduler: the scheduler before the step it is making.
-        interrupted: the phase in which it makes that step.
-        critical: the context manager of the critical part.
-        cause: what ended a part that cannot be undone.
-        loss_scale: the method of the last part that decides it.
-
-    Each of the other moments of `Part` is an attribute too: the list of the methods to call, in their order.
+    The moments of `Part` are attributes: lists of the methods to call. `call` makes those that are annotated here.
     """
-
-    __slots__ = (
-        *FORWARD,
-        *REVERSE,
-        "__weakref__",
-        "_one",
-        "cause",
-        "critical",
-        "grad",
-        "has_written",
-        "interrupted",
-        "parts",
-        "phase",
-        "loss_scale",
-        "scheduler",
-    )
 
     begin_call: list[Callable[[], None]]
     begin_window: list[Callable[[], None]]
@@ -137,30 +94,27 @@ class Moments:
     loss_scale: list[Callable[[torch.device], Tensor]]
 
     def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
-        self.phase = self.interrupted = Phase.REST
-        self.grad = True
-        self.has_written = has_written
-        self.scheduler: Snapshot | None = None
+        self.phase = Phase.REST  # how far a call has come, or where it was cut off
+        self.grad = True  # whether gradients were recorded where the call came from
+        self.has_written = has_written  # whether an update under way has changed anything, as far as is known
+        self.scheduler: Snapshot | None = None  # the scheduler before the step it is making
+        self.interrupted = Phase.REST  # the phase in which it makes that step
         self.critical = Deferral()
-        self.cause = ""
+        self.cause = ""  # what ended a part that cannot be undone
         self._one: Tensor | None = None
+        self.call(parts)
+
+    def call(self, parts: Iterable[object]) -> None:
+        """Call these parts from now on: find their methods."""
         self.parts: tuple[object, ...] = (*parts,)
-        self._list()
-
-    def _list(self) -> None:
-        """Find the methods to call."""
-        for name in FORWARD:
-            setattr(self, name, [*self._methods(name)])
-        for name in REVERSE:
-            setattr(self, name, [*self._methods(name)][::-1])
-        self.loss_scale = [*self._methods("loss_scale")][-1:]
-
-    def _methods(self, name: str) -> Iterator[Callable[..., Any]]:
-        """Iterate over the methods of parts for one moment; those of `Part` itself do nothing."""
-        for part in self.parts:
-            found = getattr(type(part), name, None)
-            if callable(found) and found is not getattr(Part, name):
-                yield getattr(part, name)
+        for name in Moments.__annotations__:
+            methods = []
+            for part in self.parts:
+                found = getattr(type(part), name, None)
+                if callable(found) and found is not getattr(Part, name):  # those of `Part` do nothing
+                    methods.append(getattr(part, name))
+            setattr(self, name, methods[::-1] if name in REVERSE else methods)
+        self.loss_scale = self.loss_scale[-1:]
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window, 0-dim fp32 on `device`; 1 where no part decides it."""
@@ -172,13 +126,11 @@ class Moments:
 
     def add(self, part: object) -> None:
         """Call `part` too: it is the last of all."""
-        self.parts = (*self.parts, part)
-        self._list()
+        self.call((*self.parts, part))
 
     def remove(self, part: object) -> None:
         """Call `part` no longer, if it is one of the parts."""
-        self.parts = tuple(other for other in self.parts if other is not part)
-        self._list()
+        self.call(other for other in self.parts if other is not part)
 
     def begin(self) -> None:
         """Begin a window of micro-batches."""
@@ -191,11 +143,7 @@ class Moments:
             call()
 
     def update(self, write: Callable[[], None], bad: Tensor) -> None:
-        """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part.
-
-        Raises:
-            Exception: what a part returned.
-        """
+        """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part."""
         raised: Exception | None = None
         with self.critical:
             self.phase = Phase.UPDATE
@@ -206,17 +154,8 @@ class Moments:
         if raised is not None:
             raise raised
 
-    def restart(self) -> None:
-        """Return to the state before the window, whose update has not begun: it runs again."""
-        for call in self.abort:
-            call(written=False)
-
     def cut_off(self, error: BaseException | None = None) -> None:
-        """Undo what the phase under way has changed, if that can be done; may be called again.
-
-        Args:
-            error: what cut it off; None: not known.
-        """
+        """Undo what the phase under way has changed, if that can be done; may be called again."""
         if error is not None:
             set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
         if self.phase is Phase.ADVANCE and self.scheduler is not None:
@@ -232,19 +171,8 @@ class Moments:
         if not written:
             self.phase = Phase.REST
 
-    def resume(self, done: int, batch: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
-        """Do before a call what an earlier one has left to do, as `refuse`."""
-        self.refuse(done)
-
     def refuse(self, done: int) -> None:
-        """Undo what an earlier call has left, and refuse to go on if that cannot be done.
-
-        Args:
-            done: micro-batches of the updates made so far.
-
-        Raises:
-            StepError: it was cut off where it cannot be undone.
-        """
+        """Undo what an earlier call has left, and refuse to go on if that cannot be done."""
         self.cut_off()
         if self.phase is not Phase.REST:
             cause = self.cause or "an exception "
@@ -260,18 +188,13 @@ class Moments:
 
 
 class Watchers(list[StepWatcher]):
-    """The watchers of a training step, as a part of it.
-
-    Attributes:
-        parameters: returns the optimizer's parameters that have gradients.
-        paused: whether they see nothing: a captured update is no update.
-        discards: returns whether these parameters' window runs again instead, which is no update either.
-    """
+    """The watchers of a training step, as a part of it."""
 
     def __init__(self, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         super().__init__()
-        self.parameters, self.paused = parameters, False
-        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None
+        self.parameters = parameters  # returns the optimizer's parameters that have gradients
+        self.paused = False  # whether they see nothing: a captured update is no update
+        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None  # whether their window runs again instead
 
     def before_update(self) -> None:
         """Show the watchers what is about to be updated."""

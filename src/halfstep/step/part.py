@@ -16,7 +16,10 @@ from torch import Tensor
 
 from halfstep.events import StepResult
 
-__all__ = ["Part", "Run"]
+__all__ = ["Batch", "Part", "Run"]
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a loss function."""
 
 Run = Callable[[Tensor, Tensor], None]
 """Runs the backward pass of a loss from a seed, both 0-dim."""
@@ -56,20 +59,10 @@ class Part:
         """Begin a window of micro-batches."""
 
     def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """See a micro-batch before its forward pass.
-
-        Args:
-            number: of the micro-batch in the run, from 1.
-            batch: positional arguments of the loss function.
-            named: its named arguments.
-        """
+        """See micro-batch `number` of the run, from 1, before its forward pass: the arguments of the loss function."""
 
     def passes(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for a forward and a backward pass.
-
-        Args:
-            last: whether the update of the window comes next.
-        """
+        """Return a context for a forward and a backward pass; `last`: the update of the window comes next."""
         return nullcontext()
 
     def after_forward(self, loss: Tensor) -> None:
@@ -88,22 +81,13 @@ class Part:
         run(loss, seed)
 
     def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
-        """See the gradients after a backward pass.
-
-        Args:
-            seed: what it began with.
-            last: whether the update of the window comes next.
-        """
+        """See the gradients after a backward pass, which began with `seed`; `last`: the update comes next."""
 
     def before_update(self) -> None:
         """Complete the gradients: the backward passes are over, and nothing has been written."""
 
     def repeats(self, bad: Tensor) -> bool:
-        """Return whether the window runs again in the place of its update.
-
-        Args:
-            bad: 0-dim bool on the device: a gradient is not finite.
-        """
+        """Return whether the window runs again, not its update; `bad`, 0-dim bool: a gradient is not finite."""
         return False
 
     def again(
@@ -112,37 +96,29 @@ class Part:
         run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
         finish: Callable[[], StepResult] | None,
     ) -> StepResult:
-        """Run the window again if `repeats` has said so, and return the result of the call.
+        """Run the window again if `repeats` has said so, and return the result of the call, so far `result`.
 
-        Args:
-            result: so far.
-            run: runs one micro-batch, and the update after the last one of a window.
-            finish: updates with an unfinished window, as `TrainStep.flush` does; None in other calls.
+        `run` runs one micro-batch, and the update after the last one of a window; `finish` updates with an unfinished
+        window, as `TrainStep.flush` does, and is None in other calls.
         """
         return result
 
     def after_update(self, bad: Tensor) -> Exception | None:
-        """See what was updated: parameters and optimizer state are written, unless `bad`.
+        """See what was updated: parameters and optimizer state are written, unless `bad`, a 0-dim bool on the device.
 
         Signals are deferred. An exception that this returns is raised once the update is complete; one that it raises
         cuts the update off.
-
-        Args:
-            bad: 0-dim bool on the device.
         """
         return None
 
     def abort(self, *, written: bool) -> None:
         """Return to the state before `begin_window`; may be called twice.
 
-        Args:
-            written: the update has begun to write and cannot be undone: leave its state as it is.
+        Where the update has `written`, it cannot be undone: leave its state as it is.
         """
 
-    def end_call(self, result: StepResult, batch: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
-        """See the result of a call.
+    def end_call(self, result: StepResult, batch: Batch | None) -> None:
+        """See the result of a call: ``result.due`` says whether its window was updated.
 
-        Args:
-            result: of the call; ``result.due`` says whether its window was updated.
-            batch: positional and named arguments; None after `TrainStep.flush`.
+        `batch` has the positional and the named arguments; None after `TrainStep.flush`.
         """

@@ -32,16 +32,7 @@ class Recorder(Protocol):
         """Call `function` where recordings are made: what it does is done, and what it needs is set up."""
 
     def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
-        """Call `function` to record what it does on the device, where nothing happens yet.
-
-        Args:
-            function: what is recorded; it may not wait for the device.
-            generators: random generators it uses besides the device's default one.
-
-        Returns:
-            A function that does what was recorded, with the same tensors; and what `function` returned, whose tensors
-            are filled by each repetition.
-        """
+        """Call `function` to record what it does on the device, where nothing happens yet."""
 
 
 class CudaRecorder:
@@ -113,7 +104,10 @@ class CudaRecorder:
         """End an empty capture in place of that of `graph`, which has ended with `error`; note [failed captures]."""
         try:
             mark = torch.zeros((), device=self._device)
-            _begin_capture(self._stream)
+            driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(self._stream.cuda_stream), THREAD_LOCAL)
+            if status:
+                raise RuntimeError(f"cuStreamBeginCapture returned {status}")
             mark.zero_()  # torch warns of graphs without any work
             graph.capture_end()
         except Exception as again:
@@ -123,14 +117,6 @@ class CudaRecorder:
                 str(error).strip(),
                 again,
             )
-
-
-def _begin_capture(stream: torch.cuda.Stream) -> None:
-    """Begin a capture through the driver, without a CUDAGraph."""
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), THREAD_LOCAL)
-    if status:
-        raise RuntimeError(f"cuStreamBeginCapture returned {status}")
 
 
 RECORDERS = {"cuda": CudaRecorder}

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.arguments import Kind, shown
+from halfstep.arguments import LARGEST, Kind, number, shown, whole
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
 from halfstep.scale.state import OWN_COUNTERS
-from halfstep.schema import LARGEST, Each, check, number, text, whole
+from halfstep.schema import Each, check, text
 from halfstep.weights.draws import ROUNDING as DRAWN
 
 __all__ = ["NUMBER", "PLAIN", "SHARDED", "STATE", "check_model", "check_optimizer", "check_scheduler"]
@@ -128,9 +128,6 @@ def check_model(model: nn.Module, state: object) -> None:
     """Check the saved state of `model`: names, shapes, kinds of numbers, and that parameters are finite.
 
     Buffers may hold infinities: masks do.
-
-    Raises:
-        StepError: by the path of what is wrong.
     """
     have = model.state_dict()
     check(
@@ -190,16 +187,7 @@ def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> N
 
 
 def check_optimizer(optimizer: Optimizer, state: object, *, groups_alone: bool = False) -> None:
-    """Check the saved state of `optimizer`: its groups, their numbers, and what is kept for each parameter.
-
-    Args:
-        optimizer: that will load it.
-        state: what its `state_dict` returned.
-        groups_alone: look at no tensor.
-
-    Raises:
-        StepError: by the path of what is wrong.
-    """
+    """Check the saved state of `optimizer`: its groups, their numbers, and what is kept for each parameter."""
     check(state, STATE["optimizer"], "optimizer", StepError, "it is not what state_dict() of a torch optimizer returns")
     assert isinstance(state, Mapping)
     groups = state["param_groups"]
@@ -248,13 +236,7 @@ def _check_group(path: str, mine: Mapping[str, Any], saved: Mapping[str, Any], *
 
 
 def _like(value: object, *, strict: bool, finite: bool) -> Any:
-    """Return the schema of what a saved option may be where this optimizer or scheduler has `value`.
-
-    Args:
-        value: of an option of this one.
-        strict: whether it is torch's own: options of others may begin with None or an empty list.
-        finite: whether infinities and nan are mistakes.
-    """
+    """Return the schema of what a saved option may be where this optimizer or scheduler has `value`."""
     if len(_numbers(value)) == 1 and not isinstance(value, (list, tuple)):
         counts = finite and isinstance(value, int) and value >= -1
         return INDEX if counts else FINITE_NUMBER if finite else NUMBER if strict else (NUMBER, None)
@@ -312,9 +294,6 @@ def check_scheduler(scheduler: Any, state: object) -> None:
     """Check the saved state of `scheduler`, or of none: its names, and the kinds of values under them.
 
     Names that begin with an underscore are of torch's inside and differ from version to version.
-
-    Raises:
-        StepError: by the path of what is wrong.
     """
     if (state is None) is not (scheduler is None):
         raise StepError("the state was saved with a scheduler and this TrainStep has none, or the other way round")

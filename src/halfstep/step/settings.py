@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,33 +29,30 @@ from halfstep.binding.prepare import prepare_with, prepared_policy, store_of
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
+from halfstep.events import StepResult
+from halfstep.formats import DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import check_loss_function, check_optimizer, check_scheduler, limit
-from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
-from halfstep.step.graph.capturable import refuse_graph
-from halfstep.step.graph.graphs import Graphs
-from halfstep.step.moments import Moments, Phase, Watchers
+from halfstep.step.arguments import Given, check_loss_function, check_optimizer, check_scheduler, limit
+from halfstep.step.compiled import CompiledLoss, compile_options
+from halfstep.step.graphs import Graphs, refuse_graph
+from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
-from halfstep.step.parts.in_backward import InBackward, in_backward
-from halfstep.step.parts.memory import AddedGradients, KeptPages
+from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
+from halfstep.step.parts.in_backward import InBackward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
-from halfstep.step.parts.ranks import Ranks, ranks_of
+from halfstep.step.parts.ranks import ranks_of
 from halfstep.step.parts.record import Record
-from halfstep.step.parts.retry import Retry
-from halfstep.step.parts.scaling import Scaling
+from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
-from halfstep.step.parts.sums import Sums
-from halfstep.step.parts.unfinished import Unfinished
 from halfstep.step.parts.verdicts import Verdicts
-from halfstep.step.state import KEPT, refuse_window
 from halfstep.update import optimizer_step, updater
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Given", "NotChosen", "Settings"]
+__all__ = ["NotChosen", "Settings"]
 
 P = TypeVar("P", bound=Part)
 ANEW = "build the TrainStep anew"
@@ -100,33 +98,6 @@ def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
     if record.micro_batches:  # the verdict on the update before the window is not for it
         record.bad = None
     record.look()
-
-
-@dataclass(slots=True, kw_only=True)
-class Given:
-    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
-
-    Attributes:
-        evidence: the folder that `blackbox` names, or None.
-        choice: what policy="auto" has chosen.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    loss_fn: Callable[..., Any]
-    policy: Policy | str | Path | None
-    clip_norm: float | None
-    clip_value: float | None
-    accumulate: int
-    scaler: GradScaler | None
-    scheduler: LRScheduler | None
-    compile: bool | Mapping[str, Any] | None
-    cuda_graph: bool
-    blackbox: bool | str | Path
-    evidence: Path | None
-    retry: int
-    update_in_backward: bool
-    choice: Choice | None = None
 
 
 class Settings:
@@ -176,12 +147,11 @@ class Settings:
     def add_part(self, part: P, *, in_graphs: bool = False) -> P:
         """Call `part` too, after the others, from the next call of the step on; return it.
 
-        Args:
-            part: a `Part`.
-            in_graphs: accept it also in a step that replays CUDA graphs, which calls its `end_call` alone.
+        A step that replays CUDA graphs, in which Python does not run, refuses it; with `in_graphs` it calls its
+        `end_call` alone.
 
         Raises:
-            StepError: it is no `hs.step.Part`; or the step replays CUDA graphs, in which Python does not run.
+            StepError: it is no `hs.step.Part`, or the step replays CUDA graphs.
         """
         if not isinstance(part, Part):
             raise StepError(f"add_part({type(part).__name__}): expected an hs.step.Part")
@@ -209,6 +179,64 @@ class Settings:
         self._moments.add(made)
         return made
 
+    # ------------------------------------------------------------------ windows that end early
+
+    @one_thread
+    def flush(self) -> StepResult | None:
+        """Update with the micro-batches of an unfinished window (their mean); None if there are none.
+
+        Also reads the last verdict and advances the scheduler. Under DistributedDataParallel with ``accumulate`` > 1 or
+        in `join` it is collective and waits for the device: every rank calls it, also one that has none left. Windows
+        may differ in length; each micro-batch of any rank counts the same.
+
+        Raises:
+            StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
+        """
+        if self._moments.phase is Phase.UNDECIDED:
+            return None
+        step, moments, record, ranks = cast("TrainStep", self), self._moments, self._record, self._ranks
+        if moments.phase is not Phase.REST:
+            moments.refuse(record.done)
+        moments.grad = torch.is_grad_enabled()
+        self._verdicts.settle(wait=True)
+        count, scale = ranks.agree(self.accumulate)
+        if not count:
+            return None
+        counts = [count]
+
+        def finish() -> StepResult:  # other ranks run a window again too, and agree anew in a join
+            number = counts.pop() if counts else ranks.agree(self.accumulate)[0] if ranks.joining else count
+            norm, bad, culprits = step._update(number)
+            loss = torch.full_like(norm, float("nan"))
+            return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
+
+        def run() -> StepResult:
+            if not record.micro_batches:  # other ranks have micro-batches left
+                moments.begin()
+                record.scale = scale
+            ranks.averaged = False
+            return finish()
+
+        try:
+            return step._call(run, finish, None)
+        finally:
+            ranks.averaged = True
+
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
+
+        A rank that leaves it makes the updates of the others with them, as `flush` does, until none has a micro-batch
+        left; all ranks end with the same state. It takes the place of DistributedDataParallel's own `join`. Inside,
+        gradients are averaged after the backward pass, and each update waits for the device.
+
+        Raises:
+            StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
+                static graph or a communication hook.
+        """
+        return self._ranks.join(self.flush)
+
+    # ------------------------------------------------------------------ how it is built
+
     def _build(self) -> None:
         """Prepare model and optimizer, and make the parts of the step; if that fails, nothing has changed."""
         given: Any = self._given
@@ -216,24 +244,25 @@ class Settings:
         options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=given.cuda_graph)
         device = refuse_graph(model, optimizer) if given.cuda_graph else None
         wanted = Policy.of(given.policy if given.policy is not None else prepared_policy(model) or "mixed")
-        if options is not None:
-            refuse_untraceable(wanted)
+        if options is not None and wanted.dtype not in {"auto", *DTYPES}:
+            raise StepError(
+                f"compile: format {wanted.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
+                "compile out, or choose a format that torch has"
+            )
         self._ranks = ranks_of(model, wanted)
         self._compiled = None if options is None else CompiledLoss(given.loss_fn, options)
-        alone = getattr(model, "no_sync", None) is None and not is_distributed(unwrap(model))
         with unchanged_on_failure(model, optimizer):
             # a graph repeats work that Python does not see and could not run again
             replayable = given.blackbox is not False and not given.cuda_graph
             self._record = Record(unwrap(model), replayable=replayable)
-            one_pass = given.clip_value is None and updater.suits(optimizer)
+            one_pass = given.clip_value is None and not updater.unsuited(optimizer)
             _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
             self._binding: Binding = binding_of(unwrap(model))  # type: ignore[assignment]
             self._scaler = own_scaler if given.scaler is None else given.scaler
-            self._verdicts = Verdicts(step, alone=alone)
             self._make_parts()
             self._graphs = None
             if device is not None:
-                self._graphs = Graphs(step, device, step._micro_batch, self._moments, self._statistics, self._updater)
+                self._graphs = Graphs(step, device)
             self._take_optimizer()
             if self._scaler.is_enabled():
                 self._scaler.name_parameters(unwrap(model).named_parameters())
@@ -251,39 +280,44 @@ class Settings:
         self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self._binding.policy.grads == "fp32" else ()
         self._watchers = Watchers(self._updater.parameters)
-        parts: list[object] = [] if self._verdicts.alone else [self._verdicts]
+        self._moments = Moments((), self._updater.has_written)
+        moments: Any = weakref.proxy(self._moments)  # parts do not keep what calls them
+        alone = not wrapped and not is_distributed(model)
+        self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
+        parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record, self._copies]
         if given.accumulate > 1 and not wrapped:
             parts.append(AddedGradients(self._copies, record))
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):
             parts.append(sums)
-        if isinstance(ranks, Ranks):
-            ranks.take_part(store, record)
+        ranks.take_part(store, record)
         parts += [ranks] if wrapped else []
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
-        parts += [Scaling(self._scaler, optimizer)] if scales else []
         if scales and given.retry:
-            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks)
+            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks, moments)
             self._watchers.discards = retry.discards_unseen
             parts.append(retry)
+        elif scales:
+            parts.append(Scaling(self._scaler, optimizer))
         if windows:
             parts.append(Unfinished(optimizer, record, names))
-        self._in_backward = self._made_in_backward()
-        self._moments = Moments(parts, (self._in_backward or self._updater).has_written)
-        moments: Any = weakref.proxy(self._moments)  # parts do not keep what calls them
-        self._verdicts.moments = moments
+        self._make_in_backward()
+        self._moments.call(parts)
         record.scheduled = given.scheduler is not None
-        for part in parts:
-            if isinstance(part, Retry):
-                part.moments = moments
         self._statistics = Statistics(model, self._moments.add)
         self._moments.add(KeptPages(self, moments))
 
-    def _made_in_backward(self) -> InBackward | None:
-        settings = {name: getattr(self, name) for name in KEPT} | {"alone": self._verdicts.alone}
-        return in_backward(unwrap(self.model), self._updater, self.record, self.watchers, settings)
+    def _make_in_backward(self) -> None:
+        if self.update_in_backward:
+            alone = self._verdicts.alone
+            self._in_backward = InBackward(
+                self._given, self._updater, self._scaler, self.record, self.watchers, alone=alone
+            )
+            self._moments.has_written = self._in_backward.has_written
+        else:
+            self._in_backward = None
 
     def _take_optimizer(self) -> None:
         """Refuse parameters without masters, and use the optimizer's fused form."""
@@ -292,12 +326,7 @@ class Settings:
             optimizer_step.prefer_fused(self.optimizer, self._updater.stepped_parameters())
 
     def _replace_optimizer(self, optimizer: Optimizer) -> None:
-        """Train with another optimizer over parameters of the model from the next window on.
-
-        Raises:
-            StepError: in the middle of a window; or a scheduler of the old one is there: assign None to it before.
-            BindError, StepError: as when a step is built with it. Nothing was changed.
-        """
+        """Train with another optimizer over parameters of the model from the next window on."""
         optimizer, before = unwrap_optimizer(optimizer), self.optimizer
         check_optimizer(optimizer)
         if optimizer is before:
@@ -316,12 +345,10 @@ class Settings:
         in_backward = self._in_backward
         with unchanged_on_failure(self.model, optimizer):
             try:
-                prepare_with(self.model, optimizer, binding.wanted, one_pass=updater.suits(optimizer))
+                prepare_with(self.model, optimizer, binding.wanted, one_pass=not updater.unsuited(optimizer))
                 self._use(optimizer)
                 self._take_optimizer()
-                if in_backward is not None:
-                    self._in_backward = self._made_in_backward()
-                    self._moments.has_written = (self._in_backward or self._updater).has_written
+                self._make_in_backward()
             except BaseException:
                 self._use(before)
                 self._in_backward = in_backward
@@ -331,10 +358,18 @@ class Settings:
         self._given.optimizer = optimizer
         self._updater.use(optimizer)
         for part in self.parts:
-            if isinstance(part, (Scaling, Retry, Unfinished)):
+            if isinstance(part, (Scaling, Unfinished)):
                 part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:
         """Refuse `what` in the middle of a window, or in a state that was cut off."""
         self._moments.refuse(self.record.done)
-        refuse_window(self, what, "assign it")
+        self._refuse_window(what, "assign it")
+
+    def _refuse_window(self, what: str, then: str = "save") -> None:
+        """Refuse to save, copy or change the step while gradients of an accumulation window wait for their update."""
+        if self.record.micro_batches:
+            raise StepError(
+                f"{what} after {self.record.micro_batches} of {self.accumulate} micro-batches would lose their "
+                f"gradients; {then} between updates, or call step.flush() first"
+            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,50 +14,18 @@ from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
-from halfstep.step.moments import Moments, Phase, one_thread
-from halfstep.step.parts.record import Record
-from halfstep.step.parts.statistics import Statistics
+from halfstep.step.moments import Phase, one_thread
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
+from halfstep.step.settings import Settings
 from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
-    from halfstep.step.graph.graphs import Graphs
-    from halfstep.step.parts.verdicts import Verdicts
-    from halfstep.step.settings import Settings
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["KEPT", "Stateful", "check_state", "copied", "refuse_window"]
+__all__ = ["Stateful", "check_state"]
 
 WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
-
-
-def refuse_window(step: Settings, what: str, then: str = "save") -> None:
-    """Refuse to save, copy or change `step` while gradients of an accumulation window wait for their update."""
-    if step.record.micro_batches:
-        raise StepError(
-            f"{what} after {step.record.micro_batches} of {step.accumulate} micro-batches would lose their gradients; "
-            f"{then} between updates, or call step.flush() first"
-        )
-
-
-def save_step(step: TrainStep, updater: Updater) -> dict[str, Any]:
-    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
-    refuse_window(step, "state_dict()")
-    policy = prepared_policy(step.model)
-    assert policy is not None
-    weights = rounding(updater)
-    chosen = step.choice and {CHOICE: {"compiled": step.choice.compiled, "line": step.choice.line}}
-    return {
-        **({WEIGHTS: weights} if weights else {}),
-        **(chosen or {}),
-        "model": unwrap(step.model).state_dict(),
-        "optimizer": step.optimizer.state_dict(),
-        "scaler": step.scaler.state_dict(),
-        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
-        "policy": policy.to_toml(),
-        "step": step.record.done,
-    }
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
@@ -67,26 +36,13 @@ def rounding(updater: Updater) -> dict[str, Any]:
 
 
 def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
-    """Continue with the random bits that come after `state`, which `rounding` returned.
-
-    Raises:
-        WeightsError: it is no such state; nothing was changed.
-        StepError: there is nothing that rounds by chance; nothing was changed.
-    """
+    """Continue with the random bits that come after `state`, which `rounding` returned."""
     if updater.states is not None:
         updater.states.draws.load_state(state)
     elif updater.store is not None:
         updater.store.load_state(state)
     elif state:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
-
-
-def copied(step: TrainStep, updater: Updater) -> tuple[Any, ...]:
-    """Return what `TrainStep.__reduce__` returns: how to build the same step of a copied model and optimizer."""
-    refuse_window(step, "a copy")
-    named = {name: getattr(step, name) for name in KEPT} | {"policy": prepared_policy(step.model)}
-    done, choice = step.record.done, step.choice
-    return rebuild, (type(step), step.model, step.optimizer, step.loss_fn, named, done, rounding(updater), choice)
 
 
 def rebuild(
@@ -99,7 +55,7 @@ def rebuild(
     weights: dict[str, Any],
     choice: Any,
 ) -> TrainStep:
-    """Make the copy of a training step: `copied` returns the arguments."""
+    """Make the copy of a training step: `Stateful.__reduce__` returns the arguments."""
     made = kind(model, optimizer, loss_fn, **named)
     if weights:
         load_rounding(made._updater, weights)
@@ -107,58 +63,8 @@ def rebuild(
     return made
 
 
-def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments, statistics: Statistics) -> None:
-    """Load `state` into `step` after checking all of it.
-
-    Optimizer, scheduler, scaler and rounding go first and are put back if a later piece fails. The weights go last;
-    where they fail half way, which only a module with its own way to load can do, the step refuses to go on until
-    another state is loaded.
-
-    Raises:
-        StepError: a piece is missing, unknown or malformed, by its path; nothing was changed.
-        ScaleError, WeightsError: the same of 'scaler' and 'weights'.
-    """
-    number = check_state(step, state)
-    assert isinstance(state, Mapping)
-    parts = [_rounding(updater), _scaler(step), optimizer_state(step.optimizer)]
-    if step.scheduler is not None:
-        parts.append(scheduler_state(step.scheduler, step.optimizer))
-    snapshot = Snapshot(*parts)
-    model = unwrap(step.model)
-    before = (moments.phase, moments.cause)
-    written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
-    try:
-        weights = state.get(WEIGHTS, {})
-        if weights or rounding(updater):  # this and the scaler first: they check for themselves before they change
-            load_rounding(updater, weights)
-        step.scaler.load_state_dict(state["scaler"])
-        saved = state["optimizer"]  # of which ZeroRedundancyOptimizer drops what other ranks have
-        step.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
-        if step.scheduler is not None:
-            step.scheduler.load_state_dict(state["scheduler"])
-        moments.phase = Phase.LOAD
-        model.load_state_dict(state["model"])
-        step.record.done, step.record.micro_batches, step.record.bad = number, 0, None
-        step.record.signals.forget()
-        statistics.open = []
-        moments.forget()
-    except BaseException as error:
-        if updater.store is not None:
-            updater.store.restore(write_back=False)
-        snapshot.restore()
-        if all(tensor._version == version for tensor, version in written):
-            moments.phase, moments.cause = before
-        else:
-            moments.cause = f"{type(error).__name__} ({error}) "
-        raise
-
-
-def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
-    """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches.
-
-    Raises:
-        StepError, PolicyError: a piece is missing, unknown or malformed, by its path.
-    """
+def check_state(step: Settings, state: object, *, tensors: bool = True) -> int:
+    """Check all of `state`, or all but its tensors, and change nothing; return its number of micro-batches."""
     check(state, STATE, "state", StepError)
     assert isinstance(state, Mapping)
     policy = prepared_policy(step.model)
@@ -178,12 +84,7 @@ def check_state(step: TrainStep, state: object, *, tensors: bool = True) -> int:
 # ---------------------------------------------------------------------- parts of the snapshot
 
 
-def _rounding(updater: Updater) -> Callable[[], None]:
-    before = rounding(updater)
-    return lambda: load_rounding(updater, before) if before else None
-
-
-def _scaler(step: TrainStep) -> Callable[[], None]:
+def _scaler(step: Settings) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
     def restore() -> None:
@@ -196,19 +97,14 @@ def _scaler(step: TrainStep) -> Callable[[], None]:
 # ---------------------------------------------------------------------- methods of a training step
 
 
-class Stateful:
+class Stateful(Settings):
     """What is saved, copied and loaded of a `TrainStep`."""
-
-    record: Record
-    _moments: Any
-    _updater: Updater
-    _statistics: Statistics
-    _verdicts: Verdicts
-    _graphs: Graphs | None
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs to continue bit for bit; fp32 weights. Reads the last verdict.
+
+        Plain containers and tensors (torch.save, weights_only-safe).
 
         Raises:
             StepError: in the middle of an accumulation window (gradients are not part of the state).
@@ -216,8 +112,21 @@ class Stateful:
         if self._moments.phase is Phase.UNDECIDED:
             undecided: dict[str, Any] = self._moments.state_dict()
             return undecided
-        self._settled()
-        return save_step(cast("TrainStep", self), self._updater)
+        self._settle("state_dict()")
+        policy = prepared_policy(self.model)
+        assert policy is not None
+        weights = rounding(self._updater)
+        chosen = self.choice and {CHOICE: {"compiled": self.choice.compiled, "line": self.choice.line}}
+        return {
+            **({WEIGHTS: weights} if weights else {}),
+            **(chosen or {}),
+            "model": unwrap(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "policy": policy.to_toml(),
+            "step": self.record.done,
+        }
 
     @one_thread
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,14 +138,18 @@ class Stateful:
         if self._moments.phase is Phase.UNDECIDED:
             made: tuple[Any, ...] = self._moments.copied()
             return made
-        self._settled()
-        return copied(cast("TrainStep", self), self._updater)
+        self._settle("a copy")
+        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
+        done, weights, choice = self.record.done, rounding(self._updater), self.choice
+        return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, done, weights, choice)
 
     @one_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.
 
-        A step that was cut off, and refuses to go on, goes on from there.
+        A step that was cut off, and refuses to go on, goes on from there. Weights are loaded last; where they fail half
+        way, which only a module with its own way to load can do, the step refuses to go on until another state is
+        loaded.
 
         Raises:
             StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
@@ -246,11 +159,46 @@ class Stateful:
             self._moments.load_state_dict(state)
             return
         self._moments.cut_off()
-        load_step(cast("TrainStep", self), state, self._updater, self._moments, self._statistics)
+        updater, moments = self._updater, self._moments
+        number = check_state(self, state)
+        bits = rounding(updater)
+        parts: list[Callable[[], None]] = [partial(load_rounding, updater, bits)] if bits else []
+        parts += [_scaler(self), optimizer_state(self.optimizer)]
+        if self.scheduler is not None:
+            parts.append(scheduler_state(self.scheduler, self.optimizer))
+        snapshot = Snapshot(*parts)
+        model = unwrap(self.model)
+        before = (moments.phase, moments.cause)
+        written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
+        try:
+            weights = state.get(WEIGHTS, {})
+            if weights or bits:  # this and the scaler first: they check for themselves before they change
+                load_rounding(updater, weights)
+            self.scaler.load_state_dict(state["scaler"])
+            saved = state["optimizer"]  # of which ZeroRedundancyOptimizer drops what other ranks have
+            self.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+            moments.phase = Phase.LOAD
+            model.load_state_dict(state["model"])
+            self.record.done, self.record.micro_batches, self.record.bad = number, 0, None
+            self.record.signals.forget()
+            self._statistics.open = []
+            moments.forget()
+        except BaseException as error:
+            if updater.store is not None:
+                updater.store.restore(write_back=False)
+            snapshot.restore()
+            if all(tensor._version == version for tensor, version in written):
+                moments.phase, moments.cause = before
+            else:
+                moments.cause = f"{type(error).__name__} ({error}) "
+            raise
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _settled(self) -> None:
-        """Refuse a step that was cut off, and read the last verdict."""
+    def _settle(self, what: str) -> None:
+        """Refuse `what` of a step that was cut off, or in a window; read the last verdict."""
         self._moments.refuse(self.record.done)
         self._verdicts.settle(wait=True)
+        self._refuse_window(what)

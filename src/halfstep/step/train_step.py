@@ -35,19 +35,15 @@ from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries
-from halfstep.step.batch_errors import EXPLAINED, explained
-from halfstep.step.byproducts import detached
-from halfstep.step.evaluate import evaluate
+from halfstep.step.arguments import Given
+from halfstep.step.loss import EXPLAINED, check_loss, detached, evaluate, explained
 from halfstep.step.moments import Phase, one_thread
-from halfstep.step.part import Run
-from halfstep.step.parts.retry import ENOUGH
-from halfstep.step.settings import Given
+from halfstep.step.part import Batch, Run
 from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
-from halfstep.step.windows import Windows
+from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.compiler import keep_out
-from halfstep.update.phases import profiler_runs, show_phases
+from halfstep.update.phases import show_phases
 from halfstep.update.updater import Culprits
 
 if TYPE_CHECKING:
@@ -55,10 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainStep"]
 
-WHOLE: Any = nullcontext()
+NOTHING: Any = nullcontext()
 
 
-class TrainStep(Windows, Stateful):
+class TrainStep(Stateful):
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     It prepares what is not prepared, uses an optimizer's fused form where only speed changes, and waits for the work
@@ -122,23 +118,20 @@ class TrainStep(Windows, Stateful):
         update_in_backward: bool = False,
     ) -> None:
         self._calls = threading.RLock()  # held by the thread that is inside of a call
-        optimizer = unwrap_optimizer(optimizer)
-        check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph, update_in_backward)
         self._given = Given(
             model=model,
-            optimizer=optimizer,
+            optimizer=unwrap_optimizer(optimizer),
             loss_fn=loss_fn,
             policy=policy,
-            clip_norm=limit("clip_norm", clip_norm),
-            clip_value=limit("clip_value", clip_value),
-            accumulate=int(accumulate),
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
             scaler=scaler,
             scheduler=scheduler,
             compile=compile,
             cuda_graph=cuda_graph,
             blackbox=blackbox,
-            evidence=evidence_folder(blackbox),
-            retry=retries(retry, ENOUGH, cuda_graph=cuda_graph),
+            retry=retry,
             update_in_backward=update_in_backward,
         )
         if isinstance(policy, str) and policy == "auto":
@@ -158,23 +151,32 @@ class TrainStep(Windows, Stateful):
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient; another thread is inside.
         """
-        if self._moments.phase is not Phase.REST:
-            self._moments.resume(self.record.done, batch, named)
+        if self._moments.phase is Phase.UNDECIDED:
+            self._moments.choose(batch, named)
+        elif self._moments.phase is not Phase.REST:
+            self._moments.refuse(self.record.done)
         moments = self._moments
         moments.grad = torch.is_grad_enabled()
-        if profiler_runs():
+        if profiler_enabled():
             show_phases(self)
         if self.cuda_graph or self.record.awaited:  # a graph reads its learning rate when it begins
             self._verdicts.settle(wait=self.cuda_graph)
+        return self._call(partial(self._graphs or self._micro_batch, batch, named), None, (batch, named))
+
+    def _call(
+        self, run: Callable[[], StepResult], finish: Callable[[], StepResult] | None, batch: Batch | None
+    ) -> StepResult:
+        """Make the call of which `run` makes the result; `finish` and `batch` are those of `Part.again`, `end_call`."""
+        moments = self._moments
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
             moments.phase = Phase.MICRO_BATCH
             for begin in moments.begin_call:
                 begin()
-            result: StepResult = (self._graphs or self._micro_batch)(batch, named)
+            result = run()
             for again in moments.again:
-                result = again(result, self._micro_batch, None)
+                result = again(result, self._micro_batch, finish)
             moments.phase = Phase.REST
         except BaseException as error:
             moments.cut_off(error)
@@ -184,7 +186,7 @@ class TrainStep(Windows, Stateful):
         if result.due and self.record.awaited:
             self._verdicts.examine_at_once(result)
         for end in moments.end_call:
-            end(result, (batch, named))
+            end(result, batch)
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
@@ -198,7 +200,7 @@ class TrainStep(Windows, Stateful):
             begin(number, batch, named)
         kept, record.kept = record.kept, None
         last = record.micro_batches + 1 == self.accumulate
-        with ExitStack() if moments.passes else WHOLE as stack:
+        with ExitStack() if moments.passes else NOTHING as stack:
             for passes in moments.passes:
                 stack.enter_context(passes(last=last))
             loss, aux = self.run_forward(self.model, batch, named)
@@ -222,9 +224,8 @@ class TrainStep(Windows, Stateful):
         for end in moments.end_micro_batch:
             end(seed, last=last)
         if last:
-            norm, bad, culprits = self._update(
-                self._ranks.window(self.accumulate) if self._ranks.joining else self.accumulate
-            )
+            joining, count = self._ranks.joining, self.accumulate
+            norm, bad, culprits = self._update(self._ranks.agree(count)[0] if joining else count)
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)

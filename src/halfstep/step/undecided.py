@@ -1,7 +1,6 @@
 """policy="auto": a training step that measures policies in its first call and runs under the best from then on.
 
-In: a TrainStep made with ``policy="auto"`` and its first batch, or a checkpoint. Out: the same object under the policy
-that was chosen, with `choice`; bit for bit as if it had been made with that policy.
+It is then, bit for bit, as if it had been made with the policy that was chosen, or was loaded from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
-from halfstep.auto.trial import Ground
+from halfstep.auto.trial import StepSnapshot
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.fsdp import is_distributed
 from halfstep.binding.prepare import unwrap
@@ -26,9 +25,9 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.compiled import compile_options, uses_graphs
-from halfstep.step.moments import Phase
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
-from halfstep.step.state import CHOICE, check_state
+from halfstep.step.state import CHOICE, check_state, rebuild
 from halfstep.update.updater import Deferral
 
 if TYPE_CHECKING:
@@ -40,30 +39,16 @@ __all__ = ["Undecided"]
 LOG = logging.getLogger("halfstep")
 
 
-class Undecided:
-    """The place of `Moments` in a training step with policy="auto", before its first call.
-
-    Args:
-        step: has the user's arguments.
-        make: `TrainStep`, which makes the candidates.
-
-    Attributes:
-        phase: as of `Moments`.
-        parts: those that were added; the step has them after its choice.
-
-    Raises:
-        StepError: what does not go together with policy="auto".
-        BindError, PolicyError, UnbuiltError: as for a step in fp32.
-    """
-
-    phase = Phase.UNDECIDED
+class Undecided(Moments):
+    """The place of `Moments` in a training step with policy="auto", before its first call."""
 
     def __init__(self, step: TrainStep, make: type[TrainStep]) -> None:
-        self._step, self._make, self.parts = weakref.ref(step), make, tuple[object, ...]()
+        super().__init__((), bool)
+        self.phase, self._step, self._make = Phase.UNDECIDED, weakref.ref(step), make
         given: Any = step._given
         _refuse(given)
-        ground = Ground(given.model, given.optimizer)
-        with ground.returning(Deferral()):  # raises here what the first call would raise
+        snapshot = StepSnapshot(given.model, given.optimizer)
+        with snapshot.returning(Deferral()):  # raises here what the first call would raise
             settings = self._settings()
             make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
         step._record = Record(given.model, replayable=False)
@@ -80,27 +65,12 @@ class Undecided:
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self.step, name) for name in SETTINGS}
 
-    def add(self, part: object) -> None:
-        """Give the step `part` when it has chosen."""
-        self.parts = (*self.parts, part)
-
-    def remove(self, part: object) -> None:
-        """Do not give it `part`."""
-        self.parts = tuple(other for other in self.parts if other is not part)
-
     def refuse(self, done: int) -> None:
         """Refuse nothing: no call was cut off."""
 
-    cut_off = refuse
-
-    def resume(self, done: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Choose a policy by measuring on a micro-batch, and build the step under it.
-
-        Raises:
-            StepError: no candidate made a finite step; or the model was prepared since the step was built.
-        """
-        choice, compiled = choose(self.step, self._make, batch, named)
-        self._build(choice, compiled)
+    def choose(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Choose a policy by measuring on a micro-batch, and build the step under it."""
+        self._build(*choose(self.step, self._make, batch, named))
 
     def _build(self, choice: Choice, compiled: CompiledLoss | None = None) -> None:
         """Build the step under what was chosen; if that fails, it stays undecided."""
@@ -135,11 +105,7 @@ class Undecided:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, and take the policy it was saved under without measuring.
-
-        Raises:
-            StepError: as `TrainStep.load_state_dict`; nothing was changed.
-        """
+        """Restore what `state_dict` returned, and take the policy it was saved under without measuring."""
         step = self.step
         given = step._given
         check_state(step, state)
@@ -152,13 +118,14 @@ class Undecided:
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
         compiled = bool(saved.get("compiled", False) if given.compile is None else given.compile is not False)
         line = f"auto: {described(policy, device_types_of([given.model])[0], compiled)}, as in the checkpoint"
-        before, asked, ground = dict(vars(step)), (given.policy, given.compile), Ground(given.model, given.optimizer)
+        before, asked = dict(vars(step)), (given.policy, given.compile)
+        snapshot = StepSnapshot(given.model, given.optimizer)
         self._build(Choice(policy=policy, compiled=compiled, line=line))
         try:
             step.load_state_dict(state)
         except BaseException:
             if step._moments.phase is Phase.REST:  # else it refuses to go on until another state is loaded
-                ground.restore()
+                snapshot.restore()
                 _put(step, before)
                 given.policy, given.compile = asked
                 given.choice = None
@@ -167,17 +134,13 @@ class Undecided:
     def copied(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer, which chooses for itself."""
         given = self.step._given
-        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox}
-        return _rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named)
+        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox, "policy": "auto"}
+        return rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named, 0, {}, None)
 
 
 def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
     vars(step).clear()
     vars(step).update(values)
-
-
-def _rebuild(kind: type[TrainStep], model: Any, optimizer: Any, loss_fn: Any, named: dict[str, Any]) -> TrainStep:
-    return kind(model, optimizer, loss_fn, policy="auto", **named)
 
 
 def _refuse(given: Any) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import halfstep as hs
-from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
-from halfstep.timing import Ratio
+from halfstep.tasks.speed import DeviceSpeed, Speed
 
 __all__ = ["Advice", "advise", "rows_for_o2"]
 
@@ -16,19 +15,6 @@ WORTH_IT = 1.1  # a format has to be a tenth faster in the kernels: casts and ev
 CLEARLY = 1.2  # fp16 has to be this much faster than bf16 to be worth a loss scale
 PASSES = 3  # a product costs as much again for the gradient of its input and of its weight
 SHARE = 0.2  # of the products' time: when casting weights takes more, keep low weights
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gain:
-    """How a format compares with fp32 in one kind of work."""
-
-    ratio: Ratio  # fp32's time over the format's
-    decided: bool  # whether it differs from 1 by more than identical programs here
-
-    @property
-    def factor(self) -> float:
-        """Return the times fp32's speed to reckon with: 1 where the measurement did not decide."""
-        return self.ratio.median if self.decided else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +64,11 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
         also.append(("weights and optimizer states do not fit", "`lean`: 6 bytes a parameter for both, instead of 12"))
     if not there.fp16:
         also += _rehearsal(speed)
-    return Advice(
-        device=speed.device, preset="mixed", dtype=dtype, code=_code("mixed", dtype, speed.device), why=tuple(why),
-        also=tuple(also),
-    )  # fmt: skip
+    code = _code("mixed", dtype, speed.device)
+    return Advice(device=speed.device, preset="mixed", dtype=dtype, code=code, why=tuple(why), also=tuple(also))
 
 
-def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, Gain]]) -> Advice:
+def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, Speed]]) -> Advice:
     """Advise fp32: no low format is measurably faster here."""
     why = [there.reason]
     why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
@@ -93,14 +77,9 @@ def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str,
     if open_:
         why.append(f"undecided for {' and '.join(open_)}, which has units here: measure again on a quiet machine")
     memory = ("memory is short", "`mixed` in bf16 saves half the bytes for backward, at the speed above")
-    return Advice(
-        device=speed.device,
-        preset="O0",
-        dtype="fp32",
-        code=_code("O0", "fp32", speed.device),
-        why=tuple(why),
-        also=(memory, *(() if there.fp16 else _rehearsal(speed))),
-    )
+    also = (memory, *(() if there.fp16 else _rehearsal(speed)))
+    code = _code("O0", "fp32", speed.device)
+    return Advice(device=speed.device, preset="O0", dtype="fp32", code=code, why=tuple(why), also=also)
 
 
 def _rehearsal(speed: DeviceSpeed) -> list[tuple[str, str]]:
@@ -120,41 +99,34 @@ def rows_for_o2(speed: DeviceSpeed, dtype: str) -> int:
 
     An element of a weight takes part in 2 operations a row in each of the 3 products of a step, and is cast once.
     """
-    found = _find(speed, "matrix product", dtype)
-    if found is None:
+    product = _gains(speed, dtype).get("matrix product")
+    if product is None:
         return 0
-    rows = speed.cast_seconds * found[1].gflops * 1e9 / (2 * PASSES * SHARE)
+    rows = speed.cast_seconds * product.gflops * 1e9 / (2 * PASSES * SHARE)
     return int(float(f"{rows:.1g}"))
 
 
-def _gains(speed: DeviceSpeed, label: str) -> dict[str, Gain]:
+def _gains(speed: DeviceSpeed, label: str) -> dict[str, Speed]:
     """Return work -> what was measured for the format `label` in it."""
     return {
-        work.work: Gain(ratio=each.faster, decided=work.decided(each))
+        work.work: each
         for work in speed.works
         for each in work.speeds
         if each.label == label and each.faster is not None
     }
 
 
-def _words(gains: dict[str, Gain]) -> str:
+def _words(gains: dict[str, Speed]) -> str:
     """Return "2.1 times fp32's speed in a matrix product, 2.4 times in a convolution"; undecided where it is so."""
-    words: list[str] = []
-    unit = " fp32's speed"
+    words, unit = [], " fp32's speed"
     for work, gain in gains.items():
-        ratio = gain.ratio
-        if gain.decided:
-            times = f"{ratio.median:.1f} times" if ratio.median >= 1.0 else f"{ratio.median:.2g} times"
-        else:
-            times = f"an undecided {ratio.low:.2f} to {ratio.high:.2f} times"
-        words.append(f"{times}{unit} in a {work}")
+        ratio = gain.faster
+        assert ratio is not None
+        times = f"{ratio.median:.1f}" if ratio.median >= 1.0 else f"{ratio.median:.2g}"
+        times = times if gain.decided else f"an undecided {ratio.low:.2f} to {ratio.high:.2f}"
+        words.append(f"{times} times{unit} in a {work}")
         unit = ""
     return ", ".join(words)
-
-
-def _find(speed: DeviceSpeed, name: str, label: str) -> tuple[WorkSpeed, Speed] | None:
-    pairs = ((work, each) for work in speed.works if work.work == name for each in work.speeds)
-    return next((pair for pair in pairs if pair[1].label == label), None)
 
 
 def _code(preset: str, dtype: str, device: str) -> str:

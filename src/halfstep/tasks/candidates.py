@@ -11,7 +11,7 @@ from halfstep.errors import did_you_mean
 from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.tasks.task import TaskError
 
-__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_labels", "policy_candidate"]
+__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_labels", "policy_named", "split_label"]
 
 SUFFIXES = ("bf16", "fp16", "fp32")  # behind the colon of a label
 AMP, FP32 = "torch.amp", "fp32"
@@ -42,11 +42,7 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
     """Return the candidates called `labels`, with fp32 and torch.amp before them, each once.
 
     A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or
-    ":fp32" behind it replaces the format.
-
-    Raises:
-        TaskError: unknown name or format (the message names the nearest), or two different policies of one name.
-        PolicyError: a policy's file that makes no sense.
+    ":fp32" behind it replaces the format. TaskError: an unknown one, or two different policies of one name.
     """
     wanted = [_candidate(label, device) for label in (FP32, AMP, *labels)]
     unique: dict[str, Candidate] = {}
@@ -56,13 +52,19 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
     return tuple(unique.values())
 
 
-def policy_candidate(label: str, device: str) -> Candidate | None:
-    """Return the candidate called `label` if it has a policy; None for a loop of torch alone."""
-    return next((c for c in candidates([label], device) if c.policy is not None), None)
+def policy_named(label: str, device: str) -> hs.Policy:
+    """Return the policy called `label`; TaskError if there is none, or if it is a loop of torch alone."""
+    policy = _candidate(label, device).policy
+    if policy is None:
+        raise TaskError(
+            f"{label!r} is a training loop without halfstep and has no policy; preset 'O0' keeps everything in fp32, "
+            "preset 'torch' has its lists"
+        )
+    return policy
 
 
 def _candidate(label: str, device: str) -> Candidate:
-    name, dtype = _split(label)
+    name, dtype = split_label(label)
     if name == FP32:
         if dtype not in ("", "fp32"):
             raise TaskError(f"policy {label!r}: fp32 has no other format")
@@ -89,7 +91,7 @@ def _candidate(label: str, device: str) -> Candidate:
     )
 
 
-def _split(label: str) -> tuple[str, str]:
+def split_label(label: str) -> tuple[str, str]:
     """Return the name and the format behind its last colon (or blank, as tables print it), "" if there is none."""
     for separator in (":", " "):
         name, found, dtype = label.strip().rpartition(separator)

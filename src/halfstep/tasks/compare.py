@@ -1,4 +1,7 @@
-"""Compare: train every candidate from the same weights on the same batches, in turns; measure result and cost."""
+"""Compare: train every candidate from the same weights on the same batches, in turns; measure result and cost.
+
+`compare` trains to the end, with every seed; `pace` measures time and bytes of a step alone, of tasks without a metric.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,55 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.tasks.candidates import AMP, FP32, Candidate
-from halfstep.tasks.loops import Loop, Training, make_loop
+from halfstep.tasks.loops import Loop, OnStep, Training, make_loop
 from halfstep.tasks.measure import Difference, SavedForBackward, difference, finite_mean, state_bytes
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, paired_ratio, timed
-from halfstep.torch_private.trees import tree_leaves
 
-__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "probed", "started", "thinned"]
+__all__ = [
+    "CandidateRow", "Comparison", "Cost", "Pace", "check", "compare", "evaluated", "pace", "probed", "started",
+    "thinned",
+]  # fmt: skip
 
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted and timed
+LEAST, MOST = 5, 400  # rounds of a pace, whatever the time allows
+SLOW, SLOW_SECONDS = 6.0, 0.5  # a candidate whose step takes this many times fp32's, and this long, has no turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """Progress of a comparison after a step of one candidate. Reading `loop` is not timed."""
-
-    seed: int  # of the run, from 0
-    step: int  # of the run, from 1
-    label: str  # the candidate
-    loop: Loop  # its training loop, to be read, not to be changed
-    samples_per_second: float  # of this step
-    last: bool  # whether this was the last step of this seed's runs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateRow:
-    """Result and cost of one candidate."""
+class Cost:
+    """Cost of a step of one candidate."""
 
     label: str  # the candidate
-    policy: str  # its policy as TOML, "" for loops of torch alone
-    notes: tuple[str, ...]  # those of its plan, such as how fp16 runs on a device without fp16 units
-    metrics: tuple[float, ...]  # final metric, one a seed
-    difference: Difference  # of the metric from fp32's, paired by seed
     milliseconds: float  # median time of a step
     to_fp32: Ratio | None  # paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed
     to_amp: Ratio | None  # paired ratio of step time to torch.amp's; None for torch.amp itself
     state_bytes: int  # of parameters, buffers, optimizer state, precise weights and lasting gradient buffers
     saved_bytes: int  # kept by autograd between forward and backward of one step, parameters excepted
+    slow: float = 0.0  # times fp32's step that its step took, if it was left out of turns for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Steps of one task under every candidate."""
+
+    task: str  # its name
+    about: str  # model and data in one line
+    parameters: int
+    device: str  # the device type everything ran on
+    control: Ratio  # fp32 over fp32: the ratio of identical programs on this machine
+    rows: tuple[Cost, ...]  # one a candidate, fp32 and torch.amp first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateRow(Cost):
+    """Result and cost of one candidate."""
+
+    policy: str  # its policy as TOML, "" for loops of torch alone
+    notes: tuple[str, ...]  # those of its plan, such as how fp16 runs on a device without fp16 units
+    metrics: tuple[float, ...]  # final metric, one a seed
+    difference: Difference  # of the metric from fp32's, paired by seed
     skipped: tuple[int, ...]  # steps not applied, one number a seed
     skipped_steps: tuple[tuple[int, ...], ...]  # which those were, counted from 0, one list a seed
     scale: tuple[float, ...]  # loss scale at the end, one number a seed
@@ -84,11 +98,7 @@ class Comparison:
 
 
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
-    """Bind every candidate to the task's model once, so that errors are raised before anything is trained.
-
-    Raises:
-        HalfstepError: a policy cannot be bound to this model, or the task has no metric.
-    """
+    """Bind every candidate to the model once, so that errors are raised before anything is trained."""
     task.margin_around(0.0)
     model = started(task, 0, device)
     for candidate in candidates:
@@ -97,22 +107,11 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
 
 def compare(
     task: Task, candidates: Sequence[Candidate], *, steps: int, seeds: int, device: str = "cpu",
-    on_step: Callable[[Moment], None] = lambda moment: None,
+    on_step: OnStep = lambda training, label, number, seconds: None,
 ) -> Comparison:  # fmt: skip
-    """Train and measure.
+    """Train and measure every candidate (from `candidates()`: fp32 and torch.amp first), with seeds from 0.
 
     Candidates train in turns (`Training`). torch.amp runs twice: what the two differ by is what cannot be resolved.
-
-    Args:
-        task: what to train.
-        candidates: from `candidates()`: fp32 and torch.amp first.
-        steps: of each run.
-        seeds: how many runs of each candidate, with seeds from 0.
-        device: device type to train on.
-        on_step: called after every step of every candidate.
-
-    Raises:
-        HalfstepError: a policy cannot be bound to this model.
     """
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
@@ -124,8 +123,7 @@ def compare(
     for seed in range(seeds):
         model = started(task, seed, device)
         loops = {c.label: make_loop(c, task, copy.deepcopy(model), steps) for c in runners}
-        training = _Training(task, loops, device=device, seed=seed)
-        training.on_step, training.steps = on_step, steps
+        training = Training(task, loops, device=device, seed=seed, on_step=on_step)
         for step in range(steps):
             training.round(loops, step, timed=step >= WARM_UP)
         for label, loop in loops.items():
@@ -177,7 +175,7 @@ def compare(
 
 
 def thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the means of consecutive values, as many to a mean as leave no more than `CURVE_POINTS`, to six digits.
+    """Return means of consecutive values, at most `CURVE_POINTS` of them, to six digits.
 
     A mean in which a value is not finite is nan: a loss that overflowed is a gap in its curve, not a point.
     """
@@ -220,27 +218,6 @@ def probed(
     return Probe(state_bytes(*loop.state()), saved, seconds)
 
 
-class _Training(Training):
-    """Tells a listener of each step."""
-
-    on_step: Callable[[Moment], None]
-    steps: int
-
-    def step(self, label: str, number: int) -> float:
-        """Make a step."""
-        seconds, loop = super().step(label, number), self.loops[label]
-        last, speed = all(len(losses) == self.steps for losses in self.losses.values()), _samples(self.batch) / seconds
-        self.on_step(
-            Moment(seed=self.seed, step=number + 1, label=label, loop=loop, samples_per_second=speed, last=last)
-        )
-        return seconds
-
-
-def _samples(batch: tuple[Any, ...]) -> int:
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-    return 1 if first is None else first.shape[0]
-
-
 def evaluated(task: Task, loop: Loop, seed: int) -> float:
     """Return the task's metric of the model in training, which stays in training mode."""
     torch.manual_seed(seed)
@@ -249,3 +226,45 @@ def evaluated(task: Task, loop: Loop, seed: int) -> float:
         value = float(loop.evaluate(task))
     loop.model.train()
     return value
+
+
+def pace(
+    task: Task, candidates: Sequence[Candidate], *, device: str, seconds: float,
+    on_share: Callable[[float], None] = lambda share: None, clock: Callable[[], float] = time.perf_counter,
+) -> Pace:  # fmt: skip
+    """Time steps of every candidate in turns, for about so many seconds; count bytes in a step before.
+
+    fp32 runs twice: what the two differ by is what cannot be resolved. The task needs no metric.
+    """
+    probes = {c.label: probed(task, c, device, clock) for c in candidates}
+    reference = probes[FP32].seconds
+    slow = {
+        label: probe.seconds / reference
+        for label, probe in probes.items()
+        if probe.seconds > max(SLOW * reference, SLOW_SECONDS)
+    }
+    model = started(task, 0, device)
+    twin = Candidate(label=f"{FP32} again", dtype=FP32)
+    timed = [c for c in (*candidates, twin) if c.label not in slow]
+    loops = {c.label: make_loop(c, task, copy.deepcopy(model), WARM_UP + MOST) for c in timed}
+    race = Training(task, loops, device=device, seed=0, clock=clock)
+    race.run(list(loops), seconds=seconds, least=LEAST, most=MOST, clock=clock, on_share=on_share)
+    control = race.ratio(twin.label, FP32)
+    assert control is not None
+    amp = next(c.label for c in candidates if c.label.startswith(AMP))
+    rows = tuple(
+        Cost(
+            label=c.label,
+            milliseconds=1e3 * race.typical(c.label),
+            to_fp32=None if c.label == FP32 else race.ratio(c.label, FP32),
+            to_amp=None if c.label == amp else race.ratio(c.label, amp),
+            slow=slow.get(c.label, 0.0),
+            state_bytes=probes[c.label].state_bytes,
+            saved_bytes=probes[c.label].saved_bytes,
+        )
+        for c in candidates
+    )
+    return Pace(
+        task=task.name, about=task.about, parameters=sum(p.numel() for p in model.parameters()), device=device,
+        control=control, rows=rows,
+    )  # fmt: skip

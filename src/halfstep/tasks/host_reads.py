@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import halfstep as hs
@@ -55,7 +55,8 @@ def host_reads(device: str, kind: type[Optimizer]) -> HostReads:
     try:
         optimizer: Any = kind
         model = model.to(device)
-        step = hs.TrainStep(model, optimizer(model.parameters(), **options), _loss, policy=policy)
+        made = optimizer(model.parameters(), **options)
+        step = hs.TrainStep(model, made, lambda model, x: model(x).float().square().mean(), policy=policy)
         for _ in range(STEPS):
             before = step.host_reads + step.scaler.host_reads
             step(batch.to(device))
@@ -63,11 +64,6 @@ def host_reads(device: str, kind: type[Optimizer]) -> HostReads:
     except Exception as error:  # the optimizer's objection is the result
         return HostReads(optimizer=name, problem=_problem(error))
     return HostReads(optimizer=name, first=counts[0], later=max(counts[1:]), generic=step.generic)
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).float().square().mean()
-    return loss
 
 
 def _problem(error: Exception) -> str:

@@ -151,13 +151,13 @@ def _moved_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
     return F.pad(images, (1, 1, 1, 1), value=-1.0)[:, :, down : down + 8, right : right + 8], labels
 
 
-def _accuracy_on(split: Callable[[], Split]) -> Callable[[nn.Module], float]:
+def _accuracy_on(split: Split) -> Callable[[nn.Module], float]:
     """Return a metric: the percentage of the test images that a model gets right."""
 
     def accuracy(model: nn.Module) -> float:
         device = next(model.parameters()).device
-        found = model(split().test_images.to(device)).argmax(-1).cpu()
-        return 100.0 * float((found == split().test_labels).double().mean())
+        found = model(split.test_images.to(device)).argmax(-1).cpu()
+        return 100.0 * float((found == split.test_labels).double().mean())
 
     return accuracy
 
@@ -167,13 +167,12 @@ def _accuracy_on(split: Callable[[], Split]) -> Callable[[nn.Module], float]:
 
 def lenet5_task() -> Task:
     """Return the task `lenet5`."""
-    mnist()
     return Task(
         name="lenet5", model=LeNet5, batches=lambda seed, step: _batch(mnist(), seed, step),
         loss_fn=lambda model, images, labels: F.cross_entropy(model(images), labels),
         optimizer=lambda model: AdamW(model.parameters(), lr=2e-3, weight_decay=0.01),
         scheduler=lambda optimizer, steps: CosineAnnealingLR(optimizer, T_max=steps),  # the metric settles at the end
-        metric=_accuracy_on(mnist), metric_name="accuracy, %", higher_is_better=True, margin=1.0, steps=620,
+        metric=_accuracy_on(mnist()), metric_name="accuracy, %", higher_is_better=True, margin=1.0, steps=620,
         excerpt_steps=186,
         about=f"LeNet-5, 61,706 parameters, 4000 MNIST images of 32x32, batch {BATCH}; tested on 1,000 others",
     )  # fmt: skip
@@ -181,7 +180,6 @@ def lenet5_task() -> Task:
 
 def resnet_task() -> Task:
     """Return the task `resnet`: labels smoothed by a tenth, one cycle of the rate with its peak after a quarter."""
-    digits()
     return Task(
         name="resnet", model=ResNet, batches=_moved_batch,
         loss_fn=lambda model, images, labels: F.cross_entropy(model(images), labels, label_smoothing=0.1),
@@ -189,7 +187,7 @@ def resnet_task() -> Task:
         scheduler=lambda optimizer, steps: OneCycleLR(
             optimizer, max_lr=PEAK_RATE, total_steps=steps + 1, pct_start=0.25, cycle_momentum=False
         ),
-        metric=_accuracy_on(digits), metric_name="accuracy, %", higher_is_better=True, margin=1.5, steps=400,
+        metric=_accuracy_on(digits()), metric_name="accuracy, %", higher_is_better=True, margin=1.5, steps=400,
         excerpt_steps=100, clip_norm=1.0,
         about="pre-activation ResNet with BatchNorm, 77,562 parameters, 1280 scikit-learn digits of 8x8, "
         f"batch {BATCH}; tested on 517 others",

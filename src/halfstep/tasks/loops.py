@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 from halfstep.timing import Race, timed
 
-__all__ = ["Loop", "Training", "make_loop"]
+__all__ = ["Loop", "OnStep", "Training", "make_loop"]
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 
@@ -60,31 +61,22 @@ class Loop(ABC):
 class Training(Race):
     """A race whose rounds are steps: one of every loop on the same batch, with the same state of torch's generator.
 
-    Args:
-        task: what is trained.
-        loops: by label, from the same weights. A loop that leaves the race is deleted from them.
-        device: device type.
-        seed: of batches, random numbers and the order in each round.
-        clock: returns seconds.
-
-    Attributes:
-        losses: of each loop's steps: 0-dim tensors. Read on the host when all is over: nothing waits for them.
+    `loops` start from the same weights; one that leaves the race is deleted from them. `on_step` is called after each
+    step, not timed, with this race, the loop's label, the step's number from 0 and its seconds. `losses` has the 0-dim
+    loss of every step; it is read on the host when all is over, as nothing waits for it.
     """
 
     def __init__(
-        self,
-        task: Task,
-        loops: Mapping[str, Loop],
-        *,
-        device: str,
-        seed: int,
+        self, task: Task, loops: Mapping[str, Loop], *, device: str, seed: int,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+        on_step: OnStep = lambda training, label, number, seconds: None,
+    ) -> None:  # fmt: skip
         super().__init__(self.step, seed=seed)
         self.task, self.loops, self.device, self.seed, self.clock = task, dict(loops), device, seed, clock
         self.losses: dict[str, list[Tensor]] = {label: [] for label in loops}
         self.batch: tuple[Any, ...] = ()
         self._number = -1  # of the round that the batch is of
+        self._on_step = on_step
 
     def step(self, label: str, number: int) -> float:
         """Make step `number` of one loop; return its seconds."""
@@ -94,6 +86,7 @@ class Training(Race):
         torch.manual_seed(STEPS_OF_A_SEED * self.seed + number)
         seconds = timed(lambda: loop(self.batch), self.device, self.clock)
         self.losses[label].append(loop.loss)
+        self._on_step(self, label, number, seconds)
         return seconds
 
     def floats(self, label: str) -> list[float]:
@@ -102,13 +95,14 @@ class Training(Race):
         return torch.stack(losses).flatten().tolist() if losses else []
 
 
+OnStep = Callable[[Training, str, int, float], None]
+
+
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
     """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps, compile=candidate.compile)
-    if candidate.dtype == "fp32":
-        return Fp32Loop(task, model, steps)
-    return AmpLoop(DTYPES[candidate.dtype], task, model, steps)
+    return TorchLoop(DTYPES[candidate.dtype], task, model, steps)
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
@@ -126,73 +120,49 @@ def fused(optimizer: Optimizer) -> Optimizer:
     return made
 
 
-class Fp32Loop(Loop):
-    """A training loop without mixed precision."""
+class TorchLoop(Loop):
+    """A loop of torch alone with the fastest options: fp32, or torch.amp as its documentation recommends."""
 
-    def __init__(self, task: Task, model: nn.Module, steps: int) -> None:
+    def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
         super().__init__(model)
         self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.optimizer = fused(task.optimizer(model))
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
-
-    def __call__(self, batch: tuple[Any, ...]) -> None:
-        """Train on one batch."""
-        loss = self.loss_fn(self.model, *batch)
-        self.loss = loss.detach()
-        loss.backward()
-        if self.clip_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def state(self) -> tuple[object, ...]:
-        """Return model and optimizer."""
-        return self.model, self.optimizer
-
-
-class AmpLoop(Fp32Loop):
-    """torch.amp as its documentation recommends, with the fastest options: GradScaler only where fp16 needs it."""
-
-    def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
-        super().__init__(task, model, steps)
         self.dtype = dtype
         self.device = next(model.parameters()).device.type
         self.scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
         self.applied: list[bool] = []
 
+    def region(self) -> AbstractContextManager[object]:
+        """Return the region of forward pass and metric: none in fp32, which is to cost nothing."""
+        return nullcontext() if self.dtype is torch.float32 else torch.autocast(self.device, dtype=self.dtype)
+
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
-        with torch.autocast(self.device, dtype=self.dtype):
+        scaler, before = self.scaler, self.scale()
+        with self.region():
             loss = self.loss_fn(self.model, *batch)
         self.loss = loss.detach()
-        if self.scaler is None:
-            loss.backward()
-        else:
-            self.scaler.scale(loss).backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         if self.clip_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        applied = True
-        if self.scaler is None:
+        if scaler is None:
             self.optimizer.step()
         else:
-            before = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            applied = self.scaler.get_scale() >= before
-        self.applied.append(applied)
-        if self.scheduler is not None and applied:
+            scaler.step(self.optimizer)
+            scaler.update()
+        self.applied.append(self.scale() >= before)
+        if self.scheduler is not None and self.applied[-1]:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def evaluate(self, task: Task) -> float:
-        """Return the metric, computed under autocast."""
-        with torch.autocast(self.device, dtype=self.dtype):
-            return task.measured(self.model)
+        """Return the metric, computed in the region of the training."""
+        with self.region():
+            return super().evaluate(task)
 
     def skipped(self) -> tuple[int, ...]:
         """Return the steps after which the scale fell."""
@@ -201,6 +171,10 @@ class AmpLoop(Fp32Loop):
     def scale(self) -> float:
         """Return the GradScaler's scale."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def state(self) -> tuple[object, ...]:
+        """Return model and optimizer."""
+        return self.model, self.optimizer
 
 
 class PolicyLoop(Loop):
@@ -213,7 +187,7 @@ class PolicyLoop(Loop):
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler,
             compile=compile,
         )  # fmt: skip
-        super().__init__(model)
+        super().__init__(self.step.model)
         self.skips: list[Tensor] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
@@ -221,10 +195,6 @@ class PolicyLoop(Loop):
         result = self.step(*batch)
         self.loss, self.grad_norm = result.loss, result.grad_norm
         self.skips.append(result.skipped)
-
-    def evaluate(self, task: Task) -> float:
-        """Return the metric; the model brings its policy along."""
-        return task.measured(self.step.model)
 
     def skipped(self) -> tuple[int, ...]:
         """Return the steps whose gradients were not finite."""

@@ -40,13 +40,9 @@ class Difference:
 
 
 def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
-    """Compare `values` with `reference`, seed by seed.
+    """Compare final metrics with those of fp32, seed by seed.
 
-    Args:
-        values: final metric of the candidate, one a seed.
-        reference: final metric of fp32, one a seed, in the same order.
-        margin: largest difference that counts as none, in the metric's unit.
-        higher: whether a higher metric is better.
+    `margin` is the largest difference that counts as none, `higher` whether a higher metric is better.
     """
     pairs = [a - b for a, b in zip(values, reference, strict=True)]
     enough = len(pairs) >= ENOUGH_SEEDS
@@ -74,12 +70,7 @@ def finite_mean(values: Sequence[float]) -> float:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution with `freedom` degrees of freedom, to about 1e-9.
-
-    Args:
-        probability: between 0.5 and 1, without the ends.
-        freedom: from 1.
-    """
+    """Return the quantile of Student's t distribution for a probability between 0.5 and 1, to about 1e-9."""
     low, high = 0.0, 1.0
     while _student_tail(high, freedom) > 1.0 - probability:
         high *= 2.0
@@ -107,9 +98,6 @@ def state_bytes(*roots: object) -> int:
 
     Everything is found that attributes, containers and gradients lead to, so that nothing can be left out by not being
     listed: parameters, buffers, optimizer state, precise weights behind low ones, gradient buffers that stay allocated.
-
-    Args:
-        *roots: models, optimizers, scalers, a TrainStep.
     """
     storages = [t.untyped_storage() for t in _tensors(roots)]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -146,11 +134,7 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
 
 
 class SavedForBackward:
-    """Counts what autograd keeps between forward and backward while it is open; it changes no result.
-
-    Attributes:
-        bytes: of all storages kept, each counted once, those of parameters excepted.
-    """
+    """Counts what autograd keeps for the backward pass while it is open, parameters excepted; it changes no result."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

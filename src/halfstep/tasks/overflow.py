@@ -10,7 +10,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -57,18 +57,19 @@ class Attention(nn.Module):
 
 
 def rescue(*, device: str = "cpu", steps: int, on_share: Callable[[float], None] = lambda share: None) -> Rescue:
-    """Train in fp16 until a step breaks, explain it, and train on twice: as before, and under the first cure.
-
-    Raises:
-        HalfstepError: no step broke, or no cure was found.
-    """
+    """Train in fp16 until a step breaks, explain it, and train on twice: as before, and under the first cure."""
     batches = [tuple(t.to(device) for t in batch) for batch in _batches(steps)]
     model, optimizer = _start(device)
     step = hs.TrainStep(model, optimizer, _loss_fn, policy=FP16, clip_norm=1.0)
     losses: list[float] = []
     verdict, saved, at = None, None, 0
     skipped = 0
-    with _quiet():
+    log = logging.getLogger("halfstep")
+    with ExitStack() as quiet:  # the verdict on the broken steps is printed in full
+        quiet.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        quiet.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         for number, batch in enumerate(batches):
             before = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if verdict is None else None
             result = step(*batch).host()
@@ -114,17 +115,3 @@ def _batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).mean(1), y)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep log lines and warnings about the broken steps off the terminal: the verdict is printed in full."""
-    log = logging.getLogger("halfstep")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(before)

@@ -19,12 +19,12 @@ NOISE = 0.1  # identical programs that differ by more than this make every ratio
 BUSY = 0.25  # load average a core, before anything was measured
 TF32_GAIN = 1.3
 
+LOWER = "oneDNN may compute fp32 products in a lower format; unset it for a true fp32"
+UNUSED = "oneDNN may leave units of this CPU unused; unset it"
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "ONEDNN_DEFAULT_FPMATH_MODE": "oneDNN may compute fp32 products in a lower format; unset it for a true fp32",
-        "DNNL_DEFAULT_FPMATH_MODE": "oneDNN may compute fp32 products in a lower format; unset it for a true fp32",
-        "ONEDNN_MAX_CPU_ISA": "oneDNN may leave units of this CPU unused; unset it",
-        "DNNL_MAX_CPU_ISA": "oneDNN may leave units of this CPU unused; unset it",
+        **dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), LOWER),
+        **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), UNUSED),
         "ATEN_CPU_CAPABILITY": "torch's own CPU kernels may leave units of this CPU unused; unset it",
         "NVIDIA_TF32_OVERRIDE": "CUDA libraries ignore torch's tf32 settings; unset it",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products on CUDA are computed in tf32 unless the program says no",
@@ -64,27 +64,29 @@ def threads_to_use(threads: int, cores: int, load: float) -> int:
 def pitfalls(
     speeds: Sequence[DeviceSpeed], *, load: float = 0.0, threads: int | None = None, cores: int | None = None,
     granted: float | None = None, environ: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[str, ...]:  # fmt: skip
-    """Return what to know about this machine and process, one line each; nothing if there is nothing.
+) -> Iterator[str]:  # fmt: skip
+    """Yield what to know about this machine and process, one line each.
 
-    Args:
-        speeds: what was measured.
-        load: load average before measuring.
-        threads: torch's threads; default: as they are.
-        cores: cores this process may run on; default: as they are.
-        granted: cores' time a container grants, None for all.
-        environ: environment variables.
+    `load` is the load average before measuring, `granted` the cores' time that a container grants.
     """
     threads = torch.get_num_threads() if threads is None else threads
     cores = usable_cores() if cores is None else cores
-    return (
-        *_threads(threads, cores, granted, environ),
-        *(f"{name}={environ[name]}: {what}" for name, what in VARIABLES.items() if environ.get(name)),
-        *_build(),
-        *_switches(),
-        *(line for speed in speeds if speed.device == "cuda" for line in _cuda(speed)),
-        *_noise(speeds, load, cores),
-    )
+    yield from _threads(threads, cores, granted, environ)
+    yield from (f"{name}={environ[name]}: {what}" for name, what in VARIABLES.items() if environ.get(name))
+    yield from _torch()
+    yield from (line for speed in speeds if speed.device == "cuda" for line in _cuda(speed))
+    if load > BUSY * cores:
+        yield (
+            f"other programs kept this machine busy (load average {load:.1f} on {cores} cores before measuring): the "
+            "speeds are of fewer threads than training would have; run this again when it is quiet"
+        )
+    works = [(f"{work.work} on {speed.device}", work.control) for speed in speeds for work in speed.works]
+    spread, worst = max(((max(c.high, 1 / c.low) - 1.0, name) for name, c in works), default=(0.0, ""))
+    if spread > NOISE:
+        yield (
+            f"identical fp32 programs differed by up to {spread:.0%} ({worst}): "
+            "differences finer than that are not resolved here"
+        )
 
 
 def _threads(threads: int, cores: int, granted: float | None, environ: Mapping[str, str]) -> Iterator[str]:
@@ -100,7 +102,8 @@ def _threads(threads: int, cores: int, granted: float | None, environ: Mapping[s
             yield f"torch runs {threads} of {cores} cores; {remedy}"
 
 
-def _build() -> Iterator[str]:
+def _torch() -> Iterator[str]:
+    """Yield what is wrong with this build of torch and with its switches."""
     if not torch.backends.mkldnn.is_available():
         yield "this torch has no oneDNN: on x86 CPUs its bf16 and fp16 products run without the CPU's units"
     if torch.version.cuda is None and torch.version.hip is None and Path("/dev/nvidia0").exists():
@@ -108,8 +111,6 @@ def _build() -> Iterator[str]:
     elif torch.version.cuda is not None and not torch.cuda.is_available() and Path("/dev/nvidia0").exists():
         yield f"there is an NVIDIA GPU that torch (CUDA {torch.version.cuda}) cannot use; look at the driver's version"
 
-
-def _switches() -> Iterator[str]:
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         yield (
@@ -129,35 +130,16 @@ def _cuda(speed: DeviceSpeed) -> Iterator[str]:
     if len(capabilities) > 1:
         words = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
         yield f"the GPUs differ (compute capability {words}): the oldest decides; CUDA_VISIBLE_DEVICES chooses"
-    for work in speed.works:
-        for each in work.speeds:
-            if each.label == "tf32" and work.work == "matrix product" and each.faster is not None:
-                if each.faster.median >= TF32_GAIN and torch.get_float32_matmul_precision() == "highest":
-                    yield (
-                        f"what stays fp32 runs without tf32, which is {each.faster.median:.2g} times as fast in matrix "
-                        "products; torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
-                    )
+    tf32 = max(
+        (s.faster.median for w in speed.works[:1] for s in w.speeds if s.label == "tf32" and s.faster), default=0.0
+    )
+    if tf32 >= TF32_GAIN and torch.get_float32_matmul_precision() == "highest":
+        yield (
+            f"what stays fp32 runs without tf32, which is {tf32:.2g} times as fast in matrix products; "
+            "torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
+        )
     if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and hs.policy.units("cuda").fp16:
         yield (
             "partial sums of fp16 products may be added in fp16 (torch's default) and overflow; "
             "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False if a run skips steps"
-        )
-
-
-def _noise(speeds: Sequence[DeviceSpeed], load: float, cores: int) -> Iterator[str]:
-    if load > BUSY * cores:
-        yield (
-            f"other programs kept this machine busy (load average {load:.1f} on {cores} cores before measuring): the "
-            "speeds are of fewer threads than training would have; run this again when it is quiet"
-        )
-    spread = {
-        f"{work.work} on {speed.device}": max(work.control.high, 1 / work.control.low) - 1.0
-        for speed in speeds
-        for work in speed.works
-    }
-    worst = max(spread, key=lambda name: spread[name], default="")
-    if worst and spread[worst] > NOISE:
-        yield (
-            f"identical fp32 programs differed by up to {spread[worst]:.0%} ({worst}): "
-            "differences finer than that are not resolved here"
         )

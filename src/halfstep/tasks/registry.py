@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import runpy
 import sys
 import traceback
 from collections.abc import Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 
 from torch import nn
 
@@ -29,53 +28,35 @@ def task_names() -> tuple[str, ...]:
 
 
 def load_task(name: str) -> Task:
-    """Return the task called `name`, or the one that ``path/to/file.py:function`` returns.
-
-    Raises:
-        TaskError: no such task, file or function, its data is not installed, or the function returns something else.
-    """
-    task = _loaded(name, "task")
-    if not isinstance(task, Task):
-        raise TaskError(f"{name} must return an hs.Task and returned {type(task).__name__}")
+    """Return the task called `name`, or the one that ``path/to/file.py:function`` returns; else TaskError."""
+    task = _loaded(name, "task", "an hs.Task", Task)
+    assert isinstance(task, Task)
     return task
 
 
 def load_model(name: str) -> Task | nn.Module:
-    """Return the task called `name`, or what ``path/to/file.py:function`` returns: an hs.Task or a model.
-
-    Raises:
-        TaskError: no such task, file or function, it raises, or it returns something else.
-    """
-    made = _loaded(name, "model")
-    if not isinstance(made, (Task, nn.Module)):
-        raise TaskError(f"{name} must return an hs.Task or a torch.nn.Module and returned {type(made).__name__}")
+    """Return the task called `name`, or what ``path/to/file.py:function`` returns: an hs.Task or a model."""
+    made = _loaded(name, "model", "an hs.Task or a torch.nn.Module", Task, nn.Module)
+    assert isinstance(made, (Task, nn.Module))
     return made
 
 
-def _loaded(name: str, what: str) -> object:
+def _loaded(name: str, what: str, returned: str, *kinds: type) -> object:
     """Return the task called `name`, or what a function in a file returns; `what`: what the user asked for."""
     path, colon, _ = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return call_function(name)
-    returned = "an hs.Task" if what == "task" else "an hs.Task or a torch.nn.Module"
+        made = call_function(name)
+        if not isinstance(made, kinds):
+            raise TaskError(f"{name} must return {returned} and returned {type(made).__name__}")
+        return made
     if name.endswith(".py"):
         raise TaskError(f"{what} {name!r} names no function; write {name}:function, one that returns {returned}")
     if name not in TASKS:
-        unknown = f"unknown task {name!r}" if what == "task" else f"unknown model {name!r}"
         raise TaskError(
-            f"{unknown}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+            f"unknown {what} {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
             f"and path/to/file.py:function, a function that returns {returned}"
         )
-    made: object = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
-    return made
-
-
-class _Source(SourceFileLoader):
-    """Compiles the file as it is: a file that changes twice in a second and keeps its size would give old bytecode."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the compiled file; nothing is written beside it."""
-        return self.source_to_code(self.get_data(self.path), self.path)
+    return getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
 
 
 def call_function(name: str) -> object:
@@ -83,33 +64,22 @@ def call_function(name: str) -> object:
 
     The file's folder comes first on `sys.path` and stays there, as for ``python FILE``: the file and its functions
     import their neighbours.
-
-    Raises:
-        TaskError: no such file or function, or it raises; the message has the line.
     """
     text, _, function = name.rpartition(":")
     path = Path(text)
     if not path.is_file():
         raise TaskError(f"file {text!r} does not exist")
-    spec = importlib.util.spec_from_loader(path.stem, _Source(path.stem, str(path)))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    free = path.stem not in sys.modules
-    if free:  # dataclasses look up their module by its name while it runs
-        sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        # a name of its own if the file has that of a module, which it may import
+        found = runpy.run_path(text, run_name=f"{path.stem}_" if path.stem in sys.modules else path.stem)
     except Exception as error:
         raise TaskError(_raised(path, error)) from error
-    finally:
-        if free:
-            sys.modules.pop(path.stem, None)
-    make = getattr(module, function, None)
+    make = found.get(function)
     if not callable(make):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        names = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
         raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
     try:
         made: object = make()

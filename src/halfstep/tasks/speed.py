@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.timing import Race, Ratio, timed
 
-__all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "measure_speed", "sizes_for"]
+__all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "decided", "measure_speed", "sizes_for"]
 
 PASSES = 3  # the gradients of input and weight cost a forward pass each
 LEAST, MOST = 5, 100  # rounds, whatever the time allows
@@ -59,6 +59,12 @@ class Speed:
     label: str  # "fp32", "tf32", "bf16", "fp16" or "fp16 emulated"
     gflops: float  # 1e9 floating-point operations a second, from the median time of forward and backward
     faster: Ratio | None  # fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself
+    decided: bool = False  # whether it differs from fp32's by a larger factor than identical programs here
+
+    @property
+    def factor(self) -> float:
+        """Return the times fp32's speed to reckon with: 1 where the measurement did not decide."""
+        return self.faster.median if self.faster and self.decided else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +76,6 @@ class WorkSpeed:
     control: Ratio  # fp32 over fp32: the ratio of identical programs here
     speeds: tuple[Speed, ...]  # fp32 first
 
-    def decided(self, speed: Speed) -> bool:
-        """Return whether `speed` differs from fp32's by a larger factor than identical programs here."""
-        ratio = speed.faster
-        if ratio is None or ratio.low <= 1.0 <= ratio.high:
-            return False
-        return max(ratio.median, 1 / ratio.median) > max(self.control.high, 1 / self.control.low)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpeed:
@@ -87,8 +86,7 @@ class DeviceSpeed:
     cast_seconds: float  # to cast one element of a weight down to bf16 and its gradient up again
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Variant:
+class _Variant(NamedTuple):
     """A format and how to compute in it: tensors of `dtype`, tf32 allowed or not, in halfstep's fp16 region or not."""
 
     label: str
@@ -97,12 +95,10 @@ class _Variant:
     region: bool = False
 
 
-FP32 = _Variant(label="fp32", dtype=torch.float32)
-AGAIN = replace(FP32, label="fp32 again")
+FP32, AGAIN = _Variant("fp32", torch.float32), _Variant("fp32 again", torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A computation: its operator, the shapes of activation and weight, and its operations forward."""
 
     name: str
@@ -115,8 +111,12 @@ class _Work:
 def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] = lambda what: None) -> DeviceSpeed:
     """Measure every format that can run on `device`."""
     variants, slow_variants = _variants(device)
+    pairs = (
+        (_product(sizes.product), _product(sizes.small_product)),
+        (_convolution(*sizes.image), _convolution(*sizes.small_image)),
+    )
     works, slow = [], []
-    for large, small in _works(sizes):
+    for large, small in pairs:
         on_step(f"{large.name} on {device}")
         works.append(_in_turns(large, variants, device, sizes.seconds, MOST))
         if slow_variants:
@@ -128,28 +128,19 @@ def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] =
 def _variants(device: str) -> tuple[list[_Variant], list[_Variant]]:
     """Return the formats besides fp32 that `device` has units for (or emulates), and those it lacks units for."""
     there = hs.policy.units(device)
-    bf16, fp16 = _Variant(label="bf16", dtype=torch.bfloat16), _Variant(label="fp16", dtype=torch.float16)
     has: list[_Variant] = []
     lacks: list[_Variant] = []
     if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= TF32_FROM:
-        has.append(_Variant(label="tf32", dtype=torch.float32, tf32=True))
-    (has if there.bf16 else lacks).append(bf16)
-    (has if there.fp16 else lacks).append(fp16)
+        has.append(_Variant("tf32", torch.float32, tf32=True))
+    (has if there.bf16 else lacks).append(_Variant("bf16", torch.bfloat16))
+    (has if there.fp16 else lacks).append(_Variant("fp16", torch.float16))
     if not there.fp16:
-        has.append(_Variant(label="fp16 emulated", dtype=torch.float16, region=True))
+        has.append(_Variant("fp16 emulated", torch.float16, region=True))
     return has, lacks
 
 
-def _works(sizes: Sizes) -> list[tuple[_Work, _Work]]:
-    images = (_convolution(*sizes.image), _convolution(*sizes.small_image))
-    return [(_product(sizes.product), _product(sizes.small_product)), images]
-
-
 def _product(n: int) -> _Work:
-    return _Work(
-        name="matrix product", size=f"{n} x {n} x {n}", call=torch.matmul, shapes=((n, n), (n, n)),
-        operations=2.0 * n**3,
-    )  # fmt: skip
+    return _Work("matrix product", f"{n} x {n} x {n}", torch.matmul, ((n, n), (n, n)), 2.0 * n**3)
 
 
 def _convolution(batch: int, channels: int, side: int) -> _Work:
@@ -169,16 +160,19 @@ def _in_turns(work: _Work, variants: Sequence[_Variant], device: str, seconds: f
     race.run(list(runs), seconds=seconds, least=LEAST, most=most)
     control = race.ratio(AGAIN.label, FP32.label)
     assert control is not None
-    speeds = tuple(
-        Speed(
-            label=label,
-            gflops=PASSES * work.operations / race.typical(label) / 1e9,
-            faster=None if label == FP32.label else race.ratio(FP32.label, label),
-        )
-        for label in runs
-        if label != AGAIN.label
-    )
-    return WorkSpeed(work=work.name, size=work.size, control=control, speeds=speeds)
+    speeds = []
+    for label in (label for label in runs if label != AGAIN.label):
+        ratio = None if label == FP32.label else race.ratio(FP32.label, label)
+        gflops = PASSES * work.operations / race.typical(label) / 1e9
+        speeds.append(Speed(label=label, gflops=gflops, faster=ratio, decided=decided(ratio, control)))
+    return WorkSpeed(work=work.name, size=work.size, control=control, speeds=tuple(speeds))
+
+
+def decided(ratio: Ratio | None, control: Ratio) -> bool:
+    """Return whether a ratio differs from 1 by a larger factor than that of identical programs."""
+    if ratio is None or ratio.low <= 1.0 <= ratio.high:
+        return False
+    return max(ratio.median, 1 / ratio.median) > max(control.high, 1 / control.low)
 
 
 def _runner(work: _Work, variant: _Variant, device: str) -> Callable[[], None]:
@@ -215,15 +209,9 @@ def _cast_seconds(device: str, sizes: Sizes) -> float:
 @contextmanager
 def _tf32(device: str, *, allowed: bool) -> Iterator[None]:
     """Set whether CUDA may compute fp32 products and convolutions in tf32; restore the setting afterwards."""
-    if device != "cuda":
-        yield
-        return
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "tf32" if allowed else "ieee"
-    try:
+    with ExitStack() as stack:
+        for setting in settings if device == "cuda" else ():
+            stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+            setting.fp32_precision = "tf32" if allowed else "ieee"
         yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision

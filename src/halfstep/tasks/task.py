@@ -99,21 +99,16 @@ class Task:
         return moved
 
     def measured(self, model: nn.Module) -> float:
-        """Return the metric of `model`.
-
-        Raises:
-            TaskError: the task has none.
-        """
+        """Return the metric of `model`; TaskError if the task has none."""
         if self.metric is None:
-            raise TaskError(f"task {self.name!r} has no metric to compare by; give it metric= and margin=")
+            raise self._no_metric()
         return self.metric(model)
 
     def margin_around(self, reference: float) -> float:
-        """Return how far a metric may lie from `reference`, fp32's, in its own unit.
-
-        Raises:
-            TaskError: the task has no margin.
-        """
+        """Return how far a metric may lie from `reference`, fp32's, in its own unit; TaskError if there is none."""
         if self.margin is None:
-            raise TaskError(f"task {self.name!r} has no metric to compare by; give it metric= and margin=")
+            raise self._no_metric()
         return self.margin * abs(reference) if self.relative_margin else self.margin
+
+    def _no_metric(self) -> TaskError:
+        return TaskError(f"task {self.name!r} has no metric to compare by; give it metric= and margin=")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -32,37 +31,26 @@ def missing(what: str) -> str:
     return ""
 
 
-def built(name: str, what: str, source: str, libraries: Sequence[str], error: type[DeviceError]) -> Path:
+def built(what: str, source: Path, libraries: Sequence[str], error: type[DeviceError]) -> Path:
     """Return the library for this torch, compiled if it is not there yet, once per torch and source.
 
     It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
-    source and of torch's version and place.
-
-    Args:
-        name: the first part of its file's name.
-        what: what it makes, in words for messages.
-        source: its text.
-        libraries: torch's, which it is linked with.
-        error: the class to raise.
-
-    Raises:
-        DeviceError: there is no g++, or it refused; its first error is in the message.
+    source and of torch's version and place. `what` is what it makes, in messages; `error` is raised if there is no g++,
+    or with its first error if it refused.
     """
     if not sys.platform.startswith("linux"):  # nothing below was tried elsewhere
         raise error(missing(what))
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    place = Path(found.origin).parent
-    key = hashlib.sha256("\n".join([source, torch.__version__, str(place)]).encode()).hexdigest()[:16]
-    library = cache_folder(error) / f"{name}_{key}.so"
+    place = Path(torch.__file__).parent
+    text = source.read_text(encoding="utf-8")
+    key = hashlib.sha256("\n".join([text, torch.__version__, str(place)]).encode()).hexdigest()[:16]
+    library = cache_folder(error) / f"{source.stem}_{key}.so"
     if library.exists():
         return library
     if problem := missing(what):
         raise error(problem)
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        text, made = Path(work, f"{name}.cpp"), Path(work, library.name)
-        text.write_text(source, encoding="utf-8")
-        words = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", f"-I{place / 'include'}", str(text), "-o", str(made)]
+        made = Path(work, library.name)
+        words = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", f"-I{place / 'include'}", str(source), "-o", str(made)]
         words += [f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", *(f"-l{each}" for each in libraries)]
         words.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
         done = subprocess.run(words, capture_output=True, text=True, errors="replace")

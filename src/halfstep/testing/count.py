@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,64 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.formats import DTYPES
+from halfstep.tasks.gpt import GPT
 from halfstep.testing.counter import count_step
 from halfstep.testing.counts import MIB, Counts
 from halfstep.testing.fake_cuda import LOADED, FakeCudaError, fake_cuda, run_python
-from halfstep.testing.models import GPT, ResNet18
 
-__all__ = ["POLICIES", "main"]
+__all__ = ["GPT_5M", "POLICIES", "ResNet18", "main"]
 
 LOW_FORMATS = ("fp16", "bf16")
 POLICIES = ("torch", "O1", "mixed", "O2", "pure")
 LIMIT = "limit"
 """Low weights, forward, backward and a fused optimizer without clipping: nothing is cast, and no fp32 weight exists."""
 
-Batch = tuple[Tensor, Tensor]
+GPT_5M: Mapping[str, int] = {"vocabulary": 4096, "width": 256, "layers": 4, "heads": 4, "length": 128}
+"""A decoder of 5.29M parameters in 53 tensors."""
 
 
-def _gpt_batch() -> Batch:
-    words = torch.empty(8, 128, dtype=torch.long, device="cuda")
-    return words, torch.empty_like(words)
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm beside a shortcut."""
+
+    def __init__(self, taken: int, given: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(taken, given, 3, stride, 1, bias=False), nn.BatchNorm2d(given)
+        self.second, self.norm2 = nn.Conv2d(given, given, 3, 1, 1, bias=False), nn.BatchNorm2d(given)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or taken != given:
+            self.shortcut = nn.Sequential(nn.Conv2d(taken, given, 1, stride, bias=False), nn.BatchNorm2d(given))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, taken, height, width) -> (batch, given, height / stride, width / stride)."""
+        inner = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
+        return F.relu(inner + self.shortcut(x))
 
 
-def _picture_batch() -> Batch:
-    return torch.empty(32, 3, 32, 32, device="cuda"), torch.empty(32, dtype=torch.long, device="cuda")
+class ResNet18(nn.Module):
+    """ResNet-18 with a stem for small pictures: 11.2M parameters in 62 tensors, 100 classes."""
+
+    def __init__(self, *, width: int = 64, classes: int = 100) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        blocks, taken = [], width
+        for stage in range(4):
+            for place in range(2):
+                given = width * 2**stage
+                blocks.append(Residual(taken, given, 2 if stage and not place else 1))
+                taken = given
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(taken, classes)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """(batch, 3, height, width) -> (batch, classes), logits."""
+        x = self.blocks(F.relu(self.norm(self.stem(pictures))))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "gpt": (GPT, _gpt_batch),
-    "resnet18": (ResNet18, _picture_batch),
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, tuple[int, ...]]] = {
+    "gpt": (lambda: GPT(**GPT_5M), (8, 128), torch.long, (8, 128)),
+    "resnet18": (ResNet18, (32, 3, 32, 32), torch.float32, (32,)),
 }
+"""Name -> the model, the shape and format of its inputs, and the shape of its targets."""
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -62,17 +93,17 @@ def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
     name, _, form = program.partition(":")
     if model not in MODELS or form not in LOW_FORMATS:
         raise SystemExit(f"{model} {program}: expected one of {', '.join(MODELS)} and NAME:fp16 or NAME:bf16")
-    make, make_batch = MODELS[model]
+    make, shape, kind, targets = MODELS[model]
     with torch.device("cuda"):
-        made = make()
-    x, y = make_batch()
+        made, x, y = make(), torch.empty(shape, dtype=kind), torch.empty(targets, dtype=torch.long)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
     if name == "torch.amp":
         return count_step(_torch_amp(made, optimizer, DTYPES[form], clip=clip), x, y)
     if name == LIMIT:
         low = _lowered(made, DTYPES[form])
         optimizer = torch.optim.AdamW(low.parameters(), lr=1e-3, fused=True)
-        return count_step(_plain(low, optimizer), x.to(DTYPES[form]) if x.is_floating_point() else x, y)
+        x = x.to(DTYPES[form]) if x.is_floating_point() else x
+        return count_step(_torch_amp(low, optimizer, torch.float32, clip=False), x, y)
     policy = hs.Policy.of(name, dtype=form)
     return count_step(hs.TrainStep(made, optimizer, loss_fn, policy=policy, clip_norm=1.0 if clip else None), x, y)
 
@@ -80,12 +111,13 @@ def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
 def _torch_amp(
     model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, clip: bool
 ) -> Callable[[Tensor, Tensor], None]:
-    """Return a step written for torch.amp, as in its documentation."""
+    """Return a step written for torch.amp, as in its documentation; in fp32 without autocast."""
+    region = torch.autocast("cuda", dtype=dtype) if dtype is not torch.float32 else nullcontext()
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=dtype):
+        with region:
             loss = loss_fn(model, x, y)
         scaler.scale(loss).backward()
         if clip:
@@ -104,15 +136,6 @@ def _lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
     return model
-
-
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], None]:
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_fn(model, x, y).backward()
-        optimizer.step()
-
-    return step
 
 
 HEAD = (

@@ -7,8 +7,9 @@ operators and formats are those of a GPU and nothing is computed. Compiled funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import halfstep as hs
 from halfstep.lens import Sink, Tracer, user_line
 from halfstep.testing.counts import Counts, Row, Sync
-from halfstep.testing.traffic import Cost, bytes_of, cost_of, tensors_in
+from halfstep.testing.traffic import Cost, bytes_of, cost_of
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.fake import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from halfstep.torch_private.operators import schema_of
+from halfstep.trees import tensors
 
 __all__ = ["CountError", "Counter", "count_step"]
 
@@ -87,11 +89,9 @@ class Counter(Sink):
         """Stop counting."""
         self._exits.close()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Count what autograd keeps for the backward pass meanwhile; open it around the forward pass."""
-        with saved_tensors_hooks(self._keep, lambda tensor: tensor):
-            yield
+    def saving(self) -> saved_tensors_hooks:
+        """Return a block in which what autograd keeps for the backward pass is counted: around the forward pass."""
+        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def begin_forward(self) -> None:
         """Mark the begin of the forward pass, where no module is called."""
@@ -138,9 +138,7 @@ class Counter(Sink):
         cast = self._raised.pop(_storage(gradient), None)
         if cast is not None:
             for kind, sign in (("up", -1), ("gradient", 1)):
-                row = self._row("backward", CAST, kind)
-                for i, amount in enumerate((1, 1, 1, *cast[:2])):
-                    row[i] += sign * amount
+                self._add("backward", CAST, kind, *(sign * amount for amount in (1, 1, 1, *cast[:2])))
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if not _in_backward() and tensor.layout is torch.strided:
@@ -168,7 +166,7 @@ class Counter(Sink):
             return self._read_scalar(phase, func, args[0])
         if _host_must_know(name, args, kwargs):
             self._sync(phase, name)
-        fake = any(isinstance(t, FakeTensor) for t in tensors_in(args))
+        fake = any(isinstance(t, FakeTensor) for t in tensors(args))
         try:
             if fake and name.startswith(UNCOMPUTED):
                 result = args[0] if len(schema_of(func).returns) else None
@@ -189,21 +187,18 @@ class Counter(Sink):
         read, written, launches, kernels = cost.read, cost.written, cost.launches, cost.kernels
         for source, target in cost.casts:
             kind = self._kind(source, target)
-            row = self._row(phase, name, kind)
             amounts = (1, launches, kernels, bytes_of(source), bytes_of(target))
-            for i, amount in enumerate(amounts):
-                row[i] += amount
+            self._add(phase, name, kind, *amounts)
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
             if phase == "backward" and kind == "up" and name == CAST:
                 # keeps the storage alive, so that no address comes twice; autograd still sees one owner of the tensor
                 self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
-            row = self._row(phase, name, "")
-            for i, amount in enumerate((0, launches, kernels, read, written)):
-                row[i] += amount
+            self._add(phase, name, "", 0, launches, kernels, read, written)
 
-    def _row(self, phase: str, name: str, kind: str) -> list[int]:
-        return self._rows.setdefault((phase, name, kind), [0, 0, 0, 0, 0])
+    def _add(self, phase: str, name: str, kind: str, *amounts: int) -> None:
+        row = self._rows.setdefault((phase, name, kind), [0] * len(amounts))
+        row[:] = map(add, row, amounts)
 
     def _kind(self, source: Tensor, target: Tensor) -> str:
         keys = {_storage(source), _storage(target)}
@@ -288,15 +283,11 @@ def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int =
 
 
 def _in_backward() -> bool:
-    found: int = current_graph_task_id()
-    return found >= 0
+    return int(current_graph_task_id()) >= 0
 
 
 def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    key: int = storage_key(tensor.untyped_storage())
-    return key
+    return int(storage_key(tensor.untyped_storage())) if tensor.layout is torch.strided else id(tensor)
 
 
 def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -304,7 +295,7 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if name in ALWAYS_READ:
         return True
     if name in INDEXED:
-        return any(t.dtype in {torch.bool, torch.uint8} for t in tensors_in(args[1]))
+        return any(t.dtype in {torch.bool, torch.uint8} for t in tensors(args[1]))
     if name == CAST:
         to = kwargs.get("device")
         return to is not None and torch.device(to).type != args[0].device.type and not kwargs.get("non_blocking")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,85 +45,20 @@ SWAP: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 CAPABILITY = (9, 0)
 """Compute capability of the fake device: bf16 and fp16 units."""
 
-SOURCE = r"""
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-
-namespace {
-const c10::Device kDevice(c10::DeviceType::CUDA, 0);
-
-// What autograd needs: a device to switch to and a stream to wait for.
-struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  static c10::Stream only() { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
-  c10::Device getDevice() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device) const noexcept override { return only(); }
-  c10::Stream getNewStream(c10::Device, int = 0) const override { return only(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return only(); }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryEvent(void*) const override { return true; }
-};
-
-struct FakeHooks : at::CUDAHooksInterface {
-  explicit FakeHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool hasCUDA() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-};
-
-// The kernel scaled_dot_product_attention takes on a GPU: flash for low formats without a mask, else memory-efficient.
-int64_t attention(const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask,
-                  double, bool, std::optional<double>, bool) {
-  const bool low = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  if (query.scalar_type() == at::kDouble) return static_cast<int64_t>(sdp::SDPBackend::math);
-  const bool flash = low && !(mask.has_value() && mask->defined());
-  return static_cast<int64_t>(flash ? sdp::SDPBackend::flash_attention : sdp::SDPBackend::efficient_attention);
-}
-}  // namespace
-
-// Called after torch has been imported: a torch built for CUDA registers its own guard and kernels when it is loaded.
-extern "C" void halfstep_fake_cuda() {
-  static Guard guard;
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
-}
-
-namespace at {
-using ::FakeHooks;
-C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, FakeHooks)
-}  // namespace at
-"""
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
 class FakeCudaError(DeviceError):
     """The library cannot be built or loaded, or this process was started without it."""
 
 
-def missing() -> str:
-    """Return what is missing to build the library here, "" if nothing."""
-    return building.missing(WHAT)
+missing = partial(building.missing, WHAT)
+"""Return what is missing to build the library here, "" if nothing."""
 
 
 def build() -> Path:
-    """Return the library for this torch, built if it is not there yet (two seconds; `building.built`).
-
-    Raises:
-        FakeCudaError: there is no g++, or it refused; its first error is in the message.
-    """
-    return built("fake_cuda", WHAT, SOURCE, ("c10", "torch_cpu"), FakeCudaError)
+    """Return the library for this torch, built if it is not there yet (two seconds)."""
+    return built(WHAT, SOURCE, ("c10", "torch_cpu"), FakeCudaError)
 
 
 def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

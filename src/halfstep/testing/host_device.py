@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.utils import backend_registration
 
 from halfstep.testing import building
@@ -41,9 +39,8 @@ class HostDeviceError(DeviceError):
     """The device cannot be built, or the process has another device of its kind."""
 
 
-def missing() -> str:
-    """Return what is missing to build the device here, "" if nothing."""
-    return building.missing(WHAT)
+missing = partial(building.missing, WHAT)
+"""Return what is missing to build the device here, "" if nothing."""
 
 
 def host_device(name: str = "npu") -> torch.device:
@@ -71,8 +68,7 @@ def host_device(name: str = "npu") -> torch.device:
         raise HostDeviceError(f"this process has a device of this kind, {now!r}; register {name!r} in another process")
     if not name.isidentifier() or hasattr(torch, name):
         raise HostDeviceError(f"name={name!r}: expected a word that torch does not use, such as 'npu'")
-    source = SOURCE.read_text(encoding="utf-8")
-    path = built("host_device", WHAT, source, ("c10", "torch_cpu", "torch_python"), HostDeviceError)
+    path = built(WHAT, SOURCE, ("c10", "torch_cpu", "torch_python"), HostDeviceError)
     library = ctypes.PyDLL(str(path))
     library.halfstep_host_device()
     library.halfstep_host_generator.restype = ctypes.py_object
@@ -93,54 +89,14 @@ class _Module(types.ModuleType):
         super().__init__(f"torch.{name}", host_device.__doc__)
         self.default_generators = (generator,)
         self.Event = partial(torch.Event, name)
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def init(self) -> None: ...
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def set_device(self, device: object) -> None: ...
-
-    @contextmanager
-    def device(self, device: object) -> Iterator[None]:
-        yield
-
-    def current_stream(self, device: object = None) -> torch.Stream:
-        return torch.accelerator.current_stream()
-
-    def synchronize(self, device: object = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def get_device_name(self, device: object = None) -> str:
-        return "the host, by halfstep.testing.host_device"
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed(self, seed: int) -> None:
-        self.default_generators[0].manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
-
-    def get_rng_state(self, device: object = None) -> Tensor:
-        return self.default_generators[0].get_state()
-
-    def set_rng_state(self, state: Tensor, device: object = None) -> None:
-        self.default_generators[0].set_state(state)
+        self.device = nullcontext  # a block on another device: there is one
+        self.device_count, self.current_device = lambda: 1, lambda: 0
+        self.is_available = self.is_initialized = self.is_bf16_supported = lambda: True
+        self._is_in_bad_fork = lambda: False
+        self.init = self.set_device = self.synchronize = self.empty_cache = lambda *ignored: None
+        self.current_stream = lambda device=None: torch.accelerator.current_stream()
+        self.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+        self.get_device_name = lambda device=None: "the host, by halfstep.testing.host_device"
+        self.manual_seed = self.manual_seed_all = generator.manual_seed
+        self.get_rng_state = lambda device=None: generator.get_state()
+        self.set_rng_state = lambda state, device=None: generator.set_state(state)

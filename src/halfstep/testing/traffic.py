@@ -22,8 +22,9 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.torch_private.operators import schema_of
+from halfstep.trees import tensors
 
-__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches", "tensors_in"]
+__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches"]
 
 FREE = frozenset({"_unsafe_view", "device", "is_same_size", "resize_", "set_", "sym_numel", "sym_size", "sym_stride"})
 ALLOCATIONS = ("empty", "new_empty")
@@ -122,11 +123,7 @@ def _check(operator: str, schema: Any, declared: _Declaration) -> None:
 
 
 def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
-    """Return what a call of `operator` (an overload of torch.ops) cost.
-
-    Raises:
-        DeclarationError: its declaration does not fit.
-    """
+    """Return what a call of `operator` (an overload of torch.ops) cost."""
     schema = schema_of(operator)
     space, _, short = schema.name.partition("::")
     if space in {"profiler", "prim"} or short in FREE or operator.is_view or short.startswith(ALLOCATIONS):
@@ -138,14 +135,16 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         return _declared_cost(schema, call, declared)
     read = written = 0
     for argument in schema.arguments:
-        size = sum(map(bytes_of, tensors_in(call.get(argument.name))))
+        size = sum(map(bytes_of, tensors(call.get(argument.name))))
         changed = _written(argument)
         if not (changed and (short in OVERWRITE or argument.is_out)):
             read += size
-        if changed and not _kept_gradients(short, argument.name, call):
+        # fused optimizers mark gradients as written, and write them only to unscale
+        kept = short.startswith("_fused_") and argument.name == "grads" and call.get("grad_scale") is None
+        if changed and not kept:
             written += size
     if not schema.is_mutable:
-        written += sum(map(bytes_of, tensors_in(result)))
+        written += sum(map(bytes_of, tensors(result)))
     return Cost(
         read=read, written=written, launches=1, kernels=_kernels(schema, short, call),
         casts=tuple(_casts(schema.name, call)),
@@ -156,15 +155,10 @@ def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _kept_gradients(short: str, name: str, call: Arguments) -> bool:
-    """Return whether an argument is marked as written and stays: fused optimizers write gradients only to unscale."""
-    return short.startswith("_fused_") and name == "grads" and call.get("grad_scale") is None
-
-
 def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost:
     _check(schema.name, schema, declared)
     read, written = (
-        sum(bytes_of(t) for name in names for t in tensors_in(call.get(name)))
+        sum(bytes_of(t) for name in names for t in tensors(call.get(name)))
         for names in (declared.reads, declared.writes)
     )
     if declared.extra is not None:
@@ -208,15 +202,6 @@ def _casts(name: str, call: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
             yield source, target
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an argument: itself, or those in a list of it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements in memory; one that is expanded over a dimension has them once."""
     if tensor.is_sparse:
@@ -230,12 +215,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
-    """Return the launches for tensors of `sizes` elements.
-
-    Args:
-        sizes: elements of each tensor of one list; empty ones are left out, as torch leaves them out.
-        lists: how many lists the kernel walks side by side, results that it writes to included.
-    """
+    """Return the launches for tensors of `sizes` elements in `lists` lists side by side, those of results included."""
     most = TENSORS[min(max(lists, 1), len(TENSORS)) - 1]
     launches = tensors = chunks = 0
     for size in filter(None, sizes):
@@ -259,14 +239,14 @@ def declare_own() -> None:
     On CUDA norms are two launches, and an update that counts its steps does so in one of its own.
     """
     declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
-    for name in torch.ops.halfstep:
-        arguments = schema_of(_find(f"halfstep::{name}")).arguments
-        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
-        if "beside" in tensors:
+    for operator in torch.ops.halfstep:
+        arguments = schema_of(_find(f"halfstep::{operator}")).arguments
+        names = [a.name for a in arguments if "Tensor" in str(a.type)]
+        if "beside" in names:
             declare_traffic(
-                f"halfstep::{name}", reads=[n for n in tensors if n != "beside"],
+                f"halfstep::{operator}", reads=[n for n in names if n != "beside"],
                 writes=[a.name for a in arguments if _written(a)],
-                extra=_beside, launches=2 if "step" in tensors else 1,
+                extra=_beside, launches=2 if "step" in names else 1,
             )  # fmt: skip
 
 

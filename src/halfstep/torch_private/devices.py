@@ -9,7 +9,12 @@ import torch
 from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
 from torch._C import _has_mkldnn as has_mkldnn
 
-__all__ = ["cpu_instructions", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key"]
+__all__ = [
+    "cpu_instructions", "cuda_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key",
+]  # fmt: skip
+
+cuda_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Returns the number of a CUDA device's current stream, given the device's index; None in a torch without CUDA."""
 
 storage_key = attrgetter("_cdata")
 """The address of a storage's C object: equal for all views of one storage."""

@@ -1,7 +1,6 @@
 """An update in one pass: halfstep's operators read and write gradients, weights and optimizer states once.
 
-For optimizers whose arithmetic these operators implement, on groups and states as torch lays them out: a step made by
-torch's own form, before or after, continues from the same numbers.
+Groups and states are as torch lays them out: a step of torch's own form, before or after, continues from the same ones.
 
 Note [tables]: which tensors take part is found out once, and used again while `fits` finds all of them unchanged: the
 same parameters in the same groups, gradients of the same formats and layout, the same tensors behind low weights
@@ -12,7 +11,7 @@ which are called without torch's dispatcher unless a dispatch mode or a profiler
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -30,9 +29,9 @@ from halfstep.kernels.native.calls import Columns, Kernels, Packed
 from halfstep.kernels.optimizers import BY_TYPE
 from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.kernels.watched import WatchedParameter
+from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.modes import len_torch_dispatch_stack
 from halfstep.torch_private.modules import STEPPED
-from halfstep.update.phases import profiler_runs
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
@@ -50,29 +49,16 @@ _grad, _address = attrgetter("grad"), Tensor.data_ptr
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """The result of one reading pass over the gradients of a window, all of it on the device.
+    """The result of one reading pass over the gradients of a window, all of it on the device."""
 
-    Attributes:
-        norms: (number of gradients,) fp32 2-norms of the scaled gradients.
-        norm: 0-dim fp32, total 2-norm of the unscaled gradients.
-        bad: 0-dim bool, whether that norm is not finite.
-        factor: 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one.
-    """
-
-    norms: Tensor
-    norm: Tensor
-    bad: Tensor
-    factor: Tensor
+    norms: Tensor  # (number of gradients,) fp32 2-norms of the scaled gradients
+    norm: Tensor  # 0-dim fp32, total 2-norm of the unscaled gradients
+    bad: Tensor  # 0-dim bool, whether that norm is not finite
+    factor: Tensor  # 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one
 
 
 def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
-    """Read `gradients` once.
-
-    Args:
-        gradients: what the update will read, still scaled.
-        divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
-        clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
-    """
+    """Read `gradients`, still scaled, once; `divisor`, 0-dim fp32, unscales them."""
     norms = norms_for(gradients)
     return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
 
@@ -82,29 +68,17 @@ def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_no
 
 @dataclass(slots=True)
 class _Call:
-    """One call of an operator: the parameters of one group that have one form.
+    """One call of an operator: the parameters of one group that have one form."""
 
-    Attributes:
-        group: the optimizer's, with its numbers.
-        form: note [forms] in `kernels.ops`.
-        shard: which part of sharded parameters is here (`shard_of`); None where none is sharded.
-        start: place of its first parameter in the update, which numbers random bits.
-        chosen: places of its parameters among those of the update.
-        values: weights, and what is beside them.
-        states: a list for each of the optimizer's states.
-        counters: a list for each of its counters.
-        packed: the same for the native kernels; None: not packed.
-    """
-
-    group: dict[str, Any]
-    form: str
-    shard: int | None
-    start: int
-    chosen: list[int]
-    values: tuple[list[Tensor], list[Tensor]]
+    group: dict[str, Any]  # the optimizer's, with its numbers
+    form: str  # note [forms] in `kernels.ops`
+    shard: int | None  # which part of sharded parameters is here (`shard_of`); None where none is sharded
+    start: int  # place of its first parameter in the update, which numbers random bits
+    chosen: list[int]  # places of its parameters among those of the update
+    values: tuple[list[Tensor], list[Tensor]]  # weights, and what is beside them
     states: list[list[Tensor]]
     counters: list[list[Tensor]]
-    packed: Packed | None = None
+    packed: Packed | None = None  # all of these for the native kernels
 
     def tensors(self) -> tuple[list[Tensor], ...]:
         """Return the lists that the operator takes before the gradients."""
@@ -114,17 +88,8 @@ class _Call:
 class FusedUpdate:
     """The updates of parameters that have gradients, gathered before anything is written: note [tables].
 
-    Args:
-        optimizer: one that `update.refusal` has no reason against.
-        store: what stands behind its low parameters, or None.
-        states: what keeps its states in bf16, or None for fp32 states.
-        parameters: those of the optimizer that have gradients, in the order of its groups.
-        gradients: these.
-        part: number of the first of them where these are only some of the update's, whose random bits the caller
-            counts; None: they are all.
-
-    Attributes:
-        stays: whether it can be used again, as long as it `fits`.
+    `states` keeps the states of the optimizer in bf16; None: they are fp32. `part` is the number of the first parameter
+    where these are only some of the update's, whose random bits the caller counts; None: they are all.
     """
 
     def __init__(
@@ -151,7 +116,7 @@ class FusedUpdate:
         in_place = all(
             same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
         )
-        self.stays = (
+        self.stays = (  # whether it can be used again, as long as it `fits`
             part is None
             and in_place
             and not self._made
@@ -274,7 +239,7 @@ class FusedUpdate:
 
     def _direct(self) -> Kernels | None:
         """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
-        return None if len_torch_dispatch_stack() or profiler_runs() else self._kernels
+        return None if len_torch_dispatch_stack() or profiler_enabled() else self._kernels
 
     # ------------------------------------------------------------------ the two passes
 
@@ -286,11 +251,9 @@ class FusedUpdate:
         return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
     def write(self, factor: Tensor, bad: Tensor) -> None:
-        """Write weights, states and step counts; waits for nothing.
+        """Write weights, states and step counts unless `bad`, from gradients times `factor`; both 0-dim, of the device.
 
-        Args:
-            factor: 0-dim fp32 on the parameters' device: gradients are multiplied by it.
-            bad: 0-dim bool on it: parameters, states and step counts stay as they are.
+        Waits for nothing.
         """
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
         spec = self._update_spec
@@ -328,10 +291,7 @@ def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _by_form(
     parameters: Sequence[nn.Parameter], store: WeightStore | None
 ) -> list[tuple[str, int | None, list[nn.Parameter]]]:
-    """Return the parameters that have gradients, those with something behind them first.
-
-    With each list its form, and which part of its sharded parameters is here (`shard_of`); None where none is sharded.
-    """
+    """Return (form, shard, parameters) as in `_Call` of those that have gradients, those with values behind first."""
     able = [p for p in parameters if p.grad is not None]
     if store is None:
         lists = [("plain", able)]
@@ -353,11 +313,13 @@ def _like(gradient: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
-def _options(keys: Sequence[str], group: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of `OptimizerSpec.keys` in a group; one that older torch does not have is off."""
+def _options(keys: Sequence[str], group: Mapping[str, Any]) -> list[Any]:
+    """Return the values of `OptimizerSpec.keys` in a group; one that older torch does not have is off."""
+    values = []
     for key in keys:
         value = group.get(key, False)
         if key == "betas":
-            yield from value
+            values += value
         else:
-            yield value
+            values.append(value)
+    return values

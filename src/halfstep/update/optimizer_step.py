@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_here, fused_works
 from halfstep.kernels.sharded import local
 from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
 from halfstep.torch_private.fake import FakeTensor
@@ -76,17 +76,14 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
     device = parameter.device.type
-    if device not in {"cpu", "cuda"} or not _is_whole(parameter):
+    stored = type(Tensor.data.__get__(parameter))  # type: ignore[attr-defined]  # of C
+    if stored not in WHOLE_TENSORS or not fused_here(type(optimizer), device):
         return False
     if not fused_works(type(optimizer), parameter):
         return False
     if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
     return parameter.dtype is torch.float32 or (parameter.dtype in LOW_DTYPES and type(optimizer) is not Adagrad)
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    return type(Tensor.data.__get__(parameter)) in WHOLE_TENSORS  # type: ignore[attr-defined, operator]  # of C
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -131,11 +128,7 @@ def takes_predicate(optimizer: Optimizer) -> bool:
 def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None) -> bool:
     """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
 
-    Args:
-        bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
-        optimizer: holds `gradients` (or the precise copies of them) in its parameters.
-        gradients: what the optimizer reads; multiplied in place where it cannot do so itself.
-        factor: 0-dim fp32 or None for 1.
+    Both are 0-dim; `gradients` are those that its parameters hold, multiplied in place where it cannot do so itself.
     """
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)

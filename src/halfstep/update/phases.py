@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
 from halfstep.torch_private.autograd import profiler_enabled
 
-__all__ = ["PHASES", "profiler_runs", "show_phases"]
-
-profiler_runs: Callable[[], bool] = profiler_enabled
-"""Return whether a profiler of torch records; a function of C."""
+__all__ = ["PHASES", "show_phases"]
 
 PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backward", "_update": "halfstep::tail"}
 """Method of a TrainStep -> its name in traces."""
@@ -27,20 +25,14 @@ PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backwar
 def show_phases(step: object) -> None:
     """Let the methods of `step` that are phases appear in traces, while a profiler runs."""
     for method in PHASES:
-        vars(step).setdefault(method, _Phase(step, method))
+        vars(step).setdefault(method, partial(_traced, weakref.ref(step), method))
 
 
-class _Phase:
-    """One method of a step, under its name in traces; it holds no reference to the step."""
-
-    def __init__(self, step: object, method: str) -> None:
-        self._step, self._method = weakref.ref(step), method
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        step = self._step()
-        run = getattr(type(step), self._method)
-        if profiler_runs():
-            with record_function(PHASES[self._method]):
-                return run(step, *args, **named)
-        vars(step).pop(self._method, None)
-        return run(step, *args, **named)
+def _traced(found: Callable[[], Any], method: str, *args: Any, **named: Any) -> Any:
+    step = found()
+    run = getattr(type(step), method)
+    if profiler_enabled():
+        with record_function(PHASES[method]):
+            return run(step, *args, **named)
+    vars(step).pop(method, None)
+    return run(step, *args, **named)

@@ -24,12 +24,7 @@ COUNTED = ("torch.optim", "halfstep")  # optimizers of these packages write by o
 
 
 class Marks:
-    """How often everything that an optimizer may write to had been written to, before its step.
-
-    Args:
-        optimizer: about to step.
-        store: what stands behind its low parameters, or None.
-    """
+    """How often everything that an optimizer may write to had been written to, before its step."""
 
     __slots__ = ("_attributes", "_entered", "_handle", "_optimizer", "_parts", "_states")
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # below `signal`, which takes 3 us a call; typeshed does not have it
 import logging
+import math
 import signal
 import threading
 from _thread import get_ident
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from numbers import Real
 from operator import attrgetter, is_
 from types import FrameType, NoneType
 from typing import Any
@@ -25,6 +27,7 @@ from torch.optim import Optimizer
 from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
+from halfstep.kernels.native import calls
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
 from halfstep.torch_private.modules import (
@@ -36,12 +39,11 @@ from halfstep.torch_private.modules import (
 )
 from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradients, same
 from halfstep.update.optimizer_step import clip_values_, step_unless
-from halfstep.update.rates import check_rates
 from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "Deferral", "Updater", "refusal", "suits", "unsuited"]
+__all__ = ["Culprits", "Deferral", "Updater", "check_rates", "refusal", "unsuited"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -51,17 +53,11 @@ _grad, _layout = attrgetter("grad"), attrgetter("layout")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Culprits:
-    """The norms of an update's gradients and whose they are; calling it returns names and reads the device.
+    """The norms of an update's gradients and whose they are; calling it returns names and reads the device."""
 
-    Attributes:
-        norms: (number of parameters,) fp32, on the device.
-        parameters: in the order of `norms`.
-        names: of the model's parameters, by id.
-    """
-
-    norms: Tensor
+    norms: Tensor  # (number of parameters,) fp32, on the device
     parameters: Sequence[Tensor]
-    names: Mapping[int, str]
+    names: Mapping[int, str]  # of the model's parameters, by id
 
     def __call__(self) -> tuple[str, ...]:
         """Return the names of the parameters whose norm is not finite."""
@@ -73,19 +69,7 @@ class Culprits:
 
 
 class Updater:
-    """Makes the updates of one training step; a part of it.
-
-    Args:
-        optimizer: a torch optimizer.
-        store: what stands behind its low parameters, or None.
-        names: of the model's parameters, by id.
-
-    Attributes:
-        store, names: as above.
-        states: what keeps the optimizer's states in bf16, or None.
-        reason: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
-        host_read: whether the last one had to wait for the device.
-    """
+    """Makes the updates of one training step; a part of it."""
 
     def __init__(self, optimizer: Optimizer, store: WeightStore | None, names: Mapping[int, str]) -> None:
         self.store, self.names = store, names
@@ -93,9 +77,10 @@ class Updater:
 
     def use(self, optimizer: Optimizer) -> None:
         """Update through `optimizer` from now on."""
-        self.optimizer, self.states = optimizer, LowStates.of(optimizer)
-        self.reason = ""
-        self.host_read = False
+        self.optimizer = optimizer
+        self.states = LowStates.of(optimizer)  # what keeps its states in bf16, or None
+        self.reason = ""  # why the last update went through ``optimizer.step()``
+        self.host_read = False  # whether it had to wait for the device
         self._marks: Marks | None = None
         self._fused: FusedUpdate | None = None  # the tables of the last update, if they can be used again
         self._seen: list[object] = []  # options and hooks of the optimizer that were found to be in order
@@ -108,11 +93,7 @@ class Updater:
         return own if store is None else [store.value(p) if p in store else p for p in own]
 
     def refuse_replaced_parameters(self) -> None:
-        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters.
-
-        Raises:
-            StepError: there is one.
-        """
+        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
         store = self.store
         for parameter in [p for g in self.optimizer.param_groups for p in g["params"]] if store is not None else ():
             if store is not None and parameter.dtype is store.dtype and parameter not in store:
@@ -122,16 +103,8 @@ class Updater:
                     "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
 
-    def culprits(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Culprits:
-        """Return who names the parameters whose norm is not finite."""
-        return Culprits(norms=norms, parameters=parameters, names=self.names)
-
     def check_optimizer(self) -> None:
-        """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one.
-
-        Raises:
-            StepError: as `check_rates`.
-        """
+        """Do what `check_rates` and `_unknown` do, if one of the optimizer's options or hooks has changed."""
         groups = self.optimizer.param_groups
         found = [*chain.from_iterable(map(dict.values, groups)), *_other_code(self.optimizer)]
         if same(found, self._seen):
@@ -146,9 +119,6 @@ class Updater:
         """Return the optimizer's parameters that have gradients, and these: none partial or with repeated indices.
 
         While the list of gradients exists, reading ``.grad`` makes no new Python objects.
-
-        Raises:
-            StepError: there are none.
         """
         groups = self.optimizer.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
@@ -195,13 +165,7 @@ class Updater:
     ) -> tuple[GradientCheck, Callable[[], None]]:
         """Read the gradients; return what was found, and the function that updates unless they are bad.
 
-        Args:
-            parameters: those with gradients.
-            gradients: these.
-            divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
-            clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
-            clip_value: largest absolute value of an element of it; None for no clipping.
-            part: number of the first of them where these are only some of the update's; None: they are all.
+        `divisor`, 0-dim fp32, unscales them. `part`: as of `FusedUpdate`.
         """
         fused = self._fitting(parameters, gradients) if clip_value is None and part is None else None
         if fused is None:
@@ -340,13 +304,7 @@ class Deferral:
 
 
 def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequence[nn.Parameter]) -> str:
-    """Return why `optimizer` must be stepped by its own ``step()``; "" if `FusedUpdate` does it.
-
-    Args:
-        optimizer: any torch optimizer.
-        store: what stands behind low parameters, or None.
-        parameters: those that have gradients.
-    """
+    """Return why `optimizer` must be stepped by its own ``step()``; "" if `FusedUpdate` does it."""
     if reason := _unknown(optimizer):
         return reason
     for parameter in parameters:
@@ -366,11 +324,6 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
     if store is not None and (reason := store.cannot_update()):
         return reason
     return cannot_update(parameters)
-
-
-def suits(optimizer: Optimizer) -> bool:
-    """Return whether `FusedUpdate` will step `optimizer` as it is, as far as can be told before there are gradients."""
-    return not unsuited(optimizer)
 
 
 def unsuited(optimizer: Optimizer) -> str:
@@ -427,3 +380,37 @@ def _special(spec: OptimizerSpec, group: dict[str, Any]) -> str:
     if isinstance(rate, Tensor) and rate.numel() != 1:
         return f"lr has {rate.numel()} elements"
     return ""
+
+
+# ------------------------------------------------------------------ numbers that enter every update
+
+RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho", "lambd", "lr_decay")
+"""Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
+
+
+def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
+    """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing."""
+    for group in optimizer.param_groups:
+        for name in names:
+            value: Any = group.get(name)
+            kind = type(value)
+            if kind is float:
+                sound = value * 0.0 == 0.0  # nan and infinities, times 0, are nan
+            elif kind is tuple and all(type(one) is float for one in value):
+                sound = sum(value) * 0.0 == 0.0
+            else:
+                sound = kind is int or value is None
+            if not sound:
+                _check_rate(optimizer, group, name, value)
+
+
+def _check_rate(optimizer: Optimizer, group: dict[str, Any], name: str, value: Any) -> None:
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        if type(one) is Tensor and one.device.type == "cpu" and one.numel() == 1 and not one.is_complex():
+            one = calls.number(one)
+        if isinstance(one, Real) and not math.isfinite(one):
+            place = next(i for i, other in enumerate(optimizer.param_groups) if other is group)
+            raise StepError(
+                f"{type(optimizer).__name__}.param_groups[{place}]['{name}'] is {value!r}, and an update with it would "
+                "leave no weight finite; set it to a finite number, and look at what has changed it (a scheduler?)"
+            )

@@ -126,11 +126,7 @@ class Attachment:
     # ------------------------------------------------------------------ gradients
 
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into fp32 buffers and return all gradients: `WeightStore.widen_gradients`.
-
-        Raises:
-            WeightsError: inside `hs.edit_weights`, where a backward pass gives low parameters no gradients.
-        """
+        """Copy low gradients into fp32 buffers and return all gradients: `WeightStore.widen_gradients`."""
         if self.store.editing:
             raise WeightsError(
                 f"{type(optimizer).__name__} steps low weights inside `with hs.edit_weights(model):`, where the model "
@@ -167,9 +163,6 @@ class Attachment:
         """Refuse a step that changes the low `parameter` itself, if its gradient is not the one to be stepped with.
 
         Such an optimizer has a list of its own beside its groups. Scalers and clipping change fp32 gradients only.
-
-        Raises:
-            WeightsError: the low gradient was scaled, or was not clipped; `parameter` was not changed.
         """
         gradient, wide = parameter.grad, self.gradients.get(id(parameter))
         if wide is not None and gradient is not None and not torch.equal(gradient.float(), wide):
@@ -258,11 +251,7 @@ def is_low(value: object) -> bool:
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps parameters through another one, on which hooks have no effect.
-
-    Raises:
-        WeightsError: it is such an optimizer; nothing was changed.
-    """
+    """Refuse an optimizer that steps parameters through another one, on which hooks have no effect."""
     kind = type(optimizer).__name__
     if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
         raise WeightsError(
@@ -274,11 +263,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 def refuse_unhooked(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that was not made by torch's `__init__`, or a wrapper that has only a part of it.
-
-    Raises:
-        WeightsError: it is such an optimizer; nothing was changed.
-    """
+    """Refuse an optimizer that was not made by torch's `__init__`, or a wrapper that has only a part of it."""
     if name := missing(optimizer):
         raise WeightsError(
             f"{type(optimizer).__name__} has no {name} (its __init__ does not call torch's), so it cannot be given "

@@ -57,12 +57,7 @@ class Draws:
         self._counters: dict[torch.device, dict[int, Tensor]] = {}
 
     def on(self, device: torch.device, shard: int = 0) -> Tensor:
-        """Return (seed, count), (2,) int64 on `device`: the same tensor every time.
-
-        Args:
-            device: of the parameters.
-            shard: which part of sharded parameters draws (`kernels.sharded.shard_of`).
-        """
+        """Return (seed, count), (2,) int64 on `device`: the same tensor every time."""
         counters = self._counters.setdefault(device, {})
         if 0 not in counters:
             counters[0] = torch.tensor(self._first(), device=device)
@@ -115,11 +110,7 @@ class Draws:
         return {"seed": self._seed, "counts": {device: counter for device, counter in counts.items() if counter[1]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with the bits that come after `state`.
-
-        Raises:
-            WeightsError: it is no such state, or names a device that is not here; nothing was changed.
-        """
+        """Go on with the bits that come after `state`."""
         try:
             seed, counters = int(state["seed"]), {}
             for name, (start, count) in state["counts"].items():

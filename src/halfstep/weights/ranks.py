@@ -33,11 +33,7 @@ WAITING = (".powerSGD_hook", ".quantization_hooks")
 
 
 def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper around `module` whose forward pass, with gradients to be reduced, is running; else None.
-
-    Raises:
-        UnbuiltError: as `refuse_waiting_hook`.
-    """
+    """Return the wrapper around `module` whose forward pass, with gradients to be reduced, is running; else None."""
     wrapper = active_ddp()
     if wrapper is None or wrapper.module is not module:
         return None
@@ -54,9 +50,6 @@ def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
     gloo has two threads for callbacks and collectives. The hooks of `WAITING` wait in a callback for a collective that
     needs a thread, so two buckets of gradients block both. One bucket has one format and no more than
     DistributedDataParallel's limit for the first of them.
-
-    Raises:
-        UnbuiltError: it is one of `WAITING`, the backend is gloo, and there may be two buckets; on all ranks alike.
     """
     waiting = [hook for hook, _ in comm_hooks(wrapper) if _waits(hook)]
     trained = [

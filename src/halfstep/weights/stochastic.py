@@ -22,11 +22,7 @@ __all__ = ["StochasticWeights"]
 
 
 class StochasticWeights(CompactWeights):
-    """Low weights that steps round stochastically.
-
-    Attributes:
-        draws: where the bits come from.
-    """
+    """Low weights that steps round stochastically."""
 
     name, form = "stochastic", "stochastic"
     keeps_more = False
@@ -41,11 +37,7 @@ class StochasticWeights(CompactWeights):
         return self.draws.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with the bits that come after `state`.
-
-        Raises:
-            WeightsError: it is no such state, or names a device that is not here; nothing was changed.
-        """
+        """Go on with the bits that come after `state`."""
         self.draws.load_state(state)
 
     def cannot_update(self) -> str:

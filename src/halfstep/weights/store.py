@@ -16,10 +16,9 @@ first asks for it or it is first changed by hand (`_key`).
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
@@ -33,8 +32,8 @@ from torch.optim import Optimizer
 from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local, put
-from halfstep.kernels.watched import low_written, unwatch, watch
-from halfstep.torch_private.autograd import current_graph_task_id, unsafe_preserve_version_counter
+from halfstep.kernels.watched import Owner, unwatch, watch
+from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.torch_private.fake import is_fake
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
@@ -47,7 +46,7 @@ NEAR = 0.1  # of its norm: a value that differs by less is the next one, and not
 _version = attrgetter("_version")
 
 
-class WeightStore(ABC):
+class WeightStore(Owner):
     """fp32 values behind low parameters.
 
     Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the store, as exactly as
@@ -71,35 +70,27 @@ class WeightStore(ABC):
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         if low not in self.low_dtypes:
             raise WeightsError(self._refusal(low))
+        super().__init__(in_region=lambda: False)
         pairs = list(named)
         self.dtype = low
         self.check(pairs)
-        self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._frozen: set[int] = set()  # those with nothing behind them: note [frozen parameters]
         self.generation = 0  # counts up when other tensors store the fp32 value of a parameter
         self._data_read = False  # whether a parameter's ``.data`` was given out: writes into it are in no version
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
-        self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # optimizers that have masters now
         self._without_low: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
-        self._warned: set[str] = set()  # kinds of warnings given, each once
         self.editing = False  # whether the model contains fp32 values in place of low parameters
-        self.loading = False  # whether a state_dict is being loaded: frozen parameters stay frozen
-        self.in_region: Callable[[], bool] = lambda: False
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
         at_each_step(Turn.ATTACH, self, _attach_if_needed)
 
     def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Refuse what cannot be lowered.
-
-        Raises:
-            WeightsError: a parameter is neither fp32 nor low.
-        """
+        """Refuse what cannot be lowered."""
         for name, parameter in named:
             if parameter.dtype not in {torch.float32, self.dtype}:
                 raise WeightsError(
@@ -124,7 +115,7 @@ class WeightStore(ABC):
     def _read_low(self, key: int) -> None:
         """Take over the values that were written into the low weight of `key`."""
 
-    def _read_unseen(self, key: int) -> None:  # noqa: B027  # compact strategies have nothing to compare
+    def _read_unseen(self, key: int) -> None:  # compact strategies have nothing to compare
         """Take over values that were written into the low weight of `key` and that no version counts."""
 
     @abstractmethod
@@ -147,7 +138,7 @@ class WeightStore(ABC):
     def _value(self, key: int) -> nn.Parameter:
         """Return the fp32 value of `key` to be read: the master itself, or one made for the caller."""
 
-    def settle(self) -> None:  # noqa: B027  # masters that are always there are what is stored
+    def settle(self) -> None:  # masters that are always there are what is stored
         """Set fp32 values that are still referenced, though they exist for a step only, to those that are stored."""
 
     @abstractmethod
@@ -163,11 +154,7 @@ class WeightStore(ABC):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            WeightsError: it is not that; nothing was changed.
-        """
+        """Restore what `state` returned."""
         if state:
             raise WeightsError(f"these weights have no state of their own, and were given {sorted(state)}")
 
@@ -236,7 +223,7 @@ class WeightStore(ABC):
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
             self._frozen.remove(key)
-        if low_written(parameter) or parameter._version != self._versions[key]:
+        if self._written_unseen(parameter):
             if not (key in self._fresh and replicated()):  # else DistributedDataParallel has made ranks equal
                 self._warn_unseen(parameter)
             self._versions[key] = parameter._version
@@ -246,9 +233,8 @@ class WeightStore(ABC):
 
     def check_frozen(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written into a frozen parameter."""
-        key = id(parameter)
-        if low_written(parameter) or parameter._version != self._versions[key]:
-            self._versions[key] = parameter._version
+        if self._written_unseen(parameter):
+            self._versions[id(parameter)] = parameter._version
             self._warn_unseen(parameter)
 
     def take_over(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -357,21 +343,12 @@ class WeightStore(ABC):
     def _kind(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def computes(self) -> bool:
-        """Return whether this thread is in a region or in a backward pass, where low weights are read as they are."""
-        return self.in_region() or current_graph_task_id() != -1
-
     @contextmanager
     def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
         """Give the fp32 value of `parameter` to be changed in place, and round it at the end into the low weight.
 
         A frozen parameter gets an fp32 value behind it. `stochastic`, which keeps none, rounds by chance, and warns.
         Where the values begin anew (`fills`, `loaded`), neither is done.
-
-        Args:
-            parameter: a low parameter of this store.
-            fills: whether nothing of earlier values will be left.
-            counted: whether the change counts in the version of `parameter`.
         """
         fills = fills or self.loading
         if fills and self.is_frozen(parameter):
@@ -398,15 +375,6 @@ class WeightStore(ABC):
         with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             self._write_low([key], stepped=chance)
         self._versions[key] = parameter._version
-
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Let parameters be filled by ``copy_`` in the block: frozen ones stay frozen."""
-        before, self.loading = self.loading, True
-        try:
-            yield
-        finally:
-            self.loading = before
 
     def moved(self, parameter: nn.Parameter) -> bool:
         """Return whether frozen `parameter` has an fp32 value behind it, since it was changed by hand."""
@@ -435,11 +403,6 @@ class WeightStore(ABC):
             "call a method of the weight (add_, mul_, lerp_, copy_), write inside `with hs.edit_weights(model):`, "
             "where weights are fp32, or give its module the rule 'fp32'",
         )
-
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor, *, converted: bool) -> Tensor:
@@ -515,11 +478,7 @@ class WeightStore(ABC):
             entries.pop(id(parameter))
 
     def refuse(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Refuse finite values for `parameter` that its low format cannot hold; waits for their device.
-
-        Raises:
-            WeightsError: there are some; nothing was changed.
-        """
+        """Refuse finite values for `parameter` that its low format cannot hold; waits for their device."""
         if lost := beyond(self._names[id(parameter)], value, self.dtype):
             raise WeightsError(f"{lost}; clamp it, or prepare the model with dtype='bf16' or its module in fp32")
 
@@ -536,22 +495,14 @@ class WeightStore(ABC):
     # ------------------------------------------------------------------ optimizers
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer` step the masters of the low parameters it holds.
-
-        Raises:
-            WeightsError: it is attached already.
-        """
+        """Let `optimizer` step the masters of the low parameters it holds."""
         if self.attached(optimizer):
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
         refuse_wrapper(optimizer)
         self._attached[id(optimizer)] = Attachment(self, optimizer)
 
     def attach_if_needed(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer`, which is about to step, if it has low parameters and is not attached yet.
-
-        Raises:
-            WeightsError: it has loaded its state into low parameters, which rounded it.
-        """
+        """Attach `optimizer`, which is about to step, if it has low parameters and is not attached yet."""
         for attachment, outer in self.substituted if optimizer.param_groups else ():
             own = set((attachment.own or {}).values())
             if any(p in own for group in optimizer.param_groups for p in group["params"]):
@@ -568,11 +519,7 @@ class WeightStore(ABC):
         self.attach(optimizer)
 
     def refuse_rounded(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that was not attached when it loaded its state.
-
-        Raises:
-            WeightsError: it has loaded its state into low parameters, which rounded it.
-        """
+        """Refuse an optimizer that was not attached when it loaded its state."""
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in self]:
             state = optimizer.state.get(parameter, {})
             if float(state.get("step", 1)) > 0 and any(is_low(value) for value in state.values()):
@@ -596,9 +543,6 @@ class WeightStore(ABC):
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into fp32 and return all gradients `optimizer` will read.
 
-        Args:
-            optimizer: an attached optimizer.
-
         Returns:
             fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
             give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
@@ -610,11 +554,7 @@ class WeightStore(ABC):
         self._attached[id(optimizer)].drop_gradients()
 
     def restore(self, *, write_back: bool = True) -> bool:
-        """Put the model's parameters back into optimizers whose step raised; return whether there were any.
-
-        Args:
-            write_back: whether to round masters into low weights; False if they have not been written.
-        """
+        """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
         if not self.substituted:
             return False
         for attachment, optimizer in list(self.substituted):

@@ -7,7 +7,6 @@ low values as torch does.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.watched import low_written, owner_of, unwatch, watch
-from halfstep.torch_private.autograd import current_graph_task_id, unsafe_preserve_version_counter
+from halfstep.kernels.watched import Owner, owner_of, unwatch, watch
+from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import training_wrapper
 
@@ -30,22 +29,14 @@ __all__ = ["UnkeptWeights"]
 LOST = 0.05  # of the movement that a change by hand makes
 
 
-class UnkeptWeights:
-    """The low parameters of prepared models under `master="none"`; they keep it alive.
-
-    Args:
-        named: (name, low parameter) pairs.
-        in_region: returns whether this thread is in a region.
-    """
+class UnkeptWeights(Owner):
+    """The low parameters of prepared models under `master="none"`; they keep it alive."""
 
     _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], in_region: Callable[[], bool]) -> None:
-        self._in_region = in_region
-        self._names: dict[int, str] = {}
-        self._versions: dict[int, int] = {}  # of low weights when they were last written by an optimizer or a method
+        super().__init__(in_region)
         self._stepping: set[int] = set()  # optimizers
-        self._warned = self._loading = False
         for name, parameter in named:
             watch(parameter, self, name, held=True)
             self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
@@ -56,17 +47,9 @@ class UnkeptWeights:
         """Return whether `parameter` is low, and no optimizer is stepping: it sees low values."""
         return not self._stepping and isinstance(parameter, Tensor) and parameter.dtype in LOW_DTYPES
 
-    def computes(self) -> bool:
-        """Return whether operators run in formats of a policy: in a forward or backward pass."""
-        return self._in_region() or current_graph_task_id() != -1
-
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return the low values in fp32."""
         return Tensor.detach(parameter).float()
-
-    def moved(self, parameter: nn.Parameter) -> bool:
-        """Return False: there are no fp32 values."""
-        return False
 
     @contextmanager
     def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
@@ -78,12 +61,9 @@ class UnkeptWeights:
         with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             low.copy_(wide)
         self._versions[id(parameter)] = parameter._version
-        if not (fills or self._loading or self._warned):
+        if not (fills or self.loading or self._warned):
             if (wide - low).norm() > LOST * (wide - before).norm():
-                self._warn(parameter)
-
-    def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Do nothing: `writing` compares."""
+                self._warn_rounded(parameter)
 
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor, *, converted: bool) -> Tensor:
         """Return the data of `parameter` where it is set to `value`, rounded unless a cast of it was asked for."""
@@ -93,34 +73,20 @@ class UnkeptWeights:
             wide.copy_(value)
         return Tensor.detach(parameter)
 
-    def data_read(self) -> None:
-        """Do nothing: `check` looks at it."""
-
     def check(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written by no method of `parameter`."""
-        if low_written(parameter) or parameter._version != self._versions[id(parameter)]:
+        if self._written_unseen(parameter):
             self._versions[id(parameter)] = parameter._version
-            self._warn(parameter)
+            self._warn_rounded(parameter)
 
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Let parameters be filled by ``copy_`` in the block."""
-        before, self._loading = self._loading, True
-        try:
-            yield
-        finally:
-            self._loading = before
-
-    def _warn(self, parameter: nn.Parameter) -> None:
-        if not self._warned:
-            self._warned = True
-            kind = str(parameter.dtype).removeprefix("torch.")
-            warnings.warn(
-                f"the weight {self._names[id(parameter)]} was changed by hand, and master='none' keeps only its {kind} "
-                f"value: what {kind} cannot hold of the change is lost; a policy with master='split' keeps it, or give "
-                "its module the rule 'fp32'",
-                stacklevel=2,
-            )
+    def _warn_rounded(self, parameter: nn.Parameter) -> None:
+        kind = str(parameter.dtype).removeprefix("torch.")
+        self._warn(
+            "rounded",
+            f"the weight {self._names[id(parameter)]} was changed by hand, and master='none' keeps only its {kind} "
+            f"value: what {kind} cannot hold of the change is lost; a policy with master='split' keeps it, or give "
+            "its module the rule 'fp32'",
+        )
 
     @staticmethod
     def of(named: Iterable[tuple[Any, nn.Parameter | None]]) -> list[tuple[Any, nn.Parameter, UnkeptWeights]]:

@@ -12,12 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.advise.lint.registry import RULES
+from halfstep.advise.lint.registry import task as example
 from halfstep.advise.lint.rule import LintFinding, Rule
-from halfstep.advise.lint.traced import TRACED_RULES, check_task
-from halfstep.advise.lint.tracing.examples import example
+from halfstep.advise.lint.run import check_task as run_checks
 from halfstep.tasks import load_task
 
 COUNT = itertools.count(1)
+MIXED = hs.Policy.of("mixed")
+TRACED_RULES = [rule for rule in RULES.values() if rule.traced]
+
+
+def check_task(task: hs.Task, policy: hs.Policy = MIXED) -> list[LintFinding]:
+    return run_checks(task, policy)
 
 
 def found(text: str, under: str, folder: Path) -> list[LintFinding]:
@@ -143,6 +150,18 @@ def test_sizes_for_fp8_are_multiples_of_16() -> None:
     task = task_of(model=lambda: nn.Linear(4, 24))
     assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="bf16"))] == []
     assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="fp8_e4m3"))] == ["HS111"]
+
+
+def test_a_weight_of_one_output_has_no_sizes() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    assert [f.code for f in check_task(task_of(model=Head))] == []
 
 
 class Drawn(nn.Module):

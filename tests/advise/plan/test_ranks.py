@@ -14,7 +14,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan
-from halfstep.advise.plan.traffic import ddp_bytes, sent
+from halfstep.advise.plan.ranks import Ddp, sent
 from tests.advise.plan import counted_ranks
 from tests.distributed.strategies import Net, batches, loss_of, policy
 from tests.two_processes import in_two_processes
@@ -73,12 +73,12 @@ def test_ddp_adds_its_buckets_and_nothing_else() -> None:
 def test_ddp_sends_low_or_fp32_as_the_policy_says() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     size = sum(p.numel() for p in model.parameters())
-    grad, low = (ddp_bytes(model, hs.Policy.of("mixed", dtype="bf16", reduce=each)) for each in ("grad", "low"))
+    grad, low = (Ddp(model, hs.Policy.of("mixed", dtype="bf16", reduce=each)) for each in ("grad", "low"))
     assert [sum(n for _, n in one.seen) for one in (grad, low)] == [4 * size, 2 * size]
     assert grad.sending == 0 and low.sending == max(n for _, n in low.seen)
     assert len(grad.seen) == 2  # 4 MiB reach the first bucket's cap of 1 MiB, the rest stays below 25
     model.to(torch.bfloat16)
-    own = ddp_bytes(model, hs.Policy.of("pure", dtype="bf16", reduce="fp32"))
+    own = Ddp(model, hs.Policy.of("pure", dtype="bf16", reduce="fp32"))
     assert [n for _, n in own.seen] == [4 * 4, 4 * size] and own.sending == 2 * 4 * size + 2 * size
 
 

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 from halfstep.advise.plan import PARTS, Largest, MemoryPlan, Moment, Row, fit_of
-from halfstep.advise.plan.drawing import LETTERS, drawing, figure
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.text import gpus_line, module_table, part_table, preset_table, sent_table, verdict
+from halfstep.advise.plan.page import (
+    LETTERS,
+    drawing,
+    figure,
+    gpus_line,
+    module_table,
+    part_table,
+    plan_page,
+    preset_table,
+    sent_table,
+    verdict,
+)
 from halfstep.report import render
 from tests.advise.plan.plans import GIB, made
 

@@ -10,19 +10,18 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import Lap, RaceResult
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Lap, RaceResult, Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 from tests.tasks.small import small_task
 
-REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True, milliseconds=10.0)
+REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True)
 
 
 def spot(op: str, module: str = "", **fields: Any) -> Spot:
     """Return a spot of a low product that loses little, with some fields replaced."""
     plain: dict[str, Any] = {
-        "kind": "Linear", "rule": "low", "format": "bf16", "error": 2e-3, "headroom": 120.0, "overflows": False,
+        "kind": "Linear", "format": "bf16", "error": 2e-3, "headroom": 120.0, "overflows": False,
         "time": 0.1, "cast_bytes": 0, "bytes": 1000,
     }  # fmt: skip
     return Spot(module=module, op=op, **{**plain, **fields})
@@ -99,7 +98,7 @@ class FakeLab:
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Return the audit with the given spots."""
-        return Calibration(spots=tuple(self.spots), steps=2)
+        return Calibration(spots=tuple(self.spots))
 
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients as decreed."""
@@ -113,6 +112,6 @@ class FakeLab:
         """Return the seconds of a step."""
         return 0.01
 
-    def say(self, note: str, phase: str = "") -> None:
+    def say(self, note: str = "", phase: str = "") -> None:
         """Note what would be shown."""
         self.said.append(note)

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.advise.tune import TuneError
-from halfstep.advise.tune.calibration import applied, calibration_of, differences
+from halfstep.advise.tune.calibration import applied, calibration_of, differences, exceptions, savings
 from halfstep.advise.tune.lab import Lab
-from halfstep.advise.tune.moves import exceptions, savings
-from halfstep.advise.tune.race import RaceResult, race
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import RaceResult, Reference, race
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.task import TaskError
 from tests.advise.tune.clocks import WorkClock, batches, loss_fn, work_task
@@ -95,7 +93,7 @@ def test_fp32_that_raises_ends_the_search() -> None:
 
 
 def reference(start: tuple[float, ...], end: tuple[float, ...]) -> Reference:
-    return Reference(start=start, end=end, repeatable=True, milliseconds=1.0)
+    return Reference(start=start, end=end, repeatable=True)
 
 
 @pytest.mark.parametrize(

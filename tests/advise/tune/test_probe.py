@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration, Remedy
+from halfstep.advise.tune.calibration import Calibration
 from halfstep.advise.tune.probe import chain, gradient_error, gradients, options
+from halfstep.advise.tune.result import Change
 from halfstep.tasks.task import Task
 from tests.advise.tune.fake import spot
 
 PURE = hs.Policy.of("pure", dtype="bf16")
 
 
-def rule(pattern: str, cost: float = 0.1) -> tuple[float, Remedy]:
-    return cost, Remedy(field="modules", pattern=pattern, value="fp32", why="")
+def rule(pattern: str, cost: float = 0.1) -> tuple[float, Change]:
+    return cost, Change(field="modules", pattern=pattern, value="fp32", why="")
 
 
-INPUTS = (0.0, Remedy(field="inputs", pattern="", value="keep", why=""))
+INPUTS = (0.0, Change(field="inputs", pattern="", value="keep", why=""))
 
 
 def error_of(**factors: float) -> Callable[[hs.Policy], float]:
@@ -38,7 +39,7 @@ def error_of(**factors: float) -> Callable[[hs.Policy], float]:
     return error
 
 
-def names(made: list[Remedy]) -> list[str]:
+def names(made: list[Change]) -> list[str]:
     return [remedy.pattern or remedy.field for remedy in made]
 
 

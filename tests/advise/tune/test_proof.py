@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.advise.tune.proof import MOST_SEEDS, Proof, prove, seeds_needed
-from halfstep.advise.tune.trainings import PATIENCE, Run
+from halfstep.advise.tune.proof import MOST_SEEDS, PATIENCE, Proof, Run, prove, seeds_needed
 from halfstep.report import strict_json
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.measure import ENOUGH_SEEDS

@@ -10,7 +10,7 @@ import pytest
 
 import halfstep as hs
 from halfstep.advise.tune.board import Board, Weights
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Tried
 from halfstep.advise.tune.search import Search
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot
@@ -65,7 +65,7 @@ def test_without_a_bound_the_spread_of_fp32_is_the_bound() -> None:
 
 def test_a_fast_preset_beyond_the_bound_gets_the_most_sensitive_exceptions() -> None:
     spots = [
-        spot("linear", "head"), spot("softmax", "attn", error=0.3, headroom=0.4, rule="low"), spot("gelu", "up"),
+        spot("linear", "head"), spot("softmax", "attn", error=0.3, headroom=0.4), spot("gelu", "up"),
     ]  # fmt: skip
 
     def time(policy: hs.Policy, compile: bool) -> float:
@@ -133,7 +133,7 @@ def saving_time(policy: hs.Policy, compile: bool) -> float:
 
 SAVING = [
     spot("linear", "up"), spot("layer_norm", "norm", kind="LayerNorm"),
-    spot("gelu", "act", kind="GELU", format="fp32", rule="fp32", error=0.0),
+    spot("gelu", "act", kind="GELU", format="fp32", error=0.0),
 ]  # fmt: skip
 
 

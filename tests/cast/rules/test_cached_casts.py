@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.cast import copies
+from halfstep.cast.rules import dispatch
+from halfstep.cast.rules.recipe import recipe_for
 
 FP16, BF16 = torch.float16, torch.bfloat16
 MIXED = hs.Policy.of("mixed", dtype="fp16", emulate="always")
@@ -188,6 +191,30 @@ def test_a_changed_activation_is_cast_again() -> None:
 
     net = hs.prepare(Net(), policy=hs.Policy.of("mixed", dtype="bf16"))
     assert not net(torch.randn(1024, 64, requires_grad=True)).any()
+
+
+def test_a_reader_on_another_stream_gets_a_copy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, hidden = nn.Linear(64, 32, bias=False), torch.randn(1024, 64, requires_grad=True).sin()
+    with Casts((1024, 64)) as activations, Casts((32, 64)) as weights, hs.autocast(policy=MIXED):
+        for stream in (1, 1, 2, 2):
+            monkeypatch.setattr(dispatch, "current_stream", lambda tensor, stream=stream: stream)
+            layer(hidden)
+    assert (activations.count, weights.count) == (2, 2)
+
+
+def test_a_step_s_copy_that_another_stream_filled_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = 1
+    monkeypatch.setattr(copies, "current_stream", lambda tensor: stream)
+    recipe = recipe_for(hs.Policy.of("torch", dtype="bf16"), ("cpu",))
+    layer = nn.Linear(1024, 1024, bias=False)
+    kept = copies.Copies(layer, layer.parameters(), recipe)
+    low = kept.of(layer.weight)
+    assert low is not None and kept.of(layer.weight) is low
+    stream = 2
+    assert kept.of(layer.weight) is None
+    kept.at_once = True
+    kept.begin_window()  # fills it before any stream reads it
+    assert kept.of(layer.weight) is low
 
 
 def test_an_activation_is_not_held_for_the_next_layer() -> None:

@@ -199,7 +199,7 @@ def registered(rule: str) -> Call:
             amp.init()
             return seen(Functions.same, rule)
         finally:
-            amp._amp_state.handle._deactivate()  # type: ignore[union-attr]
+            amp._amp_state.handle._deactivate()
             Functions.same = before  # type: ignore[method-assign]
 
     return call
@@ -563,7 +563,7 @@ CALLS: dict[str, Call] = {
     **{f"amp.register_{rule}_function": registered(rule) for rule in ("half", "float", "promote")},
     "amp.disable_casts": off,
     "amp.step_was_skipped": lambda: ((lambda m, o: (stepped(m, o), amp.step_was_skipped(o))[1])(*started("O2")), False),
-    "amp._amp_state": lambda: ((started("O2"), amp._amp_state.opt_properties.opt_level, len(amp._amp_state.loss_scalers))[1:], ("O2", 1)),  # type: ignore[union-attr]
+    "amp._amp_state": lambda: ((started("O2"), amp._amp_state.opt_properties.opt_level, len(amp._amp_state.loss_scalers))[1:], ("O2", 1)),
     "amp.lists": lambda: ("linear" in amp.lists.functional_overrides.FP16_FUNCS, True),
     "amp.lists.functional_overrides": lambda: (
         [name in amp.lists.functional_overrides.FP32_FUNCS for name in ("softmax", "linear")], [True, False],

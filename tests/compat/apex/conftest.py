@@ -8,8 +8,7 @@ import pytest
 
 from halfstep.compat import apex
 from halfstep.compat.apex.amp import _amp_state
-from halfstep.compat.apex.amp._initialize import close_casts
-from halfstep.compat.apex.amp.amp import take_registered
+from halfstep.compat.apex.amp.handle import close_casts, take_registered
 
 
 @pytest.fixture(autouse=True)

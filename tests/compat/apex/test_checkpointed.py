@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.amp._initialize import close_casts
+from halfstep.compat.apex.amp.handle import close_casts
 from tests.cast.checkpointed import FUNCTIONS
 from tests.compat.test_checkpointed import Checkpointed
 

@@ -55,18 +55,19 @@ X = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 def test_each_level_has_apexs_defaults() -> None:
     names = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
     table = {
-        O0: (FP32, False, None, False, 1.0),
-        O1: (None, True, None, None, "dynamic"),
-        O2: (HALF, False, True, True, "dynamic"),
-        O3: (HALF, False, False, False, 1.0),
+        "O0": (FP32, False, None, False, 1.0),
+        "O1": (None, True, None, None, "dynamic"),
+        "O2": (HALF, False, True, True, "dynamic"),
+        "O3": (HALF, False, False, False, 1.0),
     }
     for level, values in table.items():
-        started(level.__name__)
+        started(level)
         assert _amp_state.opt_properties is not None
         assert {name: getattr(_amp_state.opt_properties, name) for name in names} == dict(
             zip(names, values, strict=True)
         )
-        assert level.__name__ == _amp_state.opt_properties.opt_level and opt_levels[level.__name__] is level
+        assert level == _amp_state.opt_properties.opt_level
+    assert opt_levels == {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
 
 
 @pytest.mark.parametrize(

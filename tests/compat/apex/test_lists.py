@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.amp.amp import switch_on
+from halfstep.compat.apex.amp.handle import switch_on
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.errors import BannedOperatorError
 

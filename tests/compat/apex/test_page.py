@@ -93,4 +93,4 @@ def test_the_snippets_of_the_page_run_and_keep_their_promise() -> None:
     try:
         assert run_page(PAGE) == 1
     finally:
-        importlib.import_module("halfstep.compat.apex.amp._initialize").close_casts()
+        importlib.import_module("halfstep.compat.apex.amp.handle").close_casts()

@@ -194,9 +194,9 @@ def test_a_thousand_overflows_do_not_bring_the_scale_to_zero() -> None:
 def test_scalers_can_be_pickled() -> None:
     scaler = LossScaler("dynamic")
     drive(scaler, overflow=True)
-    scaler.name_parameters([("weight", torch.zeros(1))])
+    scaler._scaler.name_parameters([("weight", torch.zeros(1))])
     copy = pickle.loads(pickle.dumps(scaler))
-    assert copy.loss_scale() == 2.0**15 and not copy._names
+    assert copy.loss_scale() == 2.0**15 and not list(copy._scaler.named_parameters())
 
 
 def test_old_scalers_find_overflows_and_scale() -> None:

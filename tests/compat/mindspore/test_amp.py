@@ -212,6 +212,12 @@ def test_ones_own_black_list_keeps_what_it_names_in_fp32(make: Any) -> None:
     assert formats(amp.custom_mixed_precision(make(), black_list=[]))["bn"] is FP16
 
 
+def test_a_pooling_cell_of_a_black_list_leaves_the_others_low() -> None:
+    net = ms.nn.SequentialCell(ms.nn.Conv2d(1, 2, 3), ms.nn.MaxPool2d(2))
+    seen = formats(amp.custom_mixed_precision(net, black_list=[ms.nn.MaxPool2d]), torch.randn(1, 1, 4, 4))
+    assert (seen["0"], seen[""]) == (FP16, FP32)
+
+
 def test_a_cell_of_a_black_list_gives_the_format_that_it_takes_and_its_parts_give_fp32() -> None:
     class Block(ms.nn.Cell):
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import halfstep as hs
 import halfstep.compat.mindspore as ms
-from halfstep.compat.mindspore.policies import PREFIX
+from halfstep.compat.mindspore.precision import PREFIX
 from tests.compat.mindspore.nets import BF16, FP16, FP32, LeNet5, Normed, TorchNet, formats, picture, untyped
 
 

@@ -1,45 +1,84 @@
-"""Every rule of the linter by its code: the one list from which findings, ``--explain``, SARIF and docs are made."""
+"""Every rule of the linter by its code: the one list from which findings, ``--explain``, SARIF and docs are made.
+
+The checks are functions in `static` and `tracing`. The words and the examples are data, in ``rules.toml``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
-from halfstep.advise.lint.rule import Rule
-from halfstep.advise.lint.static.autocasting import AUTOCASTING_RULES
-from halfstep.advise.lint.static.files import FILE_RULES
-from halfstep.advise.lint.static.loops import LOOP_RULES
-from halfstep.advise.lint.static.low_copies import LOW_COPY_RULES
-from halfstep.advise.lint.static.low_values import LOW_VALUE_RULES
-from halfstep.advise.lint.static.numerics import NUMERIC_RULES
-from halfstep.advise.lint.static.optimizers import OPTIMIZER_RULES
-from halfstep.advise.lint.static.region_arguments import REGION_ARGUMENT_RULES
-from halfstep.advise.lint.static.scaler_state import SCALER_STATE_RULES
-from halfstep.advise.lint.static.scaling import SCALING_RULES
-from halfstep.advise.lint.static.weights import WEIGHT_RULES
-from halfstep.advise.lint.traced import TRACED_RULES
+from halfstep.advise.lint.rule import Check, Rule
+from halfstep.advise.lint.static.loops import LOOP_CHECKS
+from halfstep.advise.lint.static.low_values import LOW_VALUE_CHECKS
+from halfstep.advise.lint.static.numerics import NUMERIC_CHECKS
+from halfstep.advise.lint.static.region_rules import REGION_CHECKS
+from halfstep.advise.lint.static.scaler_state import SCALER_STATE_CHECKS
+from halfstep.advise.lint.static.scaling import SCALING_CHECKS
+from halfstep.advise.lint.static.weights import WEIGHT_CHECKS
+from halfstep.advise.lint.tracing.operator_rules import OPERATOR_CHECKS
+from halfstep.advise.lint.tracing.weight_rules import STEP_CHECKS
 from halfstep.errors import LintError, did_you_mean
 from halfstep.mistakes import MISTAKES
 
-__all__ = ["RULES", "explained", "rule_of"]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-STATIC_RULES = (
-    *FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *REGION_ARGUMENT_RULES, *WEIGHT_RULES,
-    *OPTIMIZER_RULES, *LOW_COPY_RULES, *LOOP_RULES, *NUMERIC_RULES, *LOW_VALUE_RULES,
-)  # fmt: skip
+__all__ = ["RULES", "explained", "loop", "rule_of", "task"]
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {rule.code: rule for rule in sorted((*STATIC_RULES, *TRACED_RULES), key=lambda rule: rule.code)}
-)
+CHECKS: Mapping[str, Check] = {
+    "HS000": lambda script: (),  # a script that was parsed has no such mistake; `run.py` reports the others
+    **SCALING_CHECKS, **SCALER_STATE_CHECKS, **REGION_CHECKS, **WEIGHT_CHECKS, **LOOP_CHECKS, **NUMERIC_CHECKS,
+    **LOW_VALUE_CHECKS, **STEP_CHECKS, **OPERATOR_CHECKS,
+}  # fmt: skip
+
+RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
+
+DATA: Mapping[str, Any] = tomllib.loads(files("halfstep.advise.lint").joinpath("rules.toml").read_text("utf-8"))
+
+
+def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:
+    """Return a script with a training loop of these lines; ``[lines]`` in ``rules.toml`` has names of some."""
+    body = textwrap.indent("\n".join(DATA["lines"].get(line, line).strip() for line in lines), " " * 4)
+    head = "for i, (x, y) in enumerate(loader):" if "i + 1" in body else "for x, y in loader:"
+    return "\n".join(["import torch", "", *before.strip().splitlines(), head, body])
+
+
+def task(**changed: str) -> str:
+    """Return a file whose function `task` returns a task, with changed parts of ``[task]`` in ``rules.toml``."""
+    parts = DATA["task"] | changed
+    parts["init"] = textwrap.indent(f"self.body = nn.Linear(16, 16)\n{parts['init']}".strip(), " " * 8)
+    parts["forward"] = textwrap.indent(parts["forward"].strip(), " " * 8)
+    parts["before"] = f"\n{parts['before'].strip()}\n" if parts["before"] else ""
+    made: str = parts["file"].format(**parts)
+    return made if "F." in made else made.replace("import torch.nn.functional as F\n", "")
+
+
+def _rules() -> Iterator[Rule]:
+    for code, check in sorted(CHECKS.items()):
+        given = {"good": {}} | DATA[code]
+        if code in MISTAKES:
+            given |= dataclasses.asdict(MISTAKES[code])
+        for example in ("bad", "good"):
+            if not isinstance(given[example], str):
+                values = dict(given[example])
+                given[example] = task(**values) if code >= "HS100" else loop(*values.pop("loop", RIGHT), **values)
+        yield Rule(**given | {"code": code}, check=check)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in _rules()})
 """Code -> rule, in the order of codes; static rules (HS001 on), then traced ones (HS101 on)."""
 
 
 def rule_of(code: str) -> Rule:
-    """Return the rule called `code`.
-
-    Raises:
-        LintError: there is none.
-    """
+    """Return the rule called `code`, in letters of any case."""
     if code.upper() not in RULES:
         first, *_, last = RULES
         raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {first} to {last}")
@@ -47,11 +86,7 @@ def rule_of(code: str) -> Rule:
 
 
 def explained(code: str) -> str:
-    """Return the rule `code` in full; of a mistake that only a run shows, what the catalogue has of it.
-
-    Raises:
-        LintError: there is none.
-    """
+    """Return the rule `code` in full; of a mistake that only a run shows, what the catalogue has of it."""
     mistake = MISTAKES.get(code.upper())
     if mistake is None or mistake.code in RULES:
         return rule_of(code).text()

@@ -1,7 +1,6 @@
 """A rule of the linter and what it finds: plain values, from which text, JSON, SARIF, ``--explain`` and docs are made.
 
-Static rules read a script's syntax tree (`static/`); traced rules look at one traced step of a task (`traced.py`).
-Both are `Rule` values; `registry.py` lists them all.
+Static rules read a script's syntax tree (`static`), traced rules one traced step of a task (`tracing`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.mistakes import MISTAKES
-
-__all__ = ["SEVERITIES", "Hit", "LintFinding", "Rule"]
+__all__ = ["SEVERITIES", "Check", "Hit", "LintFinding", "Rule"]
 
 SEVERITIES = ("error", "warning", "note")
 """From the worst: raises or trains wrongly; loses precision or time, or fails for some data; worth knowing."""
@@ -53,55 +50,30 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a rule's check yields: a place, and what was found there.
+    """What a rule's check yields: a place, and what was found there."""
 
-    Attributes:
-        line: number of the line from 1; 0 if it is not known.
-        what: what was found there.
-        file: "" for the file that was checked.
-        fix: what to write instead; "" for the rule's own words.
-    """
-
-    line: int
+    line: int  # from 1; 0 if it is not known
     what: str
-    file: str = ""
-    fix: str = ""
+    file: str = ""  # "" for the file that was checked
+
+
+Check = Callable[[Any], Iterable[Hit]]
+"""Yields the hits in a `static.script.Script`; of a traced rule, in a `tracing.trace.Trace`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One kind of mistake.
+    """One kind of mistake."""
 
-    Attributes:
-        code: "HS" and three digits; from HS101 on traced rules.
-        severity: "error", "warning" or "note".
-        title: the mistake in a few words.
-        why: what it does to training.
-        fix: what to write instead.
-        bad: a script in which the rule finds something; of a traced rule, a file whose function `task` returns the
-            hs.Task.
-        good: the same script without the mistake.
-        under: of a traced rule, the policy under which `bad` has the mistake.
-        check: yields the hits in a `static.script.Script`; of a traced rule, in what `traced.py` gives it.
-    """
-
-    code: str
+    code: str  # "HS" and three digits; from HS101 on traced rules
     severity: str
     title: str
     why: str
     fix: str
-    bad: str
-    good: str
-    check: Callable[[Any], Iterable[Hit]]
-    under: str = "mixed"
-
-    @classmethod
-    def of(cls, code: str, *, bad: str, good: str, check: Callable[[Any], Iterable[Hit]]) -> Rule:
-        """Return the rule that finds a mistake of the catalogue in source."""
-        m = MISTAKES[code]
-        return cls(
-            code=code, severity=m.severity, title=m.title, why=m.why, fix=m.fix, bad=bad, good=good, check=check
-        )  # fmt: skip
+    bad: str  # a script with the mistake; of a traced rule, a file whose function `task` returns the hs.Task
+    good: str  # the same without it
+    check: Check
+    under: str = "mixed"  # of a traced rule, the policy under which `bad` has the mistake
 
     @property
     def traced(self) -> bool:
@@ -110,10 +82,8 @@ class Rule:
 
     def finding(self, hit: Hit, file: str = "") -> LintFinding:
         """Return `hit` as a finding of this rule; `file` is that of a hit without one."""
-        return LintFinding(
-            code=self.code, severity=self.severity, file=hit.file or file, line=hit.line, what=hit.what,
-            why=self.why, fix=hit.fix or self.fix,
-        )  # fmt: skip
+        words = {"code": self.code, "severity": self.severity, "why": self.why, "fix": self.fix}
+        return LintFinding(file=hit.file or file, line=hit.line, what=hit.what, **words)
 
     def text(self) -> str:
         """Return the rule in full, for ``--explain``."""

@@ -10,15 +10,18 @@ from pathlib import Path
 from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
 from halfstep.advise.lint.static.script import Script
-from halfstep.advise.lint.traced import check_task
+from halfstep.advise.lint.tracing.trace import trace_step
 from halfstep.arguments import PATH, TEXT, a, check, listed
 from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-__all__ = ["lint"]
+__all__ = ["check_task", "lint"]
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
+
+FUNCTION = re.compile(r".*\.py:[^\W\d]\w*", re.DOTALL)
+"""The target that is a function of a file."""
 
 LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 """Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""
@@ -60,10 +63,9 @@ def lint(
         found = check_task(target, policy)
     elif str(target) in task_names() and not Path(target).exists():
         found = check_task(load_task(str(target)), policy)
-    elif _is_function(str(target)):
-        path = Path(str(target).rpartition(":")[0])
+    elif FUNCTION.fullmatch(str(target)):
         task = load_task(str(target))
-        found = [*_in_file(path), *check_task(task, policy)]
+        found = [*_in_file(Path(str(target).rpartition(":")[0])), *check_task(task, policy)]
     else:
         files = _python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
@@ -71,14 +73,17 @@ def lint(
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
-def _python_files(path: Path) -> list[Path]:
-    """Return the Python files that `path` is or holds.
+def check_task(task: Task, policy: Policy) -> list[LintFinding]:
+    """Return what the traced rules find in one step of `task` under `policy`; an error of the task is a finding."""
+    trace = trace_step(task, policy)
+    return [rule.finding(hit) for rule in RULES.values() if rule.traced for hit in rule.check(trace)]
 
-    Raises:
-        LintError: there are none.
-    """
+
+def _python_files(path: Path) -> list[Path]:
+    """Return the Python files that `path` is or holds."""
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*.py") if not _left_out(p.relative_to(path).parts[:-1]))
+        below = {file: file.relative_to(path).parts[:-1] for file in path.rglob("*.py")}
+        files = sorted(f for f in below if not any(p in LEFT_OUT or p.startswith(".") for p in below[f]))
         if not files:
             raise LintError(f"folder {str(path)!r} holds no Python files")
         return files
@@ -92,15 +97,6 @@ def _python_files(path: Path) -> list[Path]:
     if path.suffix not in (".py", ".pyi"):
         raise LintError(f"{str(path)!r} is no Python file; expected a .py file, a folder or path/to/file.py:function")
     return [path]
-
-
-def _is_function(target: str) -> bool:
-    path, colon, function = target.rpartition(":")
-    return bool(colon) and path.endswith(".py") and function.isidentifier()
-
-
-def _left_out(parts: Iterable[str]) -> bool:
-    return any(part in LEFT_OUT or part.startswith(".") for part in parts)
 
 
 def _in_file(path: Path, among: int = 1) -> Iterator[LintFinding]:

@@ -17,14 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import halfstep as hs
-from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.ledger import PlanError
 from halfstep.testing import FakeCudaError, run_python
 
-__all__ = ["elsewhere"]
+__all__ = ["attempt", "elsewhere"]
+
+
+def attempt(function: Callable[..., Any], **given: Any) -> Any:
+    """Return what a function returns, or the error of halfstep that it raises."""
+    try:
+        return function(**given)
+    except hs.HalfstepError as error:
+        return error
 
 
 def elsewhere(function: Callable[..., Any], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return ``function(**request)`` of each request, from one process with the fake GPU; errors as exceptions in it.
+    """Return ``function(**request)`` of each request, or its error, from one process with the fake GPU.
 
     Raises:
         PlanError: the requests cannot be sent, the fake GPU cannot be built, or the process ended without an answer.
@@ -57,27 +65,22 @@ def elsewhere(function: Callable[..., Any], requests: Sequence[Mapping[str, Any]
 
 
 def _answer(request: Path, answer: Path) -> None:
-    """Carry out a request, in the process that has the fake GPU."""
     here, job = pickle.loads(request.read_bytes())
     here.pop("start_method", None)
     spawn.prepare(here)
     function, requests = pickle.loads(job)
-    found: list[Any] = []
-    for one in requests:
-        try:
-            found.append(function(**one))
-        except hs.HalfstepError as error:
-            found.append(_sendable(error))
-    answer.write_bytes(pickle.dumps(found))
+    answer.write_bytes(pickle.dumps([_sendable(attempt(function, **one)) for one in requests]))
 
 
-def _sendable(error: hs.HalfstepError) -> Exception:
-    """Return an error that survives a pickle: itself without its causes, or a PlanError of its words."""
+def _sendable(answer: Any) -> Any:
+    """Return what survives a pickle: of an error itself without its causes, or a PlanError of its words."""
+    if not isinstance(answer, Exception):
+        return answer
     try:
-        again: Exception = pickle.loads(pickle.dumps(error))
-        return again if str(again) == str(error) else PlanError(str(error))
+        again = pickle.loads(pickle.dumps(answer))
+        return again if str(again) == str(answer) else PlanError(str(answer))
     except Exception:  # a constructor with other arguments
-        return PlanError(str(error))
+        return PlanError(str(answer))
 
 
 if __name__ == "__main__":

@@ -1,48 +1,104 @@
-"""Fit: whether a plan fits a GPU, and the largest batch that does. In: plans and a GPU. Out: `Fit`, `Largest`."""
+"""Fit: GPUs by name, whether a plan fits one, and the largest batch that does."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from halfstep.advise.plan.gpus import GIB, Gpu, gpu_named
+from halfstep.advise.plan.ledger import PlanError
+from halfstep.errors import did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan
 
-__all__ = ["TOLERANCE", "Fit", "Largest", "fit_of", "largest_batch"]
+__all__ = ["GIB", "TOLERANCE", "Fit", "Gpu", "Largest", "fit_of", "gpu_named", "gpu_names", "largest_batch"]
 
-TOLERANCE = 0.1
-"""Share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it."""
+GIB = 2**30
+
+TOLERANCE = 0.1  # share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it
 
 MOST_PLANS = 12
 """Plans made in the search for the largest batch; four are enough where bytes are affine in the batch."""
 
-MOST = 1 << 20
-"""The largest batch that is tried."""
+MOST = 1 << 20  # the largest batch that is tried
+
+CONTEXT = 0.6
+"""GiB that a process takes besides what torch allocates: the driver's context and loaded kernels.
+
+Seen: 0.25 GiB for a bare context on an RTX 3090 (https://github.com/invoke-ai/InvokeAI/issues/9413), 0.54 GiB on an
+RTX PRO 6000 (https://github.com/ggml-org/llama.cpp/pull/23604), 0.6 GiB in logs of an H200. NCCL's buffers come on top.
+"""
+
+ALIASES = {"a100": "a100-80", "v100": "v100-32", "a10": "a10g"}
+"""What a card of several sizes means without one: the larger; a verdict names the card."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU, read from `gpus.toml`."""
+
+    name: str  # as `hs.plan` takes it
+    title: str  # the maker's name
+    sold: float  # gigabytes, as advertised; 0 for a size given by hand
+    total: float  # GiB that the driver gives to a process
+    formats: tuple[str, ...]  # low formats with matrix units
+    source: str = ""  # the maker's page
+    seen: str = ""  # where `total` was printed
+
+    @property
+    def usable(self) -> int:
+        """Return the bytes that torch can allocate: the total without the driver's context."""
+        return int((self.total - CONTEXT) * GIB)
+
+
+@cache
+def _table() -> dict[str, Gpu]:
+    text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(text)
+    return {name: Gpu(name=name, **{**row, "formats": tuple(row["formats"])}) for name, row in rows.items()}
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names in the table."""
+    return tuple(_table())
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the GPU called `name` in any case ("h200", "A100-80"), or one with a size given as "96GiB"."""
+    wanted = re.sub(r"^(nvidia|amd|geforce|rtx|tesla|instinct)[ -]*", "", name.strip().lower())
+    wanted = re.sub(r"^(rtx)[ -]*", "", wanted).replace(" ", "-").removesuffix("gb")
+    wanted = ALIASES.get(wanted, wanted)
+    if wanted in _table():
+        return _table()[wanted]
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)-?gib", wanted)
+    if size is not None and float(size[1]) > CONTEXT:
+        return Gpu(name=name, title=f"a GPU with {size[1]} GiB", sold=0, total=float(size[1]), formats=("bf16", "fp16"))
+    raise PlanError(
+        f"unknown GPU {name!r}{did_you_mean(wanted, _table())}; there are {', '.join(_table())}, and a size such as "
+        "96GiB for another one (what torch prints as its total capacity)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A plan beside a GPU.
+    """A plan beside a GPU."""
 
-    Attributes:
-        gpu: the GPU's name.
-        title: the maker's name of it.
-        usable: bytes that torch can allocate on it.
-        need: bytes of the plan's highest point, preparation and first step included.
-        when: that point: "step", "first step" or "preparation".
-        verdict: "fits" or "does not fit", if that also holds for a peak that is a tenth higher or lower; else
-            "undecided".
-    """
-
-    gpu: str
-    title: str
-    usable: int
-    need: int
-    when: str
-    verdict: str
+    gpu: str  # the GPU's name
+    title: str  # the maker's name of it
+    usable: int  # bytes that torch can allocate on it
+    need: int  # bytes of the plan's highest point, preparation and first step included
+    when: str  # that point: "step", "first step" or "preparation"
+    verdict: str  # "fits" or "does not fit", if also for a peak a tenth higher or lower; else "undecided"
 
     @property
     def spare(self) -> int:
@@ -52,27 +108,16 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Largest:
-    """The largest batch that fits.
+    """The largest batch that fits."""
 
-    Attributes:
-        batch: its size; 0 if a batch of one does not fit; None if none was found: the peak does not grow with it.
-        need: bytes of its highest point; 0 without one.
-        plans: how many plans were made to find it; both `batch` and `batch` + 1 were planned.
-        proved: whether `batch` + 1 was planned and does not fit. The search ends after 12 plans, and at 1,048,576.
-    """
-
-    batch: int | None
-    need: int
-    plans: int
-    proved: bool
+    batch: int | None  # 0 if a batch of one does not fit; None if none was found: the peak does not grow with it
+    need: int  # bytes of its highest point; 0 without one
+    plans: int  # how many plans were made to find it; both `batch` and `batch` + 1 were planned
+    proved: bool  # `batch` + 1 was planned and does not fit. The search ends after 12 plans, and at 1,048,576
 
 
 def fit_of(plan: MemoryPlan, gpu: Gpu | str) -> Fit:
-    """Return whether `plan` fits `gpu`.
-
-    Raises:
-        PlanError: unknown GPU.
-    """
+    """Return whether `plan` fits `gpu`."""
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     points = {"step": plan.peak_bytes, "first step": plan.first_peak, "preparation": plan.setup_peak}
     when, need = max(points.items(), key=lambda item: item[1])  # of equal ones the first
@@ -88,13 +133,7 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
     """Return the largest batch that `fits`, planned and not extrapolated.
 
     The bytes of two batches give a line, the line a guess, and the guess is planned, until a batch fits and the next
-    one does not.
-
-    Args:
-        plan_of: returns the plan of a batch size.
-        first: the plan of `batch`.
-        batch: a size to start from.
-        gpu: its name.
+    one does not. `first` is the plan of `batch`, a size to start from.
     """
     need = {batch: fit_of(first, gpu).need}
     room = fit_of(first, gpu).usable / (1 + TOLERANCE)
@@ -125,31 +164,10 @@ def _guess(need: dict[int, int], room: float, low: int, high: int) -> int:
     activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit.
     """
     fitting = sorted(size for size in need if size <= low)[-2:]
-    pairs = [(fitting[0], fitting[1])] if len(fitting) == 2 else []
     over = sorted(size for size in need if size >= high)[:2]
-    if low and over:
-        pairs.append((low, high))
-    elif len(over) == 2:
-        pairs.append((over[0], over[1]))
-    for small, large in pairs:
+    for small, large in (pair for pair in (fitting, [low, high] if low and over else over) if len(pair) == 2):
         slope = (need[large] - need[small]) / (large - small)
         guess = int(small + (room - need[small]) / slope) if slope > 0 else high
         if guess < high:
             return max(guess, low + 1)
     return min(high - 1, MOST if high > MOST else (low + high) // 2)
-
-
-UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def unit_of(size: float) -> tuple[str, int]:
-    """Return name and bytes of the unit that suits `size`: GiB as torch prints a GPU's memory, or less."""
-    return next((unit for unit in UNITS if abs(size) >= unit[1]), ("B", 1))
-
-
-def gib(size: float) -> str:
-    """Return bytes for readers, with three digits."""
-    unit, one = unit_of(size)
-    number = size / one
-    digits = 0 if one == 1 or abs(number) >= 100 else 2 if abs(number) < 10 else 1
-    return f"{number:,.{digits}f} {unit}"

@@ -1,28 +1,51 @@
-"""MemoryPlan: the bytes of a training step as plain values: what persists, what is alive at the peak, the timeline.
-
-Input is what a trace found (`trace.py`); output are frozen rows of plain values, their sums and a record for JSON.
-"""
+"""MemoryPlan: the bytes of a training step as plain values: what persists, what is alive at the peak, the timeline."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
-from halfstep.advise.plan.page import plan_page
-from halfstep.advise.plan.parts import PARTS, PHASES, Moment, PlanError, Row
-from halfstep.advise.plan.text import part_table, plan_text
+from halfstep.advise.plan.ledger import PARTS, PHASES
+from halfstep.advise.plan.page import part_table, plan_page, plan_text
 from halfstep.report import write_page
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.fit import Fit, Largest
-    from halfstep.advise.plan.traffic import Sent
+    from halfstep.advise.plan.ranks import Sent
 
-__all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
+__all__ = ["MemoryPlan", "Moment", "Row"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Memory of one part, module and format."""
+
+    part: str  # one of `PARTS`
+    module: str  # dotted name of the module that owns it or whose operator made it; "" for none or the model itself
+    format: str  # number format, as "fp32", "bf16", "int64"
+    bytes: int  # sum over its tensors' memory; memory shared by tensors counts once
+    tensors: int  # blocks of memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The highest point of one stretch of a step."""
+
+    phase: str  # one of `PHASES`
+    operator: int  # number of operators run before it in this step
+    name: str  # the operator that made the last block before it, such as "aten::mm"
+    module: str  # dotted name of the module that was running, or whose backward pass was
+    bytes: tuple[int, ...]  # of each part, in the order of `PARTS`
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +111,12 @@ class MemoryPlan:
 
     def by_part(self, *, peak: bool = True) -> dict[str, int]:
         """Return the bytes of each of `PARTS` at the peak, or of what persists."""
-        found = _sums((row.part, row.bytes) for row in self._rows(peak=peak))
+        found = self._sums(lambda row: row.part, peak)
         return {part: found[part] for part in PARTS if part in found}
 
     def by_format(self, *, peak: bool = True) -> dict[str, int]:
         """Return the bytes of each format, largest first."""
-        return _largest(_sums((row.format, row.bytes) for row in self._rows(peak=peak)))
+        return dict(self._sums(lambda row: row.format, peak).most_common())
 
     def by_module(self, depth: int | None = None, *, peak: bool = True) -> dict[str, int]:
         """Return the bytes of each module, largest first.
@@ -102,8 +125,7 @@ class MemoryPlan:
             depth: how many words of a module's dotted name to keep; None: all.
             peak: whether at the peak, or of what persists.
         """
-        rows = self._rows(peak=peak)
-        return _largest(_sums((".".join(row.module.split(".")[:depth]), row.bytes) for row in rows))
+        return dict(self._sums(lambda row: ".".join(row.module.split(".")[:depth]), peak).most_common())
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the parts as rows of text: headers first, then bytes between steps and at the peak, and the share."""
@@ -132,16 +154,8 @@ class MemoryPlan:
             "policy": self.policy.to_toml(),
         }
 
-    def _rows(self, *, peak: bool) -> tuple[Row, ...]:
-        return self.peak if peak else self.persistent
-
-
-def _sums(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for name, amount in pairs:
-        found[name] += amount
-    return found
-
-
-def _largest(sums: Counter[str]) -> dict[str, int]:
-    return dict(sums.most_common())
+    def _sums(self, name_of: Callable[[Row], str], peak: bool) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for row in self.peak if peak else self.persistent:
+            found[name_of(row)] += row.bytes
+        return found

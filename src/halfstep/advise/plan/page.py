@@ -1,22 +1,259 @@
-"""The page of a plan: the verdict, the drawing of the peak, parts and modules as tables, policies side by side."""
+"""Pages: a plan as a sentence, as tables, its step drawn as text and as a chart, and the page of several plans."""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
-from halfstep.advise.plan.drawing import figure
-from halfstep.advise.plan.fit import TOLERANCE, gib, unit_of
-from halfstep.advise.plan.text import gpus_line, label, module_table, part_table, preset_table, sent_table, verdict
+from halfstep.advise.plan.fit import GIB, TOLERANCE, Largest, fit_of, gpu_names
+from halfstep.advise.plan.ledger import PARTS, PHASES
+from halfstep.advise.plan.ranks import Sent
 
 if TYPE_CHECKING:
-    from halfstep.advise.plan.memory import MemoryPlan
+    from halfstep.advise.plan.memory import MemoryPlan, Moment
 
-__all__ = ["plan_page"]
+__all__ = [
+    "drawing", "figure", "gib", "gpus_line", "label", "module_table", "part_table", "plan_page", "plan_text",
+    "preset_table", "sent_table", "verdict",
+]  # fmt: skip
 
-MODULES = 20
-"""Rows of the table of modules: a screen."""
+UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
+
+LETTERS = dict(zip(PARTS, "PVBOCAGSNIT", strict=True))  # of each part in the drawing
+WIDTH, HEIGHT = 72, 14  # columns and lines of a drawing
+
+INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+def label(plan: MemoryPlan) -> str:
+    """Return the policy's name with its low format."""
+    policy = plan.policy
+    return policy.name if policy.dtype == "fp32" else f"{policy.name} {policy.dtype}"
+
+
+def verdict(plan: MemoryPlan) -> str:
+    """Return the answer in one sentence."""
+    fit = plan.fit
+    each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
+    if fit is None:
+        return f"needs {gib(plan.peak_bytes)} at its peak and {gib(plan.persistent_bytes)} between steps{each}"
+    card = f"{'an' if fit.gpu[0] in 'ahlm8' else 'a'} {fit.gpu}"
+    at = "" if fit.when == "step" else f" in the {fit.when}" if fit.when == "first step" else " in preparation"
+    if fit.verdict == "fits":
+        text = f"fits {card} with {gib(fit.spare)} to spare{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}"
+    elif fit.verdict == "does not fit":
+        text = f"does not fit {card}{each}: peak{at} {gib(fit.need)}, and {gib(fit.usable)} can be allocated"
+    else:
+        text = (
+            f"undecided for {card}{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}, and a plan may be "
+            f"{100 * TOLERANCE:.0f} % off"
+        )
+    return f"{text}; {_largest_words(plan.largest)}" if plan.largest is not None else text
+
+
+def _largest_words(largest: Largest) -> str:
+    if largest.batch is None:
+        return "the peak does not grow with the batch"
+    return f"largest batch {_batch(largest)}" if largest.batch else "no batch fits"
+
+
+def gpus_line(plan: MemoryPlan) -> str:
+    """Return which GPUs of the table a plan fits, for a plan without one."""
+    found: dict[str, list[str]] = {"fits": [], "undecided": []}
+    for name in gpu_names():
+        found.setdefault(fit_of(plan, name).verdict, []).append(name)
+    return "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if names)
+
+
+def part_table(plan: MemoryPlan) -> doc.Table:
+    """Return the bytes of each part between steps and at the peak, with their share of the peak, and their sum."""
+    steady, peak = plan.by_part(peak=False), plan.by_part()
+    rows = [
+        (part, gib(steady.get(part, 0)), gib(peak.get(part, 0)), _share(peak.get(part, 0), plan.peak_bytes))
+        for part in PARTS
+        if steady.get(part) or peak.get(part)
+    ]
+    rows.append(("together", gib(plan.persistent_bytes), gib(plan.peak_bytes), ""))
+    return doc.table("By part", ("part", "between steps", "at the peak", "share"), rows)
+
+
+def module_table(plan: MemoryPlan, count: int) -> doc.Table:
+    """Return the modules that weigh most at the peak: how many, what most of it is, bytes and share.
+
+    Modules whose names differ in numbers alone are one row: ``blocks.*.mlp``.
+    """
+    sums: dict[str, Counter[str]] = {}
+    members: dict[str, set[str]] = {}
+    for row in plan.peak:
+        name = INDEX.sub("*", row.module) or "(model)"
+        sums.setdefault(name, Counter())[row.part] += row.bytes
+        members.setdefault(name, set()).add(row.module)
+    rows = []
+    for name in sorted(sums, key=lambda name: -sums[name].total())[:count]:
+        ((part, size),) = sums[name].most_common(1)
+        total = sums[name].total()
+        rows.append((name, str(len(members[name])), f"{part} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
+    headers = ("modules", "number", "most of it", "at the peak", "share")
+    return doc.table("Modules that weigh most at the peak", headers, rows, words=(2,))
+
+
+def sent_table(found: Sequence[Sent]) -> doc.Table:
+    """Return what the collectives of a step send, and their sum."""
+    rows = [(one.collective, str(one.number), gib(one.put_in), gib(one.ring)) for one in found]
+    if len(rows) > 1:
+        number, put_in, ring = (sum(getattr(s, name) for s in found) for name in ("number", "put_in", "ring"))
+        rows.append(("together", str(number), gib(put_in), gib(ring)))
+    headers = ("collective", "number", "a device puts in", "it sends, in a ring")
+    return doc.table("Communication of a step", headers, rows)
+
+
+def preset_table(plans: Sequence[MemoryPlan]) -> doc.Table:
+    """Return a row for each plan: its policy, the parts of the peak, and on a GPU the verdict and the largest batch."""
+    headers = ["policy", "between steps", "weights at the peak", "optimizer state", "saved for backward", "the rest",
+               "peak"]  # fmt: skip
+    rows: list[list[str | doc.Cell]] = []
+    for plan in plans:
+        peak = plan.by_part()
+        kept = sum(peak.get(part, 0) for part in ("parameters", "precise values", "low copies", "gathered parameters"))
+        state, saved = peak.get("optimizer state", 0), peak.get("saved for backward", 0)
+        sizes = (plan.persistent_bytes, kept, state, saved, plan.peak_bytes - kept - state - saved, plan.peak_bytes)
+        rows.append([label(plan), *map(gib, sizes)])
+        if plan.fit is not None:
+            largest = "" if plan.largest is None else _batch(plan.largest)
+            rows[-1] += [doc.judged(plan.fit.verdict), largest]
+    if any(plan.fit is not None for plan in plans):
+        headers += ["verdict", "largest batch"]
+        rows = [row + [""] * (len(headers) - len(row)) for row in rows]
+    return doc.table("Every policy, bytes of a device", headers, rows)
+
+
+def plan_text(plan: MemoryPlan) -> str:
+    """Return a plan as text: the answer, its parts, the drawing of the peak."""
+    rows = plan.table()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join([f"{plan.name}, {label(plan)}: {verdict(plan)}", "", *lines, "", *drawing(plan)])
+
+
+def _batch(largest: Largest) -> str:
+    if largest.batch is None:
+        return "any"
+    return f"{largest.batch:,}" if largest.proved else f"{largest.batch:,} or more"
+
+
+def _share(size: int, total: int) -> str:
+    return f"{100 * size / total:.0f} %" if total else ""
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return name and bytes of the unit that suits `size`: GiB as torch prints a GPU's memory, or less."""
+    return next((unit for unit in UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
+def gib(size: float) -> str:
+    """Return bytes for readers, with three digits."""
+    unit, one = unit_of(size)
+    number = size / one
+    digits = 0 if one == 1 or abs(number) >= 100 else 2 if abs(number) < 10 else 1
+    return f"{number:,.{digits}f} {unit}"
+
+
+# ------------------------------------------------------------------ the drawing
+
+
+def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    """Return the step as lines of text: time to the right, bytes upwards, a letter for each part.
+
+    Each column is a stretch of the step at its highest point; a letter is a share of that height, by part.
+    """
+    columns = _columns(plan.timeline, width)
+    if not columns:
+        return []
+    top = max(moment.total for moment in columns)
+    peak = next(n for n, moment in enumerate(columns) if moment.total == top)
+    stacks = [_stack(moment, top, height) for moment in columns]
+    label = gib(top).rjust(10)
+    lines = [f"{label if line == height - 1 else ' ' * 10} |{''.join(s[line] for s in stacks).rstrip()}"
+             for line in reversed(range(height))]  # fmt: skip
+    lines.append(f"{'0'.rjust(10)} +{'-' * len(columns)}")
+    lines.append(f"{' ' * 12}{_axis(columns)}")
+    lines.append(f"{' ' * 12}{' ' * peak}^ peak: {_place(plan.peak_at)}")
+    lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in _used(columns))}")
+    return lines
+
+
+def _used(moments: Sequence[Moment]) -> list[str]:
+    return [part for n, part in enumerate(PARTS) if any(moment.bytes[n] for moment in moments)]
+
+
+def _place(moment: Moment) -> str:
+    """Return where in a step a moment lies, in words."""
+    where = f"{moment.phase}, {moment.name.removeprefix('aten::')}" if moment.name else moment.phase
+    return f"{where} of {moment.module}" if moment.module else where
+
+
+def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> doc.Figure:
+    """Return the step as a picture: bytes of each part over the operators of a step.
+
+    `limit` is the bytes of the GPU called `label`, drawn as a line; 0 for none.
+    """
+    at = tuple(float(moment.operator) for moment in plan.timeline)
+    unit, one = unit_of(plan.peak_at.total)
+    series = tuple(
+        doc.Series(
+            part, at, tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=doc.Key(n % 6 + 1, n >= 6)
+        )
+        for n, part in enumerate(_used(plan.timeline))  # six hues, then the same paler
+    )
+    line = f" The dashed line is what torch can allocate on {label}." if limit else ""
+    return doc.Figure(
+        "Memory of a step",
+        "From left to right the operators of one step after the first: forward, backward, update; "
+        f"{unit} alive, by part. Its highest point, {gib(plan.peak_at.total)}, is in {_place(plan.peak_at)}.{line}",
+        f"Memory over a step; highest point {gib(plan.peak_at.total)} in {_place(plan.peak_at)}.",
+        doc.AreaChart("operators run", series, limit / one if limit else None),
+    )
+
+
+def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
+    """Return the highest moment of each of `width` stretches, of every phase at least one."""
+    if len(timeline) <= width:
+        return list(timeline)
+    found: list[Moment] = []
+    for phase in PHASES:
+        those = [moment for moment in timeline if moment.phase == phase]
+        count = min(len(those), max(1, round(width * len(those) / len(timeline))))
+        for n in range(count):
+            stretch = those[n * len(those) // count : (n + 1) * len(those) // count]
+            found.append(max(stretch, key=lambda moment: moment.total))
+    return found
+
+
+def _stack(moment: Moment, top: int, height: int) -> str:
+    """Return a column from bottom to top; a line shows the part that is at its middle."""
+    ends = list(accumulate(moment.bytes))
+    places = (bisect_left(ends, (line + 0.5) / height * top) for line in range(height))
+    return "".join(LETTERS[PARTS[place]] if place < len(PARTS) else " " for place in places)
+
+
+def _axis(columns: Sequence[Moment]) -> str:
+    """Return the names of the phases, each at the column where it begins; the last may be longer than its phase."""
+    line = ""
+    for phase in PHASES:
+        first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)
+        if first is not None:
+            line = f"{line[: max(first - 1, 0)]:<{first}}{phase}"
+    return line
+
+
+# ------------------------------------------------------------------ the page
+
+MODULES = 20  # rows of the table of modules: a screen
 
 METHOD = (
     "The step ran on tensors without memory: every operator of forward and backward pass and update, under the policy, "

@@ -6,8 +6,11 @@ Input: a task, or a model with batch, loss function and optimizer; output: a `Me
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +22,20 @@ from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.plan.batches import batch_size as size_of
-from halfstep.advise.plan.batches import with_size
-from halfstep.advise.plan.elsewhere import elsewhere
-from halfstep.advise.plan.fit import fit_of, largest_batch
-from halfstep.advise.plan.gpus import Gpu, gpu_named
-from halfstep.advise.plan.memory import MemoryPlan, PlanError
+from halfstep.advise.plan.elsewhere import attempt, elsewhere
+from halfstep.advise.plan.fit import Gpu, fit_of, gpu_named, largest_batch
+from halfstep.advise.plan.ledger import PlanError
+from halfstep.advise.plan.memory import MemoryPlan
+from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.run import plan_step
-from halfstep.advise.plan.ways import check_way, way_of
+from halfstep.advise.plan.values import LARGEST
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.lens import raised_at
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda
 from halfstep.torch_private.fake import FakeTensorMode
+from halfstep.torch_private.trees import tree_map_only
+from halfstep.trees import tensors
 
 __all__ = ["plan", "plan_each"]
 
@@ -113,26 +117,15 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
 
     Those for a GPU are made in one process, as its start takes seconds.
     """
+    checked = [attempt(_checked, request=request) for request in requests]
+    there = [one for one in checked if isinstance(one, dict) and one["device"] == "cuda"]
+    answers = iter(elsewhere(_planned, there) if there and not _has_fake_gpu() else ())
     found: list[MemoryPlan | Exception] = []
-    ready: list[Any] = []  # arguments, or an error
-    for request in requests:
-        try:
-            ready.append(_checked(**request))
-        except hs.HalfstepError as error:
-            ready.append(error)
-    there = [one for one in ready if isinstance(one, dict) and one["device"] == "cuda"]
-    sent = bool(there) and not _has_fake_gpu()
-    answers = iter(elsewhere(_planned, there) if sent else ())
-    for one in ready:
-        if isinstance(one, Exception):
-            found.append(one)
-        elif sent and one["device"] == "cuda":
-            found.append(next(answers))
-        else:
-            try:
-                found.append(_planned(**one))
-            except hs.HalfstepError as error:
-                found.append(error)
+    for one in checked:
+        if isinstance(one, dict):
+            answer = next(answers, None) if one["device"] == "cuda" else None
+            one = attempt(_planned, **one) if answer is None else answer
+        found.append(one)
     return found
 
 
@@ -145,24 +138,19 @@ def _has_fake_gpu() -> bool:
         return False
 
 
-def _checked(
-    what: Any,
-    batch: Any = None,
-    loss_fn: Any = None,
-    optimizer: Any = None,
-    *,
-    policy: hs.Policy | str | Path = "mixed",
-    device: str = "cpu",
-    devices: int = 1,
-    shard: str = "none",
-    units: Sequence[str] | None = None,
-    gpu: str = "",
-    batch_size: int | None = None,
-    largest: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return the arguments of `_planned`."""
-    check_way(shard, devices, units)
+def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `_planned` for arguments of `plan`."""
+    bound = inspect.signature(plan).bind(**request)
+    bound.apply_defaults()
+    given = bound.arguments
+    what, batch, loss_fn, optimizer, policy, device, devices, shard, units, gpu, size, largest, options = given.values()
+    check("hs.plan", PlanError, shard=(shard, one_of("none", "ddp", "fsdp2")), devices=(devices, COUNT))
+    if devices == 1 and shard != "none":
+        raise PlanError(f"shard={shard!r} needs devices=2 or more, and devices is 1")
+    if devices > 1 and shard == "none":
+        raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
+    if units is not None and shard != "fsdp2":
+        raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
     check(
         "hs.plan",
         PlanError,
@@ -171,7 +159,7 @@ def _checked(
         optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
         device=(device, one_of(*DEVICES)),
         gpu=(gpu, TEXT),
-        batch_size=(batch_size, COUNT | NONE),
+        batch_size=(size, COUNT | NONE),
         largest=(largest, FLAG),
     )
     if shard == "fsdp2" and device != "cpu":
@@ -197,16 +185,13 @@ def _checked(
         what = _copied(what, partial(torch.empty_like, device="meta"))
     elif not isinstance(what, (str, Task)) and isinstance(what, type) and not issubclass(what, nn.Module):
         raise PlanError(f"expected a function that returns a model, and got the class {what.__name__}")
-    return {
-        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": hs.Policy.of(policy),
-        "device": device, "options": options, "devices": devices, "shard": shard, "units": units,
-        "card": gpu_named(gpu) if gpu else None, "batch_size": batch_size, "largest": largest,
-    }  # fmt: skip
+    card = gpu_named(gpu) if gpu else None
+    return {**given, "what": what, "policy": hs.Policy.of(policy), "gpu": card}
 
 
 def _planned(
-    what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, options: dict[str, Any], *,
-    devices: int, shard: str, units: Sequence[str] | None, card: Gpu | None, batch_size: int | None, largest: bool,
+    what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, devices: int, shard: str,
+    units: Sequence[str] | None, gpu: Gpu | None, batch_size: int | None, largest: bool, options: dict[str, Any],
 ) -> MemoryPlan:  # fmt: skip
     """Trace one request, in a process that has `device`, and others of other batch sizes for the largest."""
     task = load_task(what) if isinstance(what, str) else what
@@ -217,36 +202,49 @@ def _planned(
         name, make = type(task).__name__, partial(_copied, task, partial(torch.empty_like, device=device))
     else:
         name, make = getattr(task, "__name__", type(task).__name__), task
-    args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    traced, notes = (policy, ()) if card is None else _on_card(policy, device)
+    whole = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    on_card, notes = (policy, ()) if gpu is None else _on_card(policy, device)
 
     def plan_of(size: int | None) -> MemoryPlan:
-        inputs = (args, named) if size is None else with_size((args, named), size)
-        with way_of(shard, devices, device, units) as way:
-            made = _traced(
-                partial(
-                    plan_step,
-                    make,
-                    optimizer,
-                    loss_fn,
-                    *inputs,
-                    name=name,
-                    device=device,
-                    policy=traced,
-                    options=options,
-                    way=way,
-                ),
-                device,
-            )
-        if traced is not policy:
-            made = replace(made, policy=policy)
-        made = replace(made, devices=devices, shard=shard, batch_size=size_of(inputs), notes=(*made.notes, *notes))
-        return made if card is None else replace(made, fit=fit_of(made, card))
+        inputs = whole if size is None else _with_size(whole, size)
+        with fake_ranks(devices, device) if shard == "fsdp2" else nullcontext() as mesh, _tracing(device):
+            made = plan_step(
+                make, optimizer, loss_fn, *inputs, device=device, policy=on_card, options=options, devices=devices,
+                shard=shard, units=units, mesh=mesh, name=name, batch_size=_size(inputs),
+            )  # fmt: skip
+        made = replace(made, policy=made.policy if on_card is policy else policy, notes=(*made.notes, *notes))
+        return made if gpu is None else replace(made, fit=fit_of(made, gpu))
 
     found = plan_of(batch_size)
-    if card is None or not largest or not found.batch_size:
+    if gpu is None or not largest or not found.batch_size:
         return found
-    return replace(found, largest=largest_batch(plan_of, found, found.batch_size, card))
+    return replace(found, largest=largest_batch(plan_of, found, found.batch_size, gpu))
+
+
+def _size(batch: Any) -> int:
+    return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), 0)
+
+
+def _with_size(batch: Any, size: int) -> Any:
+    """Return `batch` with `size` in the place of its size, in every tensor whose first dimension it is.
+
+    Rows are repeated; a large tensor is on the meta device.
+    """
+    old = _size(batch)
+    if not old:
+        raise PlanError(
+            f"the batch cannot be given size {size}: none of its tensors has a dimension; give a batch of it"
+        )
+
+    def sized(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != old:
+            return tensor
+        shape = (size, *tensor.shape[1:])
+        if tensor.is_meta or math.prod(shape) > LARGEST:
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(size) % old]
+
+    return tree_map_only(Tensor, sized, batch)
 
 
 def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]]:
@@ -259,13 +257,14 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
     return hs.Policy.of(policy, dtype="bf16", **as_fp16), (OTHER_KERNELS, SAME_SIZE)
 
 
-def _traced(trace: Callable[[], MemoryPlan], device: str) -> MemoryPlan:
-    """Return what `trace` plans under the fake mode of `device`; what raises in the step as a PlanError."""
+@contextmanager
+def _tracing(device: str) -> Iterator[None]:
+    """Run a block under the fake mode of `device`; what raises in it becomes a PlanError."""
     log = logging.getLogger(fake_tensor.__name__)
     quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
     try:
         with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
-            return trace()
+            yield
     except hs.HalfstepError:
         raise
     except Exception as error:  # of the task's own functions, of torch, or a wrong argument of hs.TrainStep

@@ -6,11 +6,10 @@ The first step makes the optimizer's state and the low copies; the second is lik
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -18,19 +17,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.plan.ledger import Block, Ledger
-from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, PlanError, Row
+from halfstep.advise.plan.ledger import PARTS, Block, Ledger, PlanError
+from halfstep.advise.plan.memory import MemoryPlan, Moment, Row
+from halfstep.advise.plan.ranks import Ddp, sent
 from halfstep.advise.plan.trace import MemorySink, local
-from halfstep.advise.plan.ways import Way
 from halfstep.formats import format_of
 from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
-from halfstep.torch_private.trees import tree_leaves, tree_map_only
+from halfstep.torch_private.trees import tree_map_only
+from halfstep.trees import tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["plan_step"]
 
-GRANULE = {"cpu": 1, "cuda": 512}
-"""Bytes to whose multiples the device's allocator rounds."""
-
+GRANULE = {"cpu": 1, "cuda": 512}  # bytes to whose multiples the device's allocator rounds
 STRETCHES = 400  # of a timeline, at most
 
 
@@ -41,26 +42,34 @@ def plan_step(
     batch: tuple[Any, ...],
     named: dict[str, Any],
     *,
-    name: str,
     device: str,
     policy: hs.Policy,
     options: dict[str, Any],
-    way: Way,
+    devices: int,
+    shard: str,
+    units: Sequence[str] | None,
+    mesh: DeviceMesh | None,
+    **about: Any,
 ) -> MemoryPlan:
-    """Trace two updates where a fake mode is on and `device` is there; the arguments are those of `plan`, checked."""
+    """Trace two updates where a fake mode is on and `device` is there; the arguments are those of `plan`, checked.
+
+    `mesh` is that of fsdp2; `about` is what else the plan says of itself.
+    """
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     if device != "cpu":
         batch, named = tree_map_only(Tensor, _packed, (batch, named))
     with MemorySink(ledger, device).on() as sink:
-        ledger.mark(-2 if way.in_parts else -1, "setup")
+        # under fsdp2 no device ever holds the whole model: it is made before what counts as preparation
+        ledger.mark(-2 if mesh is not None else -1, "setup")
         inputs = tree_map_only(Tensor, lambda t: _input(sink, t, device), (batch, named))
         with torch.device(device):
             model = make()
         if not isinstance(model, nn.Module):
             raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
         own = len(ledger.blocks)
-        model = way.model(model, policy)
+        if mesh is not None:
+            model = hs.shard(model, policy, units=units, mesh=mesh)
         ledger.mark(-1, "setup")
         sink.watch(model)
         originals = {
@@ -70,7 +79,8 @@ def plan_step(
             if parameter is not None
         }
         optimizer = make_optimizer(model)
-        way.prepare(model, optimizer, policy)
+        if shard == "ddp":
+            hs.prepare(model, optimizer, policy=policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             with sink.forward():
@@ -78,8 +88,10 @@ def plan_step(
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         sink.watch(model)
-        way.ready(model, step.policy, ledger, device)
-        sink.after_backward = partial(way.sums, ledger)
+        ddp = Ddp(model, step.policy) if shard == "ddp" else None
+        if ddp is not None:
+            ddp.allocate(ledger, device)
+            sink.after_backward = partial(ddp.average, ledger)
         with _as_real():
             for number in range(2):
                 sink.step = number
@@ -88,13 +100,15 @@ def plan_step(
                     step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
         _name_parts(ledger, model, optimizer, originals, own)
-        live = list(ledger.live())
+        persistent = _rows(ledger.live())
         count = sum(p.numel() for p in model.parameters())
-        resolved, sent = step.policy, way.sent(sink.gathered.seen.get(1, ()))
+        seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
         notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
         ledger.close()
-    made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count, notes=notes)
-    return replace(made, sent=sent)
+    return MemoryPlan(
+        policy=step.policy, device=device, parameters=count, persistent=persistent, notes=notes, devices=devices,
+        shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
+    )  # fmt: skip
 
 
 def _as_real() -> AbstractContextManager[Any]:
@@ -130,41 +144,28 @@ def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
     """Say of every block what it was for.
 
-    Args:
-        ledger: whose blocks.
-        model: prepared.
-        optimizer: of it.
-        originals: id of the block of a parameter before the model was prepared -> its module.
-        own: number of blocks that were there before the model was prepared.
+    Before `model` was prepared, there were `own` blocks; `originals`: id of such a block of a parameter -> its module.
     """
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
-        for tensors, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
-            for tensor in tensors.values():
+        for held, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
+            for tensor in held.values():
                 if tensor is not None and (block := ledger.of(local(tensor))) is not None:
                     block.part, block.module = part, module_name
                 if isinstance(tensor, nn.Parameter):
                     names[id(tensor)] = module_name
     for parameter, state in optimizer.state.items():
-        for tensor in _tensors(state):
+        for tensor in tensors(state):
             if (block := ledger.of(local(tensor))) is not None and block.part not in ("parameters", "buffers"):
                 block.part, block.module = "optimizer state", names.get(id(parameter), "")
     for number, block in enumerate(ledger.blocks):
-        if block.part == "saved for backward" and block.alive:
-            block.part = "temporaries"  # the loss, and what the model keeps
-        if block.part:
-            continue
-        kept = block.alive and block.phase == "setup"
+        kept = block.alive and block.phase == "setup" and not block.part
         if kept and id(block) in originals:  # the fp32 values, behind low ones in other memory
             block.part, block.module = "precise values", originals[id(block)]
         elif kept:
             block.part = "buffers" if number < own else "precise values"
-        else:
-            block.part = "temporaries"
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        elif not block.part or (block.part == "saved for backward" and block.alive):
+            block.part = "temporaries"  # also the loss, and what the model keeps
 
 
 def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
@@ -186,61 +187,44 @@ def _format(dtype: torch.dtype) -> str:
     return format_of(dtype).name if dtype.is_floating_point else str(dtype).removeprefix("torch.")
 
 
-def _made(
-    ledger: Ledger,
-    live: list[Block],
-    *,
-    name: str,
-    device: str,
-    policy: hs.Policy,
-    parameters: int,
-    notes: tuple[str, ...],
-) -> MemoryPlan:
-    """Walk the events once for the peaks and the timeline, and once more to the peak."""
+def _peaks(ledger: Ledger) -> dict[str, Any]:
+    """Return the fields of a `MemoryPlan` that follow from a walk over all events: the peaks and the timeline."""
     blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
-    starts = {step: next(m for m in ledger.marks if m.step == step) for step in (0, 1, 2)}
-    places = [parts[block.part] for block in blocks]
-    begin, end = starts[1].operators, starts[2].operators
-    stretch = max(1, -(-(end - begin) // STRETCHES))
+    begins = {step: next(mark.operators for mark in ledger.marks if mark.step == step) for step in (0, 1, 2)}
+    stretch = max(1, -(-(begins[2] - begins[1]) // STRETCHES))
+    sums = (0,) * len(PARTS)
     highest: dict[tuple[str, int], tuple[int, int, tuple[int, ...]]] = {}  # phase, stretch -> total, event, parts
-    peaks = {-2: (0, 0), -1: (0, 0), 0: (0, 0), 1: (0, 0)}  # step -> total, event
-    sums, total = [0] * len(PARTS), 0
+    peaks = dict.fromkeys((-2, -1, 0, 1), (0, 0, sums))  # step -> total, event, parts
     marks, mark = iter(ledger.marks), ledger.marks[0]
-    following = next(marks)
+    following = next(marks, None)
     for number, event in enumerate(ledger.events):
         while following is not None and following.event <= number:
-            mark, following = following, next(marks, None)  # type: ignore[assignment]
-        if mark.step == 1:
-            key = mark.phase, (ledger.times[number] - begin) // stretch
-            highest.setdefault(key, (total, max(number - 1, 0), tuple(sums)))
-        block = event if event >= 0 else ~event
-        amount = blocks[block].bytes if event >= 0 else -blocks[block].bytes
-        total += amount
-        sums[places[block]] += amount
+            mark, following = following, next(marks, None)
         if mark.step > 1:
             break
-        if total > peaks[mark.step][0]:
-            peaks[mark.step] = total, number
-        if mark.step == 1 and total > highest[key][0]:
-            highest[key] = total, number, tuple(sums)
+        before = sum(sums), max(number - 1, 0), sums
+        block = blocks[event if event >= 0 else ~event]
+        place, amount = parts[block.part], block.bytes if event >= 0 else -block.bytes
+        sums = (*sums[:place], sums[place] + amount, *sums[place + 1 :])
+        now = sum(sums), number, sums
+        if now[0] > peaks[mark.step][0]:
+            peaks[mark.step] = now
+        if mark.step == 1:
+            key = mark.phase, (ledger.times[number] - begins[1]) // stretch
+            if now[0] > highest.setdefault(key, before)[0]:
+                highest[key] = now
     step = 0 if peaks[0][0] > peaks[1][0] else 1
-    at = peaks[step][1]
-    alive: dict[int, Block] = {}
-    for event in ledger.events[: at + 1]:
-        if event >= 0:
-            alive[event] = blocks[event]
-        else:
-            alive.pop(~event, None)
-    timeline = [_moment(ledger, event, begin, sums_) for _, event, sums_ in highest.values()]
-    peak = [0] * len(PARTS)
-    for block_ in alive.values():
-        peak[parts[block_.part]] += block_.bytes
-    return MemoryPlan(
-        name=name, policy=policy, device=device, parameters=parameters, operators=end - begin,
-        persistent=_rows(live), peak=_rows(alive.values()),
-        peak_at=_moment(ledger, at, starts[step].operators, tuple(peak)),
-        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline), notes=notes,
-    )  # fmt: skip
+    _, at, alive = peaks[step]
+    until = ledger.events[: at + 1]
+    freed = {~event for event in until if event < 0}
+    return {
+        "operators": begins[2] - begins[1],
+        "peak": _rows(blocks[event] for event in until if event >= 0 and event not in freed),
+        "peak_at": _moment(ledger, at, begins[step], alive),
+        "first_peak": peaks[0][0],
+        "setup_peak": peaks[-1][0],
+        "timeline": tuple(_moment(ledger, event, begins[1], found) for _, event, found in highest.values()),
+    }
 
 
 def _moment(ledger: Ledger, event: int, begin: int, sums: tuple[int, ...]) -> Moment:

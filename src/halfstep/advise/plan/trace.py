@@ -7,11 +7,19 @@ operator costs 0.3 ms of the processor, nearly all of it in torch's fake tensors
 Note [modules in backward]: an operator of the backward pass belongs to the module whose forward made its autograd node.
 Nodes are numbered in the order of their creation; the number is noted when an operator runs forward. The backward pass
 runs in the calling thread (`set_multithreading_enabled(False)`), so that numbers are unique.
+
+Note [gathered]: fully_shard gathers a group's parameters into storages that it fills by `resize_` and empties by
+`resize_(0)`, which no operator shows. Those that are full are looked at before every operator, so that a block ends
+before the next begins.
+
+Note [workspace]: oneDNN's convolutions copy what they read and write into layouts of channels in blocks of 16. The sums
+in `KERNELS` were found by counting (torch 2.13, oneDNN 3.x with AVX-512) and hold within some per cent there; other
+operators take so little that a plan leaves it out. A GPU's workspaces are chosen by cuDNN and cuBLAS while they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,11 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.advise.plan.gathered import Gathered
-from halfstep.advise.plan.ledger import Block, Ledger
-from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.ledger import Block, Ledger, PlanError
+from halfstep.advise.plan.ranks import collective
 from halfstep.advise.plan.values import Values
-from halfstep.advise.plan.workspace import KERNELS
 from halfstep.lens import Sink, Tracer, user_line
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, get_sequence_nr
 from halfstep.torch_private.fake import (
@@ -40,30 +46,20 @@ READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
 CAST = "aten::_to_copy"
 COPIES = frozenset({"aten::clone", CAST})
-RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
-"""Namespaces of operators that only sharded models run."""
+RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})  # namespaces of operators that only sharded models run
 
 
 class MemorySink(Sink):
-    """Follows memory while its tracer is open.
-
-    Attributes:
-        ledger: what it found.
-        values: of the tensors that have known ones.
-        phase: set by `begin`; "backward" is found by itself.
-        gathered: what sharding allocates and sends.
-        after_backward: called between a backward pass and its update.
-        weights: blocks of parameters, by id.
-        buffers: blocks of buffers, by id.
-    """
+    """Follows memory while its tracer is open."""
 
     def __init__(self, ledger: Ledger, device: str) -> None:
         self.ledger, self.device = ledger, device
         self.values = Values()
-        self.phase, self.step = "setup", -1
-        self.gathered = Gathered(ledger)
-        self.after_backward: Callable[[], object] = lambda: None
-        self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
+        self.phase, self.step = "setup", -1  # `begin` sets the phase; "backward" is found without it
+        self.seen: dict[int, list[tuple[str, int]]] = {}  # step -> (operator, bytes put in) of every collective
+        self.after_backward: Callable[[], object] = lambda: None  # called between a backward pass and its update
+        self._gathered: list[Tensor] = []  # full ones, see note [gathered]
+        self._copies: dict[int, str] = {}  # id of a block of the model -> the part that a copy of it is of
         self._parameters: list[nn.Parameter] = []
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
         self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
@@ -78,12 +74,10 @@ class MemorySink(Sink):
     def watch(self, model: nn.Module) -> None:
         """Take the names, parameters and buffers of `model`; again after any have been replaced."""
         self.tracer.follow(model)
-        self._kinds = {}
         self._parameters = list(model.parameters())
-        for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
-            for tensor in map(local, tensors):
-                if (block := self.ledger.of(tensor)) is not None:
-                    self._kinds.setdefault(id(block), kind)
+        copies = {id(self.ledger.of(local(buffer))): "buffers" for buffer in model.buffers()}
+        self._copies = copies | {id(self.ledger.of(local(p))): "low copies" for p in self._parameters}
+        self._copies.pop(id(None), None)  # of what is in memory that was not noted
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -91,17 +85,13 @@ class MemorySink(Sink):
         self.begin("forward")
         first = len(self.ledger.blocks)
         yield
-        for block in self.ledger.blocks[first:]:
-            if block.alive and not block.part:
-                block.part = "saved for backward"
+        _saved(self.ledger.blocks[first:])
         self.phase = "update"
 
     def begin(self, phase: str) -> None:
         """Begin a phase."""
         self.phase = phase
         self.ledger.mark(self.step, phase)
-
-    # ------------------------------------------------------------------ modules
 
     def entering(self, module: nn.Module) -> None:
         """Begin to note what the outermost module makes."""
@@ -111,12 +101,8 @@ class MemorySink(Sink):
     def left(self, module: nn.Module) -> None:
         """Name what the outermost module has made and keeps: it ran again in the backward pass."""
         if not self.tracer.running and self._made:
-            for block in self._made:
-                if block.alive and not block.part:
-                    block.part = "saved for backward"
+            _saved(self._made)
             self._made = []
-
-    # ------------------------------------------------------------------ operators
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note the memory it leaves."""
@@ -126,7 +112,9 @@ class MemorySink(Sink):
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor out of others: its operators on these come here
         ledger = self.ledger
-        self.gathered.settle()
+        for tensor in self._gathered:
+            ledger.resized(tensor)
+        self._gathered = [tensor for tensor in self._gathered if tensor.untyped_storage().nbytes()]
         ledger.operators += 1
         backward, running = current_graph_task_id() >= 0, self.tracer.running
         if backward:
@@ -156,14 +144,11 @@ class MemorySink(Sink):
         result = self._run(func, name, args, kwargs)
         if name in KERNELS and self.device == "cpu":
             ledger.passing(KERNELS[name](args, result), args[0].dtype, module, name, self.phase)
-        if isinstance(result, Tensor):
-            self._note(result, module, name, args, backward)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    self._note(item, module, name, args, backward)
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor):
+                self._note(item, module, name, args, backward)
         if func.namespace in RANKS:
-            self.gathered.note(func, args, kwargs, result, self.step)
+            self._shared(func, name, args, kwargs, result)
         if name.startswith("aten::resize") or name == "aten::set_":
             ledger.resized(args[0])
         return result
@@ -206,13 +191,31 @@ class MemorySink(Sink):
             self._made.append(block)
         elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
             self._cast_from[id(block)] = source
-        if name in COPIES and isinstance(args[0], Tensor):
-            source = ledger.of(args[0])
-            kind = self._kinds.get(id(source))
-            if kind == "parameters" and self.step >= 0:
-                block.part = "low copies"
-            elif kind == "buffers" and self.step >= 0:
-                block.part = "buffers"
+        if name in COPIES and isinstance(args[0], Tensor) and self.step >= 0:
+            block.part = self._copies.get(id(ledger.of(args[0])), "")
+
+    def _shared(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Name the blocks of an operator of a sharded model, see note [gathered]."""
+        sent = collective(func, args)
+        if sent is not None:
+            self.seen.setdefault(self.step, []).append(sent)
+            if sent[0] == "_reduce_scatter_base_":
+                self._name(args[0], "gradients")
+        elif name == "fsdp::all_gather_copy_in":
+            for tensor in (*args[0], *result):
+                self._name(tensor, "communication")
+        elif name == "fsdp::chunk_cat":
+            self._name(kwargs["out"], "communication")
+        elif name == "fsdp::split_with_sizes_copy":
+            for tensor in kwargs["out"]:
+                self.ledger.resized(tensor)
+                self._name(tensor, "gathered parameters", anew=True)
+                self._gathered.append(tensor)
+
+    def _name(self, tensor: Tensor, part: str, *, anew: bool = False) -> None:
+        block = self.ledger.of(tensor)
+        if block is not None and (anew or not block.part):
+            block.part = part
 
     def _is_gradient(self, tensor: Tensor) -> None:
         block = self.ledger.of(local(tensor))
@@ -234,8 +237,13 @@ class MemorySink(Sink):
                     f"the model reads a value that depends on weights or random numbers ({_line()}), and a plan "
                     "has none; compute with tensors instead, such as torch.where for `if`"
                 ) from error
-        one = 0 if tensor.dtype is torch.bool else 1
-        return bool(one) if tensor.dtype is torch.bool else float(one) if tensor.is_floating_point() else one
+        return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _saved(blocks: list[Block]) -> None:
+    for block in blocks:
+        if block.alive and not block.part:
+            block.part = "saved for backward"
 
 
 @cache
@@ -252,3 +260,57 @@ def local(tensor: Tensor) -> Tensor:
 
 def _line() -> str:
     return user_line() or "in torch"
+
+
+# ------------------------------------------------------------------ workspaces, see the note above
+
+BLOCK = 16  # channels
+
+
+def _blocked(tensor: Tensor) -> int:
+    """Return the bytes of (N, C, ...) with channels in whole blocks."""
+    channels = -(-tensor.shape[1] // BLOCK) * BLOCK
+    return tensor.numel() // max(1, tensor.shape[1]) * channels * tensor.element_size()
+
+
+def _reads(tensor: Tensor) -> int:
+    """Return the bytes of an input's copy; one of few channels is read where it is."""
+    return _blocked(tensor) if tensor.shape[1] >= BLOCK else 0
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> int:
+    input, weight = args[:2]
+    if input.dim() < 3:
+        return 0
+    copied = weight.nbytes if input.shape[1] >= BLOCK else 0
+    return int(copied + max(_reads(input), _blocked(result)) + result.nbytes)
+
+
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
+    gradient, input, weight, mask = args[0], args[1], args[2], args[-1]
+    if input.dim() < 3:
+        return 0
+    made, kernel = input.nbytes if mask[0] else 0, weight.nbytes
+    by_input = by_weight = 0
+    if mask[0]:
+        by_input = _blocked(input) + _blocked(gradient) + kernel
+        if input.shape[1] >= BLOCK:
+            strided = gradient.shape[2:].numel() < input.shape[2:].numel()
+            by_input += made + (_blocked(gradient) if strided else 0)
+    if mask[1]:
+        read = _reads(input) + _blocked(gradient)
+        low = weight.element_size() < 4  # the gradient of a low weight is summed in fp32
+        by_weight = made + (read + 3 * kernel if low else max(read + kernel, 2 * kernel))
+    return max(by_input, by_weight)
+
+
+def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
+    return 2 * int(args[1].nbytes)
+
+
+KERNELS: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
+}
+"""Operator -> the most bytes that its kernel has at one time, results included."""

@@ -7,7 +7,6 @@ numbers or on large floating inputs has no value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
 from halfstep.torch_private.operators import schema_of
 from halfstep.torch_private.trees import tree_map_only
+from halfstep.trees import tensors
 
-__all__ = ["Values"]
+__all__ = ["LARGEST", "Values"]
 
 LARGEST = 1 << 22  # elements of integers
 LARGEST_FLOAT = 1 << 12  # elements of floating tensors: lengths and counts, no pictures
@@ -45,8 +45,8 @@ class Values:
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator on values; None if one is unknown or the result is random."""
-        tensors = list(_tensors(args)) + list(_tensors(list(kwargs.values())))
-        if any(self.of(t) is None for t in tensors) or torch.Tag.nondeterministic_seeded in func.tags:
+        unknown = any(self.of(tensor) is None for tensor in tensors([args, *kwargs.values()]))
+        if unknown or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
         if kwargs.get("device") is not None:
@@ -67,18 +67,12 @@ class Values:
             value = self.compute(func, args, kwargs)
             if isinstance(value, Tensor):
                 self.give(result, value)
-            elif changed:
-                self.forget(result)
+            elif changed and (old := getattr(result, NAME, None)) is not None:
+                self._lost.add(storage_key(old.untyped_storage()))  # of all tensors that share its memory
         elif isinstance(result, (tuple, list)) and all(isinstance(t, Tensor) for t in result):
             if sum(t.numel() for t in result) <= LARGEST_FLOAT or not any(t.is_floating_point() for t in result):
                 for tensor, value in zip(result, self.compute(func, args, kwargs) or (), strict=False):
                     self.give(tensor, value)
-
-    def forget(self, tensor: Tensor) -> None:
-        """Note that a tensor, and all that share its memory, were overwritten by something unknown."""
-        value = getattr(tensor, NAME, None)
-        if value is not None:
-            self._lost.add(storage_key(value.untyped_storage()))
 
     def dense_index(self, args: Any) -> Any:
         """Return arguments of `aten::index` with masks of known values as lists of places; None if one is unknown."""
@@ -94,11 +88,3 @@ class Values:
                 found = value.nonzero().unbind(1)
             places += [torch.empty(len(rows), dtype=torch.int64, device=index.device) for rows in found]
         return args[0], places
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

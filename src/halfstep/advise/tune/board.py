@@ -7,12 +7,12 @@ the best by more than the race resolves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration, Remedy, applied
+from halfstep.advise.tune.calibration import Calibration, applied
 from halfstep.advise.tune.lab import Lab
 from halfstep.advise.tune.race import BASELINE, Lap, RaceResult
 from halfstep.advise.tune.result import Change, Tried
@@ -21,8 +21,7 @@ from halfstep.timing import Ratio
 
 __all__ = ["PRESETS", "SAFE", "WRONG", "Board", "Weights"]
 
-SAFE = "O0"
-"""The preset that computes in fp32: the choice when nothing else is shown to be good."""
+SAFE = "O0"  # the preset that computes in fp32: the choice when nothing else is shown to be good
 
 PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 """The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
@@ -30,11 +29,8 @@ PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 WRONG = 0.1
 """Error of the gradients above which a candidate has to be looked at: healthy bf16 models stay below a twentieth."""
 
-GROUP = 8
-"""Candidates of one race at most, its base not counted: all of them are in memory at once."""
-
-COMPILED = " compiled"
-"""Behind the label of a candidate with ``compile=True``."""
+GROUP = 8  # candidates of one race at most, its base not counted: all of them are in memory at once
+COMPILED = " compiled"  # behind the label of a candidate with ``compile=True``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,36 +46,22 @@ class Weights:
 
 
 class Board:
-    """What is known of every candidate.
-
-    Args:
-        lab: what measures.
-        weights: of time and memory.
-        steps: of a short training.
-
-    Attributes:
-        bound: largest loss rise, a fraction of fp32's loss.
-        tried: label -> candidate, fp32 first.
-        best: label of the best candidate within the bound.
-        control: fp32 over fp32, of the last race.
-    """
+    """What is known of every candidate."""
 
     def __init__(self, lab: Lab, weights: Weights, steps: int) -> None:
         self.lab, self.weights, self.steps = lab, weights, steps
-        self.bound = math.nan
+        self.bound = math.nan  # largest loss rise, a fraction of fp32's loss
         self.tried: dict[str, Tried] = {FP32: Tried(label=FP32, policy=hs.Policy.of(SAFE), preset=SAFE)}
         self.best = self.add(hs.Policy.of(SAFE), SAFE).label
-        self.control: Ratio | None = None
+        self.control: Ratio | None = None  # fp32 over fp32, of the last race
         self.resolution = 0.0
         self._laps: dict[str, Lap] = {}
 
     def __getitem__(self, label: str) -> Tried:
         return self.tried[label]
 
-    # ------------------------------------------------------------------ candidates
-
     def add(
-        self, policy: hs.Policy, preset: str, changes: tuple[Change, ...] = (), *, compile: bool = False, **known: Any
+        self, policy: hs.Policy, preset: str, changes: tuple[Change, ...] = (), *, compile: bool = False
     ) -> Tried:  # fmt: skip
         """Return the candidate with this policy, new or known."""
         for tried in self.tried.values():
@@ -94,17 +76,13 @@ class Board:
         while label in self.tried:
             number += 1
             label = f"{name} ({number}){COMPILED * compile}"
-        self.tried[label] = Tried(
-            label=label, policy=policy, preset=preset, compile=compile, changes=changes, **known
-        )  # fmt: skip
+        self.tried[label] = Tried(label=label, policy=policy, preset=preset, compile=compile, changes=changes)
         return self.tried[label]
 
-    def changed(self, base: Tried, remedies: Iterable[Remedy]) -> Tried:
-        """Return `base` with some changes."""
-        remedies = list(remedies)
-        policy = applied(base.policy, [(r.field, r.pattern, r.value) for r in remedies])
-        new = tuple(Change(field=r.field, pattern=r.pattern, value=str(r.value), why=r.why) for r in remedies)
-        return self.add(policy, base.preset, (*base.changes, *new))
+    def changed(self, base: Tried, changes: Sequence[Change]) -> Tried:
+        """Return `base` with some changes more."""
+        new = (replace(change, value=str(change.value)) for change in changes)
+        return self.add(applied(base.policy, changes), base.preset, (*base.changes, *new))
 
     def set(self, label: str, **fields: Any) -> Tried:
         """Replace fields of a candidate."""
@@ -116,51 +94,36 @@ class Board:
         tried = self.tried[label]
         return Candidate(label=label, dtype=tried.policy.dtype, policy=tried.policy, compile=tried.compile)
 
-    # ------------------------------------------------------------------ measuring
-
     def race(
-        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, limit: float = math.inf,
-        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, **options: Any
     ) -> bool:  # fmt: skip
-        """Race candidates, unless `reserve` seconds would not be left; return whether the race came to its end.
+        """Race candidates, and return whether the race came to its end; `options` are those of `Lab.race`.
 
-        With `judged` it is long enough to judge the loss by. The other arguments are those of `Lab.race`.
+        With `judged` it is long enough to judge the loss by.
         """
         others = [label for label in dict.fromkeys(labels) if label != base]
         for start in range(0, len(others), GROUP):
             group = [*([] if base == FP32 else [base]), *others[start : start + GROUP]]
-            found = self.lab.race(
-                [self.candidate(x) for x in group],
-                steps,
-                base=base,
-                limit=limit,
-                seed=seed,
-                reserve=reserve,
-                phase=phase,
-            )
-            if found is None:
-                return False
-            self._take(found, group, base, judged=judged)
-            if not found.finished:
+            found = self.lab.race([self.candidate(x) for x in group], steps, base=base, **options)
+            if found is not None:
+                self._take(found, group, base, judged=judged)
+            if found is None or not found.finished:
                 return False
         return True
 
     def _take(self, found: RaceResult, labels: Sequence[str], base: str, *, judged: bool) -> None:
         """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
-            self._count(label)
+            state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
+            self.set(label, state_bytes=state, saved_bytes=saved)
         if found.control is not None:
-            self.control, self.resolution = found.control, found.resolution
+            self.control, self.resolution = found.control, found.control.resolution
         self._laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
                  reason="what the others are compared with")  # fmt: skip
         for label in labels:
             self._judge(label, found, base, judged=judged)
-
-    def _count(self, label: str) -> None:
-        state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
-        self.set(label, state_bytes=state, saved_bytes=saved)
 
     def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
         """Note what a race showed."""
@@ -175,27 +138,25 @@ class Board:
                          reason=_over(lap.beside, base))  # fmt: skip
         elif judged and found.finished:
             rise = found.rise(label)
-            verdict = "within" if rise <= self.bound else "worse"
-            self.set(label, loss_rise=rise, verdict=verdict, reason=self._rise_words(rise, lap))
+            skipped = f"{lap.skipped} steps skipped" if lap.skipped else ""
+            reason = f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed"
+            if math.isnan(rise):
+                reason, skipped = "its loss cannot be compared: fp32 ends at 0", ""
+            elif math.isinf(rise):
+                reason, skipped = "its loss is not finite", f" ({skipped})" * bool(skipped)
+            elif skipped:
+                skipped = f", {skipped}"
+            self.set(label, loss_rise=rise, verdict="within" if rise <= self.bound else "worse",
+                     reason=reason + skipped)  # fmt: skip
         elif before.verdict == "unmeasured":
             self.set(label, reason=_over(lap.beside, base))
         now = self.tried[label]
         words = [now.verdict, _over(lap.time, FP32), now.reason]
         self.lab.say(f"{label}: {'; '.join(dict.fromkeys(words))}")
 
-    def _rise_words(self, rise: float, lap: Lap) -> str:
-        if math.isinf(rise):
-            return f"its loss is not finite ({lap.skipped} steps skipped)" if lap.skipped else "its loss is not finite"
-        if math.isnan(rise):
-            return "its loss cannot be compared: fp32 ends at 0"
-        skipped = f", {lap.skipped} steps skipped" if lap.skipped else ""
-        return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
-
     def calibration(self, label: str) -> Calibration:
         """Return the audit of a candidate."""
         return self.lab.calibration(self.candidate(label), self.steps)
-
-    # ------------------------------------------------------------------ deciding
 
     def cost(self, tried: Tried) -> float:
         """Return the logarithm of its cost over fp32's; inf if it is not known."""
@@ -227,8 +188,7 @@ class Board:
         """Return fp32 and every candidate that was measured, with their reasons complete."""
         for label, tried in self.tried.items():
             if tried.error > WRONG and tried.verdict in {"within", "worse"}:
-                off = f"its gradients are off by {100 * tried.error:.0f} %"
-                self.tried[label] = replace(tried, reason=f"{tried.reason}; {off}")
+                self.set(label, reason=f"{tried.reason}; its gradients are off by {100 * tried.error:.0f} %")
         known = (t for t in self.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
         return tuple(known)
 

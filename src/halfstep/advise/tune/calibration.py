@@ -1,56 +1,69 @@
-"""Calibration: what one audit measured of a policy, reduced to what a search needs, as plain values.
+"""Calibration: what one audit measured of a policy, as plain values, and the changes of it that are worth a try.
 
-A `Spot` is an operator in a module, forward and backward together; a `Remedy` is a change that a finding of the audit
-asks for.
+A `Spot` is an operator in a module, forward and backward together. Two lists of changes: what brings an error down
+(`exceptions`, the most sensitive first), and what may bring cost down (`savings`, the most expensive first). Nothing
+here is measured again: a race tells what a change is worth.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import halfstep as hs
+from halfstep.advise.tune.result import Change
+from halfstep.formats import FORMATS
 
-__all__ = ["Calibration", "Remedy", "Spot", "applied", "calibration_of", "differences", "sensitivity"]
+__all__ = ["Calibration", "Spot", "applied", "calibration_of", "differences", "exceptions", "savings"]
 
-RULED = ("ops", "modules")
-"""Fields of a policy that are lists of rules."""
+RULED = ("ops", "modules")  # fields of a policy that are lists of rules
 
 FORWARD = ("activation", "activation gradient")
+
+LOW_BITS = 32  # a format with fewer bits rounds what fp32 keeps
+
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "residual": ("low", "fp32"),
+        "params": ("low",),
+        "norms": ("low", "fp32"),
+        "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
+        "inputs": ("low", "keep"),
+        "state": ("low",),
+    }
+)
+"""Fields of a policy that cost time or memory, and the values to try."""
+
+BEHIND_LOW = ("norms", "master")
+"""Fields that do nothing under ``params="fp32"``."""
+
+MOST = 16  # changes that are tried at once
+NAMED = 6  # modules that are tried one by one, the most expensive ones
+
+MINOR = 0.05
+"""Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
+
+COUNTS = 0.01  # share of the time of all operators below which an operator or module is not worth a rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spot:
-    """One operator in one module, over the audited steps.
+    """One operator in one module, over the audited steps."""
 
-    Attributes:
-        module: dotted name, "" for the root.
-        kind: name of the module's class.
-        op: operator.
-        rule: the policy's rule for it, "" for none.
-        format: of its result.
-        error: its largest local error, forward or backward: what this operator alone loses; 0.0 if nothing.
-        headroom: bits below the largest number of the format; inf if unknown.
-        overflows: whether it makes inf or nan where a wide format does not.
-        time: share of the time of all operators.
-        cast_bytes: bytes that the casts of its arguments write in a step.
-        bytes: of its results in a step.
-    """
-
-    module: str
-    kind: str
+    module: str  # dotted name, "" for the root
+    kind: str  # name of the module's class
     op: str
-    rule: str
-    format: str
-    error: float
-    headroom: float
-    overflows: bool
-    time: float
-    cast_bytes: int
-    bytes: int
+    format: str  # of its result
+    error: float  # its largest local error, forward or backward: what this operator alone loses; 0.0 if nothing
+    headroom: float  # bits below the largest number of the format; inf if unknown
+    overflows: bool  # whether it makes inf or nan where a wide format does not
+    time: float  # share of the time of all operators
+    cast_bytes: int  # bytes that the casts of its arguments write in a step
+    bytes: int  # of its results in a step
 
     @property
     def facts(self) -> str:
@@ -62,36 +75,18 @@ class Spot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change of the policy that a finding asks for."""
-
-    field: str  # of the policy
-    pattern: str  # the operator or module, where the field has rules
-    value: str | float  # the rule, or the field's value
-    why: str  # the finding: kind, place and numbers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What an audit of a policy measured.
+    """What an audit of a policy measured."""
 
-    Attributes:
-        spots: operators in the order in which they ran first.
-        remedies: of the findings, the gravest first.
-        steps: that were audited.
-        failed: the error that ended the audit, "" for none.
-    """
-
-    spots: tuple[Spot, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
-    steps: int = 0
-    failed: str = ""
+    spots: tuple[Spot, ...] = ()  # operators in the order in which they ran first
+    remedies: tuple[Change, ...] = ()  # what the findings ask for, the gravest first
+    failed: str = ""  # the error that ended the audit, "" for none
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Calibration:
         """Return what `dataclasses.asdict` made plain."""
         spots = tuple(Spot(**spot) for spot in values["spots"])
-        remedies = tuple(Remedy(**remedy) for remedy in values["remedies"])
+        remedies = tuple(Change(**remedy) for remedy in values["remedies"])
         return cls(**{**values, "spots": spots, "remedies": remedies})
 
     def covered(self, field: str, pattern: str) -> list[Spot]:
@@ -100,7 +95,7 @@ class Calibration:
             return [spot for spot in self.spots if spot.op == pattern]
         kind = pattern.removeprefix("class:")
         places = {s.module for s in self.spots if s.kind == kind and s.module} if kind != pattern else {pattern}
-        return [spot for spot in self.spots if any(_within(spot.module, place) for place in places)]
+        return [spot for spot in self.spots if any(f"{spot.module}.".startswith(f"{place}.") for place in places)]
 
     def facts(self, field: str, pattern: str) -> str:
         """Return the numbers of the most sensitive spot that a rule concerns, with a semicolon; "" for a field."""
@@ -113,10 +108,6 @@ def sensitivity(spot: Spot) -> tuple[bool, float, float]:
     return spot.overflows, spot.error, -spot.headroom
 
 
-def _within(module: str, place: str) -> bool:
-    return module == place or module.startswith(f"{place}.")
-
-
 def calibration_of(audit: hs.lens.Audit) -> Calibration:
     """Return what a search needs of an audit."""
     kinds = {module.path: module.kind for module in audit.plan.modules}
@@ -125,22 +116,19 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
         if row.role in FORWARD:
             groups.setdefault((row.module, row.op), []).append(row)
     spots = tuple(_spot(module, kinds.get(module, ""), op, rows) for (module, op), rows in groups.items())
-    remedies: dict[tuple[str, str], Remedy] = {}
+    remedies: dict[tuple[str, str], Change] = {}
     for finding in audit.findings():
         if finding.policy is not None:
-            for field, pattern, value in differences(audit.policy, finding.policy):
-                facts = next(
-                    (s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause
-                )
-                why = f"{finding.kind} in {finding.place}: {facts}"
-                remedies.setdefault((field, pattern), Remedy(field=field, pattern=pattern, value=value, why=why))
-    return Calibration(spots=spots, remedies=tuple(remedies.values()), steps=audit.steps)
+            facts = next((s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause)
+            for change in differences(audit.policy, finding.policy, f"{finding.kind} in {finding.place}: {facts}"):
+                remedies.setdefault((change.field, change.pattern), change)
+    return Calibration(spots=spots, remedies=tuple(remedies.values()))
 
 
 def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
     forward = next((row for row in rows if row.role == "activation"), rows[0])
     return Spot(
-        module=module, kind=kind, op=op, rule=forward.rule, format=forward.format,
+        module=module, kind=kind, op=op, format=forward.format,
         error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
         headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
         overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
@@ -148,25 +136,113 @@ def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
     )  # fmt: skip
 
 
-def differences(base: hs.Policy, other: hs.Policy) -> list[tuple[str, str, str | float]]:
-    """Return (field, pattern, value) for what `other` has and `base` has not; fields that no change can hold excepted.
-
-    Rules are those appended in `other`.
-    """
-    found: list[tuple[str, str, str | float]] = []
-    for field in dataclasses.fields(hs.Policy):
-        mine, theirs = getattr(base, field.name), getattr(other, field.name)
-        if field.name in RULED:
-            found += [(field.name, pattern, rule) for pattern, rule in theirs if (pattern, rule) not in mine]
-        elif mine != theirs and field.name != "name" and isinstance(theirs, (str, float)):
-            found.append((field.name, "", theirs))
+def differences(base: hs.Policy, other: hs.Policy, why: str = "") -> list[Change]:
+    """Return what `other` has and `base` has not, without what no change can hold; rules are those appended."""
+    found: list[Change] = []
+    for name in (field.name for field in dataclasses.fields(hs.Policy)):
+        mine, theirs = getattr(base, name), getattr(other, name)
+        if name in RULED:
+            new = [(pattern, rule) for pattern, rule in theirs if (pattern, rule) not in mine]
+            found += [Change(field=name, pattern=pattern, value=rule, why=why) for pattern, rule in new]
+        elif mine != theirs and name != "name" and isinstance(theirs, (str, float)):
+            found.append(Change(field=name, value=theirs, why=why))
     return found
 
 
-def applied(policy: hs.Policy, changes: Iterable[tuple[str, str, str | float]]) -> hs.Policy:
-    """Return `policy` with (field, pattern, value) made, one after the other."""
-    for field, pattern, value in changes:
-        if field in RULED:
-            value = (*getattr(policy, field), (pattern, str(value)))  # type: ignore[assignment]
-        policy = policy.replace(**{field: value})
+def applied(policy: hs.Policy, changes: Iterable[Change]) -> hs.Policy:
+    """Return `policy` with the changes made, one after the other."""
+    for change in changes:
+        value: Any = change.value
+        if change.field in RULED:
+            value = (*getattr(policy, change.field), (change.pattern, str(value)))
+        policy = policy.replace(**{change.field: value})
     return policy
+
+
+# ------------------------------------------------------------------ changes that are worth a try
+
+
+def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
+    """Return changes that bring the error down: the audit's own remedies, then the operators that lose most."""
+    found = list(calibration.remedies)
+    taken = {(r.field, r.pattern) for r in found}
+    for spot in sorted(calibration.spots, key=lambda s: (s.overflows, s.error), reverse=True):
+        if not (spot.overflows or spot.error > 0.0) or not _is_low(spot):
+            continue
+        field, pattern = ("modules", spot.module) if spot.module else ("ops", spot.op)
+        if (field, pattern) not in taken and _exists(field, pattern):
+            taken.add((field, pattern))
+            found.append(Change(field=field, pattern=pattern, value="fp32", why=spot.facts))
+    return [change for change in found if applied(policy, [change]) != policy]
+
+
+def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False) -> list[Change]:
+    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time.
+
+    Where `memory` counts, fields come first, which decide it.
+    """
+    share = 1.0 if memory else MINOR
+    found = [(share, change) for change in _of_fields(policy)]
+    found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
+    chosen: dict[object, Change] = {}
+    for _, change in found:
+        if applied(policy, [change]) != policy:
+            spots = calibration.covered(change.field, change.pattern) if change.pattern else [change.field]
+            # a class with one operator is tried once, by the operator
+            chosen.setdefault((frozenset(spots), change.value), change)
+    return list(chosen.values())[:MOST]
+
+
+def _of_fields(policy: hs.Policy) -> Iterator[Change]:
+    for field, values in FIELDS.items():
+        if field in BEHIND_LOW and policy.params != "low":
+            continue
+        for value in values:
+            if field == "master" and value == "master" and policy.dtype == "fp16":
+                continue
+            yield Change(field=field, value=value, why=f"{field} was {getattr(policy, field)}")
+
+
+def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
+    """Yield (share of the time concerned, rule)."""
+    spots = [spot for spot in calibration.spots if spot.op != "to"]
+    modules: dict[str, float] = {}
+    for spot in spots:
+        if spot.module:
+            modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
+    named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
+    places = [
+        *(("ops", op) for op in dict.fromkeys(spot.op for spot in spots) if _exists("ops", op)),
+        *(("modules", f"class:{kind}") for kind in dict.fromkeys(spot.kind for spot in spots if spot.module)),
+        *(("modules", module) for module in named),
+    ]
+    for field, pattern in places:
+        concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
+        share = sum(spot.time for spot in concerned)
+        if share < COUNTS:
+            continue
+        worst = max(concerned, key=sensitivity)
+        for value in _other_rules(concerned):
+            yield share, Change(field=field, pattern=pattern, value=value, why=worst.facts)
+
+
+def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
+    """Return the rules that these operators do not have: out of fp32 without a cast, or back into it."""
+    if any(_is_low(spot) for spot in spots):
+        return ("keep", "fp32") if any(spot.cast_bytes for spot in spots) else ("fp32",)
+    return ("keep", "low")
+
+
+def _is_low(spot: Spot) -> bool:
+    return spot.format in FORMATS and FORMATS[spot.format].bits < LOW_BITS
+
+
+def _exists(field: str, pattern: str) -> bool:
+    """Return whether a policy may name it: of operators those of torch and registered ones."""
+    if field != "ops":
+        return True
+    try:
+        hs.Policy(ops=((pattern, "fp32"),))
+    except hs.HalfstepError:
+        return False
+    return True

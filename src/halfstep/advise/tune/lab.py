@@ -1,13 +1,17 @@
 """Lab: everything that a search measures, on this machine, within its time: races, audits, counted bytes.
 
-Each measurement has a key that says what was measured, and goes into the journal.
+Each measurement has a key that says what was measured, and is kept in the journal: a JSON file, so that an interrupted
+search goes on where it was. A search is a function of what it measures: run again, it asks for the same measurements in
+the same order. Floats that JSON lacks are written as Python's json does: NaN, Infinity.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +23,14 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of
-from halfstep.advise.tune.journal import Journal
 from halfstep.advise.tune.probe import gradient_error, gradients
-from halfstep.advise.tune.proof import Proof, prove
-from halfstep.advise.tune.race import BASELINE, RaceResult, race
-from halfstep.advise.tune.reference import Reference
-from halfstep.advise.tune.trainings import Run, error_line
+from halfstep.advise.tune.proof import Proof, Run, error_line, prove
+from halfstep.advise.tune.race import BASELINE, RaceResult, Reference, race
+from halfstep.advise.tune.result import TuneError
+from halfstep.schema import Each, number, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
-from halfstep.tasks.loops import Fp32Loop, make_loop
+from halfstep.tasks.loops import TorchLoop, make_loop
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 from halfstep.timing import WARM_UP
@@ -35,17 +38,16 @@ from halfstep.trees import tensors
 
 __all__ = ["SEEDS", "Lab", "Progress"]
 
-SEEDS = 3
-"""Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
-
-FEWEST = 20
-"""Steps of a short training; with fewer, neither a time nor a loss says much."""
+SEEDS = 3  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
+FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much
 
 SHARE = 60
 """Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
-AUDITED = 2
-"""Steps of an audit, on weights that fp32 has trained."""
+AUDITED = 2  # steps of an audit, on weights that fp32 has trained
+VERSION = 2  # of the journal
+MOST_BYTES = 1 << 26  # of its file: a race is a few KB
+CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,20 +60,11 @@ class Progress:
 
 
 class Lab:
-    """Measures candidates of one task.
-
-    Args:
-        task: what is trained.
-        device: device type.
-        seed: of all trainings.
-        seconds: the time there is for new measurements.
-        path: file of the journal; None: no file.
-        clock: seconds; the budget and all timings read it.
-        on_progress: called after each round and with each result.
+    """Measures candidates of one task: within `seconds`, all with one seed, timed by `clock`.
 
     Raises:
         TaskError: batches that are not the same when asked for again.
-        TuneError: a journal of another search.
+        TuneError: the journal at `path` cannot be read, or is of another search.
     """
 
     def __init__(
@@ -82,12 +75,13 @@ class Lab:
         self.clock, self.on_progress = clock, on_progress
         self.begun = clock()
         self.deadline = self.begun + seconds
-        self.journal = Journal(path, _about(task, device, seed))
-        self.before = self.journal.seconds
-        self._trained: Fp32Loop | None = None
+        self.path, self.about = path, _about(task, device, seed)
+        self.entries: dict[str, Any] = {}  # of the journal
+        self.before = 0.0  # seconds that measuring took before this process
+        if path is not None and path.exists():
+            self._read(path)
+        self._trained: TorchLoop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
-
-    # ------------------------------------------------------------------ time
 
     @property
     def left(self) -> float:
@@ -99,14 +93,10 @@ class Lab:
         """Seconds that were spent, those before an interruption included."""
         return self.before + self.clock() - self.begun
 
-    def say(self, note: str, phase: str = "") -> None:
-        """Report a result."""
-        self.on_progress(Progress(phase=phase, share=self._share(), note=note))
-
-    def _share(self) -> float:
-        return min(1.0, (self.clock() - self.begun) / self.seconds) if self.seconds > 0 else 1.0
-
-    # ------------------------------------------------------------------ measurements
+    def say(self, note: str = "", phase: str = "") -> None:
+        """Report a result, or what is being measured."""
+        share = min(1.0, (self.clock() - self.begun) / self.seconds) if self.seconds > 0 else 1.0
+        self.on_progress(Progress(phase=phase, share=share, note=note))
 
     def pace(self) -> float:
         """Return the seconds of a step in fp32."""
@@ -119,7 +109,7 @@ class Lab:
         A search that goes on has as many as before, so that what was measured counts, or more.
         """
         affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
-        before = int(self.journal.entries.get("steps", 0))
+        before = int(self.entries.get("steps", 0))
         steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
         if steps != before:
             self._keep("steps", steps)
@@ -136,7 +126,7 @@ class Lab:
         laps = [found.laps[FP32] for found in races]
         return Reference(
             start=tuple(lap.start for lap in laps), end=tuple(lap.end for lap in laps),
-            repeatable=all(found.repeatable for found in races), milliseconds=laps[0].milliseconds,
+            repeatable=all(found.repeatable for found in races),
         )  # fmt: skip
 
     def race(
@@ -146,8 +136,8 @@ class Lab:
         """Race candidates. None if `reserve` seconds would not be left. One that the clock ends is not kept."""
         chosen = self.seed if seed is None else seed
         key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
-        if key in self.journal.entries:
-            return RaceResult.of(self.journal.entries[key])
+        if key in self.entries:
+            return RaceResult.of(self.entries[key])
         if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
             return None
         found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
@@ -159,7 +149,7 @@ class Lab:
         options.setdefault("seed", self.seed)
         return race(
             self.task, candidates, device=self.device, steps=steps, clock=self.clock,
-            on_round=lambda done: self.on_progress(Progress(phase=phase, share=self._share())), **options,
+            on_round=lambda done: self.say(phase=phase), **options,
         )  # fmt: skip
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
@@ -172,7 +162,7 @@ class Lab:
                 return [0, 0]
 
         state, saved = self._remember(f"bytes {_key(candidate)}", count)
-        return int(state), int(saved)
+        return state, saved
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
@@ -190,23 +180,20 @@ class Lab:
             return dataclasses.asdict(calibration_of(found))
 
         key = f"audit {_key(candidate)} {steps}"
-        if key not in self.journal.entries and self.left <= 0.0:
+        if key not in self.entries and self.left <= 0.0:
             return Calibration(failed="the time was up")
-        self.on_progress(Progress(phase=f"audit of {candidate.label}", share=self._share()))
+        self.say(phase=f"audit of {candidate.label}")
         return Calibration.of(self._remember(key, audit))
 
     def known_calibration(self, candidate: Candidate, steps: int) -> Calibration | None:
         """Return the audit of a candidate if it was made."""
-        found = self.journal.entries.get(f"audit {_key(candidate)} {steps}")
+        found = self.entries.get(f"audit {_key(candidate)} {steps}")
         return None if found is None else Calibration.of(found)
 
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients under `policy` on the weights of the audits; nan without time for it.
 
-        Args:
-            policy: what to compute them under.
-            steps: that fp32 has trained the weights.
-            reserve: seconds that are kept for later.
+        fp32 has trained the weights for `steps` steps; `reserve` seconds are kept for later.
         """
 
         def measure() -> float:
@@ -220,41 +207,64 @@ class Lab:
                 return 1.0
 
         key = f"probe {_digest(policy.replace(name='').to_toml())} {steps}"
-        if key not in self.journal.entries and self.left <= reserve:
+        if key not in self.entries and self.left <= reserve:
             return math.nan
-        found: float = self._remember(key, measure)
-        return found
+        return float(self._remember(key, measure))
 
-    def _train(self, steps: int) -> Fp32Loop:
+    def _train(self, steps: int) -> TorchLoop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-        assert isinstance(loop, Fp32Loop)
+        assert isinstance(loop, TorchLoop)
         for step in range(steps):
             loop(self.task.batch_on(self.device, self.seed, step))
         return loop
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
-        runs = [Run.of(value) for key, value in self.journal.entries.items() if key.startswith("run ")]
+        runs = [Run.of(value) for key, value in self.entries.items() if key.startswith("run ")]
 
         def keep(run: Run) -> None:
-            self._keep(f"run {len(self.journal.entries)}", dataclasses.asdict(run))
-            self.on_progress(Progress(phase=f"equivalence of {candidate.label}", share=self._share()))
+            self._keep(f"run {len(self.entries)}", dataclasses.asdict(run))
+            self.say(phase=f"equivalence of {candidate.label}")
 
         return prove(
             self.task, candidate, device=self.device, steps=steps, max_loss_rise=bound, seed=self.seed, seeds=seeds,
             seconds=self.left, runs=runs, on_run=keep, clock=self.clock,
         )  # fmt: skip
 
-    # ------------------------------------------------------------------ journal
-
     def _remember(self, key: str, make: Callable[[], Any]) -> Any:
-        if key not in self.journal.entries:
+        if key not in self.entries:
             self._keep(key, make())
-        return self.journal.entries[key]
+        return self.entries[key]
 
     def _keep(self, key: str, value: Any) -> None:
-        self.journal.seconds = self.spent
-        self.journal.keep(key, value)
+        """Keep a measurement and write the file; a kill leaves the last one whole."""
+        self.entries[key] = value
+        if self.path is None:
+            return
+        text = json.dumps(
+            {"version": VERSION, "about": self.about, "seconds": self.spent, "entries": self.entries}, indent=1
+        )
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, self.path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            values = read_json(path, TuneError, CONTENT, MOST_BYTES)
+        except TuneError as error:
+            raise TuneError(
+                f"{str(path)!r} holds no measurements of a search ({error}); delete it, or search without resuming"
+            ) from error
+        version, about = values["version"], values["about"]
+        self.entries, self.before = values["entries"], values["seconds"]
+        wanted = json.loads(json.dumps(self.about))
+        if version != VERSION or about != wanted:
+            other = [key for key in wanted if about.get(key) != wanted[key]] if isinstance(about, dict) else []
+            differs = "; ".join(f"{key}: {about.get(key)!r} there, {wanted[key]!r} here" for key in other)
+            raise TuneError(
+                f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it, or "
+                "search without resuming"
+            )
 
 
 def _key(candidate: Candidate) -> str:
@@ -267,11 +277,7 @@ def _digest(value: object) -> str:
 
 
 def _about(task: Task, device: str, seed: int) -> dict[str, Any]:
-    """Return what measurements belong to; the sums tell other weights and other data apart.
-
-    Raises:
-        TaskError: batches that are not the same when asked for again.
-    """
+    """Return what measurements belong to; the sums tell other weights and other data apart."""
     model = started(task, seed, "cpu")
     first, again = (_sum(task.batches(seed, 0)) for _ in range(2))
     if first != again:
@@ -293,9 +299,8 @@ def _about(task: Task, device: str, seed: int) -> dict[str, Any]:
 
 def _sum(tree: object) -> str:
     with torch.no_grad():
-        found = [f"{tuple(t.shape)} {float(t.double().sum()) if _summable(t) else t.dtype}" for t in tensors(tree)]
+        found = [
+            f"{tuple(t.shape)} {t.dtype if t.is_complex() or t.is_meta else float(t.double().sum())}"
+            for t in tensors(tree)
+        ]
     return _digest(found)
-
-
-def _summable(tensor: Tensor) -> bool:
-    return not tensor.is_complex() and not tensor.is_meta

@@ -11,41 +11,31 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration, Remedy, applied
+from halfstep.advise.tune.calibration import Calibration, applied
+from halfstep.advise.tune.result import Change
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
 
 __all__ = ["chain", "gradient_error", "gradients", "options"]
 
-WORTH = 0.75
-"""Of the error: an exception that leaves more is not worth its casts."""
-
-MOST = 4
-"""Exceptions of a chain."""
+WORTH = 0.75  # of the error: an exception that leaves more is not worth its casts
+MOST = 4  # exceptions of a chain
 
 CLOSE = 1.1
 """Times the least error: exceptions within it count as equally good; the one that concerns the least time is taken."""
 
-ENOUGH = 0.05
-"""Error that the rounding of low products may leave in a healthy model."""
-
-LARGE = 0.5
-"""Share of the time of all operators: a rule that concerns more makes another preset of the policy."""
-
-PATTERNS = 12
-"""Rules that are probed, the shares of the time falling."""
-
-SCALE = 2.0**10
-"""Of the loss of a probe in fp16, whose small gradients would be zero."""
-
-BACK = {"inputs": "keep", "residual": "fp32", "norms": "fp32"}
-"""Fields and the values that keep digits."""
+ENOUGH = 0.05  # error that the rounding of low products may leave in a healthy model
+LARGE = 0.5  # share of the time of all operators: a rule that concerns more makes another preset of the policy
+PATTERNS = 12  # rules that are probed, the shares of the time falling
+SCALE = 2.0**10  # of the loss of a probe in fp16, whose small gradients would be zero
+BACK = {"inputs": "keep", "residual": "fp32", "norms": "fp32"}  # fields and the values that keep digits
 
 
 class _GradientsAreThereError(Exception):
@@ -58,14 +48,8 @@ def gradient_error(
     """Return how far the gradients of `model` under `policy` are from `reference`, from 0 to 1.
 
     The mean over the parameters of the relative error, where one that is wrong altogether, or not finite, counts as 1:
-    gradients that are nearly zero, such as those of a bias before a norm, weigh no more than others.
-
-    Args:
-        task: its loss and optimizer.
-        model: a plain model with fp32 parameters; it stays as it is.
-        batch: of the loss function.
-        policy: of the probe.
-        reference: those that `gradients` returns without a policy.
+    gradients that are nearly zero, such as those of a bias before a norm, weigh no more than others. `model` has fp32
+    parameters and stays as it is; `reference` is what `gradients` returns without a policy.
     """
     found = gradients(task, model, batch, policy)
     errors = []
@@ -103,19 +87,16 @@ def gradients(task: Task, model: nn.Module, batch: tuple[Any, ...], policy: hs.P
     return found
 
 
-def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Remedy]) -> list[tuple[float, Remedy]]:
+def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Change]) -> list[tuple[float, Change]]:
     """Return (share of the time that is concerned, change) for what may bring the error of `policy` down.
 
-    Args:
-        calibration: of the policy.
-        policy: what is to be changed.
-        remedies: those that the audit's findings name.
+    `remedies` are those that the audit's findings name.
     """
     total = sum(spot.time for spot in calibration.spots) or 1.0
     rules = [r for r in remedies if r.field in {"ops", "modules"} and r.value == "fp32"]
     fields = {(r.field, r.value): r for r in remedies if r not in rules}
     for field, value in BACK.items():
-        fields.setdefault((field, value), Remedy(field=field, pattern="", value=value, why=""))
+        fields.setdefault((field, value), Change(field=field, value=value, why=""))
     found = [(0.0, remedy) for remedy in fields.values()]
     patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *_patterns(calibration)])
     shares = [
@@ -123,8 +104,8 @@ def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Reme
         for field, pattern in patterns
     ]
     small = sorted((s for s in shares if s[0] <= LARGE), reverse=True)[:PATTERNS]
-    found += [(share, Remedy(field=field, pattern=pattern, value="fp32", why="")) for share, field, pattern in small]
-    return [(share, r) for share, r in found if applied(policy, [(r.field, r.pattern, r.value)]) != policy]
+    found += [(share, Change(field=field, pattern=pattern, value="fp32", why="")) for share, field, pattern in small]
+    return [(share, change) for share, change in found if applied(policy, [change]) != policy]
 
 
 def _patterns(calibration: Calibration) -> Iterator[tuple[str, str]]:
@@ -136,49 +117,39 @@ def _patterns(calibration: Calibration) -> Iterator[tuple[str, str]]:
 
 
 def chain(
-    error: Callable[[hs.Policy], float], policy: hs.Policy, found: Sequence[tuple[float, Remedy]]
-) -> list[Remedy]:
+    error: Callable[[hs.Policy], float], policy: hs.Policy, found: Sequence[tuple[float, Change]]
+) -> list[Change]:
     """Return changes of `policy`, each the one that brings `error` down most, as long as it falls by a quarter.
 
     Where no single change does, pairs with a change of a field are tried: a digit that the inputs have lost is not
-    brought back behind them, and one that an operator loses is not kept by its inputs.
-
-    Args:
-        error: of a policy; nan if it cannot be measured.
-        policy: to start from.
-        found: (cost, change) to choose from.
+    brought back behind them, and one that an operator loses is not kept by its inputs. `found`: (cost, change).
     """
-    made: list[Remedy] = []
+    made: list[Change] = []
     least = error(policy)
     while len(made) < MOST and least > ENOUGH:
-        left = [(cost, (r,)) for cost, r in found if r not in made]
+        left = [(cost, (change,)) for cost, change in found]
         best = _best(error, policy, left, WORTH * least)
         if best is None:
-            fields = [(cost, r) for cost, r in found if not r.pattern and r not in made]
-            rules = [(cost, r) for cost, r in found if r.pattern and r not in made]
+            fields = [(cost, change) for cost, change in found if not change.pattern]
+            rules = [(cost, change) for cost, change in found if change.pattern]
             pairs = [(a + b, (r, s)) for (a, r), (b, s) in itertools.product(fields, rules)]
             best = _best(error, policy, pairs, WORTH * least)
         if best is None:
             break
         after, changes = best
         why = f"brings the error of the gradients from {least:.2g} to {after:.2g}"
-        for change in changes:
-            made.append(Remedy(field=change.field, pattern=change.pattern, value=change.value, why=why))
-        policy, least = _with(policy, changes), after
-        found = [(cost, r) for cost, r in found if r not in changes]
+        made += [replace(change, why=why) for change in changes]
+        policy, least = applied(policy, changes), after
+        found = [(cost, change) for cost, change in found if change not in changes]
     return made
 
 
-def _with(policy: hs.Policy, changes: Sequence[Remedy]) -> hs.Policy:
-    return applied(policy, [(r.field, r.pattern, r.value) for r in changes])
-
-
 def _best(
-    error: Callable[[hs.Policy], float], policy: hs.Policy, found: Sequence[tuple[float, tuple[Remedy, ...]]],
+    error: Callable[[hs.Policy], float], policy: hs.Policy, found: Sequence[tuple[float, tuple[Change, ...]]],
     limit: float,
-) -> tuple[float, tuple[Remedy, ...]] | None:  # fmt: skip
+) -> tuple[float, tuple[Change, ...]] | None:  # fmt: skip
     """Return (error, changes) of the cheapest change whose error is close to the least; None if all exceed `limit`."""
-    measured = [(error(_with(policy, changes)), cost, changes) for cost, changes in found]
+    measured = [(error(applied(policy, changes)), cost, changes) for cost, changes in found]
     good = [m for m in measured if m[0] < limit]  # nan is not
     if not good:
         return None

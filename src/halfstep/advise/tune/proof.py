@@ -15,30 +15,68 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-from halfstep.advise.tune.trainings import Run, Trainings
+from halfstep.report import counted
 from halfstep.tasks import Task
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.compare import thinned
+from halfstep.tasks.compare import evaluated, started, thinned
+from halfstep.tasks.loops import Training, make_loop
+from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, finite_mean, student_quantile
 
-__all__ = ["Proof", "prove", "seeds_needed"]
+__all__ = ["LAST", "Proof", "Run", "error_line", "prove", "seeds_needed"]
 
-POWER = 0.8
-"""Chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32."""
-
-LEVEL = 0.05
-"""Of each of the two one-sided tests that `difference` makes."""
+POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
+LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
 
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
 
 REFERENCE = Candidate(label=FP32, dtype="fp32")
 
-MOST_SEEDS = 1000
-"""More are never named: the policy lies at the margin, or the margin is too small for this task."""
+MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
+
+
+LAST = 10
+"""The last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared."""
+
+PATIENCE = 20
+"""Steps in a row whose loss is not finite, after which a training is given up: a loss scale recovers within them."""
+
+FAILURES = (RuntimeError, ValueError, NotImplementedError, MemoryError)
+"""What a candidate may raise: a HalfstepError, a model that cannot run in a format, too little memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One training, finished or given up."""
+
+    policy: str  # TOML of the policy; "" for fp32
+    compile: bool  # whether the loss function was compiled
+    measure: str  # what `value` is, "metric" or "loss"
+    steps: int  # that it was to have
+    seed: int  # of weights, batches and random numbers
+    start: float  # the metric before training (of fp32 only, else nan), or the mean loss over the first steps
+    value: float  # the metric after training, or the mean training loss over the last steps; nan if not finite
+    losses: tuple[float, ...]  # training loss, at most 200 points
+    skipped: int  # steps that were not applied
+    seconds: float  # that it took
+    stopped: str = ""  # why it ended early, "" if it did not
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Run:
+        """Return the run that was written as JSON, in which null stands for nan."""
+        plain: dict[str, Any] = {f.name: math.nan if values[f.name] is None else values[f.name] for f in fields(cls)}
+        plain["losses"] = tuple(math.nan if x is None else x for x in plain["losses"])
+        return cls(**plain)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a run is identified by."""
+        return self.policy, self.compile, self.measure, self.steps, self.seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,39 +86,24 @@ class Proof:
     Attributes:
         verdict: "equivalent" (the interval of the difference lies inside the margin), "better" or "worse" (outside it),
             "diverged" (not finite, or an error) or "undecided".
-        reason: the verdict in one sentence, with its numbers; of an undecided one what is missing.
-        measure: what is compared, with its unit.
-        higher_is_better: whether a larger value is a better one.
-        margin: largest difference that counts as none, in the unit of `measure`; nan before it was fixed.
-        margin_from: where it is from, in words.
-        difference: of the candidate from fp32, paired by seed; None without a pair.
-        fp32: fp32's values, one a seed.
-        values: the candidate's, with the same seeds in the same order; fewer if time was short.
-        seeds_more: how many more seeds a verdict needs; 0 if there is one, -1 if more seeds cannot give one.
-        seconds_more: about how long these would take; nan if unknown.
-        steps: of a training.
-        loss_steps: where the points of the curves lie.
-        fp32_losses: training loss of fp32, the mean over the seeds that the candidate has, or over all without one.
-        losses: that of the candidate; () without a run.
-        skipped: steps of the candidate that were not applied, one number a seed.
     """
 
     verdict: str
-    reason: str
-    measure: str
-    higher_is_better: bool
-    margin: float
-    margin_from: str
-    difference: Difference | None
-    fp32: tuple[float, ...]
-    values: tuple[float, ...]
-    seeds_more: int
-    seconds_more: float
-    steps: int
-    loss_steps: tuple[float, ...]
-    fp32_losses: tuple[float, ...]
-    losses: tuple[float, ...]
-    skipped: tuple[int, ...]
+    reason: str  # the verdict in one sentence, with its numbers; of an undecided one what is missing
+    measure: str  # what is compared, with its unit
+    higher_is_better: bool  # whether a larger value is a better one
+    margin: float  # largest difference that counts as none, in the unit of `measure`; nan before it was fixed
+    margin_from: str  # where it is from, in words
+    difference: Difference | None  # of the candidate from fp32, paired by seed; None without a pair
+    fp32: tuple[float, ...]  # fp32's values, one a seed
+    values: tuple[float, ...]  # the candidate's, with the same seeds in the same order; fewer if time was short
+    seeds_more: int  # how many more seeds a verdict needs; 0 if there is one, -1 if more seeds cannot give one
+    seconds_more: float  # about how long these would take; nan if unknown
+    steps: int  # of a training
+    loss_steps: tuple[float, ...]  # where the points of the curves lie
+    fp32_losses: tuple[float, ...]  # training loss, the mean over the seeds that the candidate has, or over all
+    losses: tuple[float, ...]  # that of the candidate; () without a run
+    skipped: tuple[int, ...]  # steps of the candidate that were not applied, one number a seed
 
     @property
     def holds(self) -> bool:
@@ -91,10 +114,8 @@ class Proof:
 def seeds_needed(spread: float, margin: float, mean: float = 0.0) -> int:
     """Return how many pairs of runs decide with a chance of `POWER`, from `ENOUGH_SEEDS` to `MOST_SEEDS`.
 
-    Args:
-        spread: standard deviation of the difference of a pair.
-        margin: largest difference that counts as none.
-        mean: the true difference; what has to be shown is on which side of the margin it lies.
+    `spread` is the standard deviation of the difference of a pair, and `mean` the true difference: what has to be shown
+    is on which side of the margin it lies.
     """
     room = abs(margin - abs(mean))
     if not room > 0.0:
@@ -119,40 +140,26 @@ def prove(
     standard deviation that fp32's own has from seed to seed.
 
     Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
-    suffices.
-
-    Args:
-        task: what to train.
-        candidate: the policy, with or without compile.
-        device: device type.
-        steps: of each training; 0: those of the task's excerpt.
-        max_loss_rise: margin as a fraction of fp32's training loss.
-        seed: the first seed; the others follow.
-        seeds: train at least so many pairs; 0: as many as the spread of the pairs asks for. More seeds after an
-            undecided result are a second test: the two together pass a policy at the margin with up to 10 % instead
-            of 5 %.
-        seconds: time for new trainings; one that would not end in time is not begun.
-        runs: what earlier calls handed to `on_run`; those that fit are not run again.
-        on_run: called after each new training.
-        clock: seconds, for the budget.
+    suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
+    At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
+    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %.
 
     Raises:
         HalfstepError, RuntimeError: fp32 cannot train this task.
     """
     by_metric = task.metric is not None and max_loss_rise is None
-    train = Trainings(
-        task, device, steps or task.excerpt_steps, by_metric=by_metric, runs=runs, seconds=seconds, clock=clock,
-        on_run=on_run,
+    pairs = _Pairs(
+        task, candidate, device=device, steps=steps or task.excerpt_steps, seed=seed, by_metric=by_metric, runs=runs,
+        seconds=seconds, clock=clock, on_run=on_run,
     )  # fmt: skip
-    pairs = _Pairs(train, candidate, seed, higher=by_metric and task.higher_is_better)
     fp32 = pairs.reference
     while len(fp32) < ENOUGH_SEEDS and pairs.add_reference():
         if not math.isfinite(fp32[-1].value):
             why = fp32[-1].stopped or "the end of the training"
-            return pairs.undecided(f"fp32 itself does not end with a finite {train.measure}: {why}", -1)
+            return pairs.undecided(f"fp32 itself does not end with a finite {pairs.measure}: {why}", -1)
     if len(fp32) < ENOUGH_SEEDS:
-        return pairs.undecided(f"the time was up after {_counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
-    pairs.margin, pairs.margin_from = _margin(task, [r.value for r in fp32], train.measure, by_metric, max_loss_rise)
+        return pairs.undecided(f"the time was up after {counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
+    pairs.margin, pairs.margin_from = _margin(task, [r.value for r in fp32], pairs.measure, by_metric, max_loss_rise)
     if flaw := _flaw(pairs):
         return pairs.undecided(flaw, -1)
     pairs.planned = max(ENOUGH_SEEDS, seeds)
@@ -162,7 +169,7 @@ def prove(
         if len(pairs.own) == ENOUGH_SEEDS:
             pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
             missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
-            if pairs.difference().verdict == "worse" or (missing and missing > train.left()):
+            if pairs.difference().verdict == "worse" or (missing and missing > pairs.left()):
                 break
     return pairs.result()
 
@@ -186,39 +193,87 @@ def _flaw(pairs: _Pairs) -> str:
         return "fp32 ends alike with every seed, so that its spread gives no margin; give max_loss_rise"
     if not gain >= GAIN * pairs.margin:
         return (
-            f"fp32 gains {gain:.3g} in {_counted(pairs.train.steps, 'step')} and the margin is {pairs.margin:.3g}: a "
+            f"fp32 gains {gain:.3g} in {counted(pairs.steps, 'step')} and the margin is {pairs.margin:.3g}: a "
             f"policy that learns nothing could pass for equivalent; train longer (steps) or give a narrower margin"
         )
     return ""
 
 
-@dataclass(slots=True)
 class _Pairs:
-    """The trainings of a proof so far."""
+    """The trainings of a proof so far, pairs with the same seed; what was trained before is taken as it was."""
 
-    train: Trainings
-    candidate: Candidate
-    seed: int
-    higher: bool
-    reference: list[Run] = field(default_factory=list)
-    own: list[Run] = field(default_factory=list)
-    margin: float = math.nan
-    margin_from: str = ""
-    planned: int = ENOUGH_SEEDS
+    def __init__(
+        self, task: Task, candidate: Candidate, *, device: str, steps: int, seed: int, by_metric: bool,
+        runs: Sequence[Run], seconds: float, clock: Callable[[], float], on_run: Callable[[Run], None],
+    ) -> None:  # fmt: skip
+        self.task, self.candidate, self.device, self.steps, self.seed = task, candidate, device, steps, seed
+        self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
+        self.by_metric, self.higher = by_metric, by_metric and task.higher_is_better
+        self.measure = task.metric_name if by_metric else "training loss"
+        self.kind = "metric" if by_metric else "loss"
+        self.reference: list[Run] = []
+        self.own: list[Run] = []
+        self.margin, self.margin_from = math.nan, ""
+        self.planned = ENOUGH_SEEDS
+        self._known = {run.key: run for run in runs}
+        self._policies = {REFERENCE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.end - self.clock()
 
     def add_reference(self) -> bool:
         """Train fp32 with the next seed; return whether there was time."""
-        run = self.train(REFERENCE, self.seed + len(self.reference))
-        self.reference += [run] if run else []
-        return run is not None
+        return self._add(self.reference, REFERENCE)
 
     def add(self) -> bool:
         """Train the candidate with the next seed, after fp32; return whether there was time."""
-        if len(self.own) == len(self.reference) and not self.add_reference():
-            return False
-        run = self.train(self.candidate, self.seed + len(self.own))
-        self.own += [run] if run else []
-        return run is not None
+        ready = len(self.own) < len(self.reference) or self.add_reference()
+        return ready and self._add(self.own, self.candidate)
+
+    def _add(self, runs: list[Run], candidate: Candidate) -> bool:
+        key = self._key(candidate, self.seed + len(runs))
+        if key not in self._known:
+            alike = [run.seconds for run in self._known.values() if run.key[:-1] == key[:-1]]
+            if max(alike, default=0.0) >= self.left():
+                return False
+            with generators_kept():
+                run = self._known[key] = self._train(candidate, self.seed + len(runs))
+            self.on_run(run)
+        runs.append(self._known[key])
+        return True
+
+    def _key(self, candidate: Candidate, seed: int) -> tuple[object, ...]:
+        return self._policies[candidate], candidate.compile, self.kind, self.steps, seed
+
+    def _train(self, candidate: Candidate, seed: int) -> Run:
+        begun, window = self.clock(), max(1, self.steps // LAST)
+        start = value = math.nan
+        losses: list[float] = []
+        skipped, stopped = 0, ""
+        try:
+            loop = make_loop(candidate, self.task, started(self.task, seed, self.device), self.steps)
+            if self.by_metric and candidate.policy is None:
+                start = evaluated(self.task, loop, seed)
+            training = Training(self.task, {FP32: loop}, device=self.device, seed=seed)
+            while len(losses) < self.steps and not stopped:
+                training.step(FP32, len(losses))
+                losses.append(float(loop.loss))
+                if len(losses) >= PATIENCE and not any(map(math.isfinite, losses[-PATIENCE:])):
+                    stopped = f"the loss of the {PATIENCE} steps up to step {len(losses)} is not finite"
+            skipped = len(loop.skipped())
+            if not stopped:
+                value = evaluated(self.task, loop, seed) if self.by_metric else finite_mean(losses[-window:])
+        except FAILURES as error:
+            if candidate.policy is None:
+                raise
+            stopped = error_line(error)
+        missing = [math.nan] * (self.steps - len(losses))  # every curve has the same points
+        return Run(
+            policy=self._policies[candidate], compile=candidate.compile, measure=self.kind, steps=self.steps,
+            seed=seed, start=start if self.by_metric else finite_mean(losses[:window]), value=value,
+            losses=thinned([*losses, *missing]), skipped=skipped, seconds=self.clock() - begun, stopped=stopped,
+        )  # fmt: skip
 
     def difference(self) -> Difference:
         """Return the difference of all pairs and its interval."""
@@ -235,14 +290,12 @@ class _Pairs:
         own = max((r.seconds for r in self.own), default=fp32)
         seeds = range(self.seed + len(self.own), self.seed + len(self.own) + more)
         sides = ((REFERENCE, fp32), (self.candidate, own))
-        return sum(cost for seed in seeds for side, cost in sides if not self.train.has(side, seed))
+        return sum(cost for seed in seeds for side, cost in sides if self._key(side, seed) not in self._known)
 
     def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:
         """Return that there is no verdict, and how many `more` seeds would give one."""
         if more > 0:
-            count = (
-                f"more than {more} more seeds" if more >= MOST_SEEDS - len(self.own) else _counted(more, "more seed")
-            )
+            count = f"more than {more} more seeds" if more >= MOST_SEEDS - len(self.own) else counted(more, "more seed")
             why += f"; a verdict needs {count}"
         return self._proof("undecided", why, more, found)
 
@@ -254,13 +307,13 @@ class _Pairs:
         found = self.difference()
         if found.verdict == "diverged":
             last = self.own[-1]
-            why = last.stopped or f"its {self.train.measure} is not finite"
+            why = last.stopped or f"its {self.measure} is not finite"
             return self._proof("diverged", f"{why} (seed {last.seed})", 0, found)
         if found.low is None or found.high is None:
             return self.undecided("the time was up after one pair of trainings", missing, found)
         numbers = (
-            f"{self.train.measure} minus fp32's: {found.mean:+.3g}, 90 % interval [{found.low:+.3g}, "
-            f"{found.high:+.3g}], margin {self.margin:.3g}, {_counted(len(self.own), 'seed')}"
+            f"{self.measure} minus fp32's: {found.mean:+.3g}, 90 % interval [{found.low:+.3g}, "
+            f"{found.high:+.3g}], margin {self.margin:.3g}, {counted(len(self.own), 'seed')}"
         )
         if found.verdict == "worse" and found.enough:
             return self._proof("worse", numbers, 0, found)
@@ -272,12 +325,12 @@ class _Pairs:
         return self._proof("equivalent" if found.verdict == "within noise" else found.verdict, numbers, 0, found)
 
     def _proof(self, verdict: str, reason: str, more: int, found: Difference | None) -> Proof:
-        train, beside = self.train, self.reference[: len(self.own) or None]
+        pairs = self.reference[: len(self.own) or None]
         return Proof(
-            verdict=verdict, reason=reason, measure=train.measure, higher_is_better=self.higher, margin=self.margin,
+            verdict=verdict, reason=reason, measure=self.measure, higher_is_better=self.higher, margin=self.margin,
             margin_from=self.margin_from, difference=found, fp32=tuple(r.value for r in self.reference),
             values=tuple(r.value for r in self.own), seeds_more=more, seconds_more=self.seconds(more) if more else 0.0,
-            steps=train.steps, loss_steps=thinned(range(1, train.steps + 1)), fp32_losses=_curve(beside),
+            steps=self.steps, loss_steps=thinned(range(1, self.steps + 1)), fp32_losses=_curve(pairs),
             losses=_curve(self.own), skipped=tuple(r.skipped for r in self.own),
         )  # fmt: skip
 
@@ -286,5 +339,6 @@ def _curve(runs: Sequence[Run]) -> tuple[float, ...]:
     return tuple(finite_mean(points) for points in zip(*(r.losses for r in runs), strict=True))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def error_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")

@@ -2,7 +2,7 @@
 
 A round is one step of every candidate still in the race (`Training`). fp32 runs twice: what the two differ by cannot be
 resolved here. A candidate that raises, runs out of memory, or is clearly slower than the race is for leaves it, and the
-others go on.
+others go on. Races of fp32 alone, one a seed, are the `Reference` that losses are judged by.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,69 +19,46 @@ from typing import Any
 
 import torch
 
+from halfstep.advise.tune.proof import LAST, error_line
 from halfstep.advise.tune.result import TuneError
-from halfstep.advise.tune.trainings import error_line
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import started
 from halfstep.tasks.loops import Training, make_loop
-from halfstep.tasks.measure import finite_mean
+from halfstep.tasks.measure import finite_mean, student_quantile
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Race, Ratio, Unfit
 
-__all__ = ["BASELINE", "Lap", "RaceResult", "race"]
+__all__ = ["BASELINE", "Lap", "RaceResult", "Reference", "race"]
 
 BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
-LAST = 10
-"""The last tenth of the steps is the end of a training, the first tenth its start."""
-
-LOOK = 8
-"""Timed rounds before a candidate may be dropped, and between two looks."""
+LOOK = 8  # timed rounds before a candidate may be dropped, and between two looks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lap:
-    """What one candidate did in a race; plain values.
-
-    Attributes:
-        label: the candidate.
-        time: its step time over fp32's in the same rounds; None if no round was timed.
-        beside: its step time over that of the race's base in the same rounds.
-        milliseconds: median time of a step.
-        start: mean training loss over the first tenth of the steps; nan if not finite.
-        end: over the last tenth; nan if not finite, or if it left the race before.
-        skipped: steps that were not applied.
-        dropped: whether it left because it was clearly slower.
-        failed: the error that it left with, "" for none.
-    """
+    """What one candidate did in a race; plain values."""
 
     label: str
-    time: Ratio | None = None
-    beside: Ratio | None = None
-    milliseconds: float = math.nan
-    start: float = math.nan
-    end: float = math.nan
-    skipped: int = 0
-    dropped: bool = False
-    failed: str = ""
+    time: Ratio | None = None  # its step time over fp32's in the same rounds; None if no round was timed
+    beside: Ratio | None = None  # its step time over that of the race's base in the same rounds
+    milliseconds: float = math.nan  # median time of a step
+    start: float = math.nan  # mean training loss over the first tenth of the steps; nan if not finite
+    end: float = math.nan  # over the last tenth; nan if not finite, or if it left the race before
+    skipped: int = 0  # steps that were not applied
+    dropped: bool = False  # whether it left because it was clearly slower
+    failed: str = ""  # the error that it left with, "" for none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaceResult:
-    """The laps of a race by label, fp32's among them; plain values.
-
-    Attributes:
-        laps: label -> lap.
-        control: fp32 over fp32; None if no round was timed.
-        repeatable: whether the two had the same loss in every step.
-        finished: whether it was run to its last step; a race that the clock ended was not.
-    """
+    """The laps of a race by label, fp32's among them; plain values."""
 
     laps: Mapping[str, Lap]
-    control: Ratio | None
-    repeatable: bool
-    finished: bool
+    control: Ratio | None  # fp32 over fp32; None if no round was timed
+    repeatable: bool  # whether the two had the same loss in every step
+    finished: bool  # whether it was run to its last step; a race that the clock ended was not
 
     def rise(self, label: str) -> float:
         """Return how much higher than fp32's a loss ends, as a fraction of it; inf if not finite, nan if unknown."""
@@ -91,34 +69,73 @@ class RaceResult:
             return math.inf
         return (lap.end - fp32.end) / abs(fp32.end) if fp32.end else math.nan
 
-    @property
-    def resolution(self) -> float:
-        """How far from 1 a ratio of identical programs may lie."""
-        return 0.0 if self.control is None else self.control.resolution
-
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RaceResult:
         """Return what `dataclasses.asdict` made plain."""
+
+        def ratio(found: Mapping[str, Any] | None) -> Ratio | None:
+            return None if found is None else Ratio(**found)
+
         laps = {
-            label: Lap(**{**lap, "time": _ratio(lap["time"]), "beside": _ratio(lap["beside"])})
+            label: Lap(**{**lap, "time": ratio(lap["time"]), "beside": ratio(lap["beside"])})
             for label, lap in values["laps"].items()
         }
-        return cls(**{**values, "laps": laps, "control": _ratio(values["control"])})
+        return cls(**{**values, "laps": laps, "control": ratio(values["control"])})
 
 
-def _ratio(values: Mapping[str, Any] | None) -> Ratio | None:
-    return None if values is None else Ratio(**values)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """fp32's short trainings, one a seed."""
+
+    start: tuple[float, ...]  # mean training loss over the first steps, one a seed
+    end: tuple[float, ...]  # over the last steps
+    repeatable: bool  # whether two trainings with one seed had the same losses
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the end from seed to seed, as a fraction of its mean."""
+        mean = abs(statistics.fmean(self.end))
+        return statistics.stdev(self.end) / mean if mean else math.inf
+
+    @property
+    def finite(self) -> bool:
+        """Whether all losses are."""
+        return all(map(math.isfinite, (*self.start, *self.end)))
+
+    def flaw(self, bound: float | None) -> str:
+        """Return why no loss can be compared with these, "" if it can.
+
+        The loss has to fall by a one-sided t test at the 5 % level, and by more than the bound lets it rise: else a
+        policy that learns nothing could pass.
+        """
+        if not self.finite:
+            return (
+                "the loss of fp32 is not finite; no precision helps: lower the learning rate, or look at the data "
+                "(hs.TrainStep(...).explain() names the operator)"
+            )
+        falls = [a - b for a, b in zip(self.start, self.end, strict=True)]
+        mean, error = statistics.fmean(falls), statistics.stdev(falls) / math.sqrt(len(falls))
+        shown = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(self.start, self.end, strict=True))
+        if not mean > student_quantile(0.95, len(falls) - 1) * error:
+            return (
+                f"the loss does not fall in fp32 ({shown}, one a seed), so that no policy can be judged by it; train "
+                "longer (excerpt_steps), raise the learning rate, or look at the task"
+            )
+        allowed = (self.noise if bound is None else bound) * abs(statistics.fmean(self.end))
+        if not mean > allowed:
+            return (
+                f"the loss falls by {mean:.3g} in fp32 ({shown}, one a seed), and a rise by {allowed:.3g} would be "
+                "allowed, so that a policy that learns nothing could pass; train longer (excerpt_steps), or give a "
+                "smaller max_loss_rise"
+            )
+        return ""
 
 
 class _Race(Training):
     """A race of candidates that may fail; fp32 may not."""
 
     def step(self, label: str, number: int) -> float:
-        """Make a step.
-
-        Raises:
-            Unfit: the candidate raised, or ran out of memory.
-        """
+        """Make a step."""
         with _failing(label):
             return super().step(label, number)
 
@@ -128,13 +145,13 @@ class _Race(Training):
             for label in gone:
                 del self.loops[label]
             gc.collect()
-            if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-                getattr(torch.get_device_module(device), "empty_cache", int)()
+            if self.device != "cpu":
+                torch.accelerator.empty_cache()
 
 
 @contextmanager
 def _failing(label: str) -> Iterator[None]:
-    """What a candidate raises in the block is a fact about it, unless it is fp32."""
+    """What a candidate raises in the block makes it `Unfit`, unless it is fp32."""
     try:
         yield
     except Exception as error:  # of the user's model, of torch, or no memory
@@ -150,19 +167,10 @@ def race(
     limit: float = math.inf, deadline: float = math.inf, clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> RaceResult:  # fmt: skip
-    """Race `candidates` over `steps` steps.
+    """Race `candidates` over `steps` steps, beside fp32, which always runs.
 
-    Args:
-        task: what to train.
-        candidates: without fp32, which always runs.
-        device: device type.
-        seed: of weights, batches and random numbers.
-        steps: of each training.
-        base: label of the candidate that `Lap.beside` and `limit` refer to.
-        limit: a candidate leaves when its step time is, for certain, more than this many times that of `base`.
-        deadline: value of `clock` after which no round begins.
-        clock: seconds.
-        on_round: called after each round.
+    A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
+    no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
 
     Raises:
         TuneError: fp32 raised, or ran out of memory.
@@ -199,9 +207,8 @@ def race(
 
 def _slower(running: Race, labels: Sequence[str], base: str, limit: float) -> set[str]:
     """Drop candidates that are slower than `limit` times the base for certain, and return them."""
-    there = [label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)]
-    ratios = {label: running.ratio(label, base) for label in there}
-    found = {label for label, ratio in ratios.items() if ratio is not None and ratio.low > limit}
+    there = {label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)}
+    found = {label for label in there if (ratio := running.ratio(label, base)) is not None and ratio.low > limit}
     running.dropped |= dict.fromkeys(found, "")
     return found
 

@@ -1,4 +1,4 @@
-"""Result: what a search for a policy has found, as plain data. `search` makes it, `text` and `page` write it."""
+"""Result: what a search for a policy has found, as plain data. `search` makes it, `page` writes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
-from halfstep.advise.tune.page import tuning_page
-from halfstep.advise.tune.text import commented, summary
+from halfstep.advise.tune.page import commented, summary, tuning_page
 from halfstep.report import write_page
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
@@ -27,19 +26,12 @@ class TuneError(hs.HalfstepError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One difference of a candidate from its preset, and why.
+    """One difference of a candidate from its preset, and why."""
 
-    Attributes:
-        field: the field of the policy, such as "ops", "modules" or "residual"; "compile" is an argument of TrainStep.
-        pattern: the operator or module, where the field has rules; else "".
-        value: the rule or the field's new value, in words.
-        why: one line for people: what was measured, and what the change saves or costs.
-    """
-
-    field: str
-    pattern: str = ""
-    value: str
-    why: str
+    field: str  # of the policy, such as "ops", "modules" or "residual"
+    pattern: str = ""  # the operator or module, where the field has rules
+    value: str | float  # the rule or the field's new value; in words in a `Tried`
+    why: str  # one line for people: what was measured, and what the change saves or costs
 
     def __str__(self) -> str:
         """Return ``softmax keep``, or ``residual = low`` of a field without rules."""
@@ -51,15 +43,6 @@ class Tried:
     """One candidate and what was measured of it.
 
     Attributes:
-        label: its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules".
-        policy: what it trains under.
-        preset: the preset that it starts from.
-        compile: whether its TrainStep has ``compile=True``.
-        changes: its differences from the preset.
-        time: its step time over that of fp32, in paired rounds; None if it was not timed.
-        milliseconds: median time of a step; nan if it was not timed.
-        state_bytes: bytes between steps; 0 if not counted.
-        saved_bytes: bytes kept for the backward pass; 0 if not counted.
         error: relative error of the gradients against fp32 on the same weights and batch, the mean over the parameters,
             each at most 1; 0.0 for fp32, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
@@ -67,26 +50,23 @@ class Tried:
         verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
             cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
             changes), "failed" (an error, no memory) or "unmeasured".
-        reason: one sentence: why it was chosen or rejected.
-        predicted: step time over that of fp32 as its changes, each measured alone, made expect; nan without changes.
-        predicted_bytes: likewise, `bytes`; 0 without changes.
     """
 
-    label: str
-    policy: hs.Policy
-    preset: str
-    compile: bool = False
-    changes: tuple[Change, ...] = ()
-    time: Ratio | None = None
-    milliseconds: float = math.nan
-    state_bytes: int = 0
-    saved_bytes: int = 0
+    label: str  # its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules"
+    policy: hs.Policy  # what it trains under
+    preset: str  # the preset that it starts from
+    compile: bool = False  # whether its TrainStep has ``compile=True``
+    changes: tuple[Change, ...] = ()  # its differences from the preset
+    time: Ratio | None = None  # its step time over that of fp32, in paired rounds; None if it was not timed
+    milliseconds: float = math.nan  # median time of a step; nan if it was not timed
+    state_bytes: int = 0  # bytes between steps; 0 if not counted
+    saved_bytes: int = 0  # bytes kept for the backward pass; 0 if not counted
     error: float = math.nan
     loss_rise: float = math.nan
     verdict: str = "unmeasured"
-    reason: str = ""
-    predicted: float = math.nan
-    predicted_bytes: int = 0
+    reason: str = ""  # one sentence: why it was chosen or rejected
+    predicted: float = math.nan  # step time over fp32's as its changes, each measured alone, made expect; nan without
+    predicted_bytes: int = 0  # likewise, `bytes`; 0 without changes
 
     @property
     def bytes(self) -> int:

@@ -13,33 +13,26 @@ from dataclasses import replace
 
 import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
-from halfstep.advise.tune.calibration import Remedy, applied
+from halfstep.advise.tune.calibration import applied, exceptions, savings
 from halfstep.advise.tune.lab import SEEDS
-from halfstep.advise.tune.moves import exceptions, savings
+from halfstep.advise.tune.page import size
 from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Change, Tried
-from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import WARM_UP
 
 __all__ = ["Search"]
 
-TOO_SLOW = 1.5
-"""A preset that takes this many times fp32's time is left out where only time counts."""
-
-LOOKS = 24
-"""Timed rounds of a race of changes."""
+TOO_SLOW = 1.5  # a preset that takes this many times fp32's time is left out where only time counts
+LOOKS = 24  # timed rounds of a race of changes
 
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
-MENDED = 2
-"""Presets that are given exceptions at most, the cheapest ones."""
-
-ROUNDS = 3
-"""Times that changes are looked for, each time from the best candidate so far."""
+MENDED = 2  # presets that are given exceptions at most, the cheapest ones
+ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
 
 CHANGED = 2
 """Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
@@ -47,25 +40,14 @@ CHANGED = 2
 PROOF = 13
 """Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
 
-COMPILING = 60.0
-"""Seconds that must be free for compiling: a small model takes that long on a slow machine."""
+COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
 
 class Search:
     """One search while it runs.
 
-    Args:
-        board: the candidates, with the lab that measures them.
-        bound: largest loss rise, a fraction; None: fp32's own spread from seed to seed.
-        dtypes: low formats to try.
-        seeds: of a proof at least; 0: as many as it takes.
-        compile: whether compiled steps are tried.
-
-    Attributes:
-        notes: what was left out and what is missing.
-        proofs: (label, Proof), in order.
-        finished: whether it came to its end.
-        interrupted: whether Ctrl-C ended it.
+    `bound` is the largest loss rise, a fraction (None: fp32's own spread from seed to seed), `dtypes` are the low
+    formats to try, and `seeds` those of a proof at least (0: as many as it takes).
     """
 
     def __init__(
@@ -73,8 +55,8 @@ class Search:
     ) -> None:  # fmt: skip
         self.board, self.lab, self.steps = board, board.lab, board.steps
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
-        self.notes: list[str] = []
-        self.proofs: list[tuple[str, Proof]] = []
+        self.notes: list[str] = []  # what was left out and what is missing
+        self.proofs: list[tuple[str, Proof]] = []  # of a label, in order
         self.finished = self.interrupted = False
 
     def run(self, reference: Reference) -> None:
@@ -99,8 +81,6 @@ class Search:
             self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
 
-    # ------------------------------------------------------------------ the stages
-
     def presets(self) -> bool:
         """Race all presets in all formats."""
         board = self.board
@@ -121,8 +101,8 @@ class Search:
             calibration = board.calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
             probed = [
-                replace(remedy, why=f"{calibration.facts(remedy.field, remedy.pattern)}{remedy.why}")
-                for remedy in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
+                replace(change, why=f"{calibration.facts(change.field, change.pattern)}{change.why}")
+                for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
             found = probed or listed
             rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
@@ -130,17 +110,19 @@ class Search:
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
             few = found[: passed[0]] if passed else []
-            if len(few) > 1 and not self._excepted(tried, [[r for r in few if r is not left] for left in few]):
+            if len(few) > 1 and not self._excepted(
+                tried, [[change for change in few if change is not left] for left in few]
+            ):
                 return False
         return True
 
     def _probe(self, policy: hs.Policy) -> float:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
-    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Remedy]]) -> bool:
+    def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
         """Race a preset with each of some lists of exceptions."""
         board = self.board
-        made = [board.changed(tried, remedies) for remedies in exceptions]
+        made = [board.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
         whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
                            phase=f"exceptions for {tried.label}")  # fmt: skip
@@ -239,8 +221,6 @@ class Search:
         shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
         return f"the cheapest of those whose loss stays within the bound; {shown}"
 
-    # ------------------------------------------------------------------ what they share
-
     def _finalists(self) -> list[Tried]:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
@@ -285,25 +265,20 @@ class Search:
         for tried in singles:
             if tried.verdict == "unmeasured":
                 board.set(tried.label, verdict="saves" if tried in good else "slower")
-        chosen: list[Change] = []
-        prefixes: list[Tried] = []
-        predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
+        first: dict[tuple[str, str], Tried] = {}
         for tried in good:
-            change = tried.changes[-1]
-            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen):
-                continue
-            chosen.append(change)
+            first.setdefault((tried.changes[-1].field, tried.changes[-1].pattern), tried)
+        chosen: list[Change] = []
+        labels: list[str] = []
+        predicted, bytes_ = 1.0 if base.time is None else base.time.median, base.bytes
+        for count, tried in enumerate(first.values(), 1):
+            chosen.append(tried.changes[-1])
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
-            policy = applied(policy, [(change.field, change.pattern, change.value)])
-            prefixes.append(replace(base, policy=policy, changes=(*base.changes, *chosen), predicted=predicted,
-                                    predicted_bytes=bytes_))  # fmt: skip
-        labels = []
-        for made in (t for n, t in enumerate(prefixes, 1) if n in LADDER or n == len(prefixes)):
-            label = board.add(made.policy, made.preset, made.changes).label
-            labels.append(
-                board.set(label, predicted=made.predicted, predicted_bytes=made.predicted_bytes).label
-            )  # fmt: skip
+            if count in LADDER or count == len(first):
+                label = board.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
+                board.set(label, predicted=predicted, predicted_bytes=bytes_)
+                labels.append(label)
         return labels
 
     def _reserve(self) -> float:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import halfstep as hs
-from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
-from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.page import size
 from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
+from halfstep.tasks.compare import started
 from halfstep.tasks.machine import generators_kept, machine
 from halfstep.tasks.task import Task, TaskError
 
@@ -25,8 +27,9 @@ __all__ = ["low_formats", "tune", "weights_of"]
 
 FORMATS = ("bf16", "fp16")
 
-ALL = 70.0
-"""Short trainings of a whole search, roughly."""
+ALL = 70.0  # short trainings of a whole search, roughly
+LARGE = 0.15  # share of the bytes kept for the backward pass that is worth a line of code
+OFTEN = 3  # modules of one class beside one another that count as blocks
 
 
 def tune(
@@ -101,7 +104,6 @@ def tune(
         steps = lab.steps()
         board = Board(lab, weights, steps)
         search = Search(board, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
-        reference: Reference | None = None
         try:
             reference = lab.reference(steps)
             if reference is None:
@@ -119,34 +121,62 @@ def tune(
             search.interrupted = True
             search.fall_back()
             search.notes.append("interrupted: what was measured is kept, and --resume goes on from there")
-    return _result(task, search, reference, where, target)
+    return _result(search, target)
 
 
-def _result(task: Task, search: Search, reference: Reference | None, device: str, target: str) -> Tuning:
+def _result(search: Search, target: str) -> Tuning:
     board, lab = search.board, search.lab
     proof = next((proof for label, proof in search.proofs if label == board.best), None)
     chosen = board.set(board.best, verdict="chosen", reason=search.reason(proof))
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=task.name, chosen=chosen, tried=board.measured(), target=target, bound=board.bound,
+        task=lab.task.name, chosen=chosen, tried=board.measured(), target=target, bound=board.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
-        seed=lab.seed, device=device, machine=machine(), advice=tuple(advice(board, lab)), notes=tuple(search.notes),
+        seed=lab.seed, device=lab.device, machine=machine(), advice=tuple(_advice(board)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
     )  # fmt: skip
 
 
-def weights_of(target: str) -> Weights:
-    """Return what "time", "memory" or "0.7:0.3" means.
+def _advice(board: Board) -> Iterator[str]:
+    """Yield what would save time or memory and no policy can hold: linear_cross_entropy, checkpointing."""
+    best, lab = board[board.best], board.lab
+    if not best.saved_bytes:
+        return
+    kept = lab.known_calibration(board.candidate(board.best), board.steps)
+    spots = () if kept is None else kept.spots
+    if any(spot.op == "cross_entropy" for spot in spots):
+        last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
+        if last is not None and last.bytes > LARGE * best.saved_bytes:
+            yield (
+                f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
+                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
+                "the loss without it"
+            )
+    if best.saved_bytes > best.state_bytes and (found := _blocks(started(lab.task, lab.seed, "cpu"))):
+        count, kind, path = found
+        yield (
+            f"{size(best.saved_bytes)} are kept for the backward pass and {size(best.state_bytes)} between steps: "
+            f"torch.utils.checkpoint around each of the {count} {kind} in {path} keeps their inputs only, "
+            "for about one more forward pass"
+        )
 
-    Raises:
-        TuneError: anything else.
-    """
-    words = {"time": (1.0, 0.0), "memory": (0.0, 1.0)}
-    if isinstance(target, str) and target in words:
-        return Weights(time=words[target][0], memory=words[target][1])
-    parts = str(target).split(":")
+
+def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
+    """Return (count, class, path) of the longest row of equal modules with submodules."""
+    best: tuple[int, str, str] | None = None
+    for path, module in model.named_modules():
+        kinds = Counter(type(child).__name__ for child in module.children() if any(child.children()))
+        for kind, count in kinds.items():
+            if count >= OFTEN and (best is None or count > best[0]):
+                best = count, kind, path or "the model"
+    return best
+
+
+def weights_of(target: str) -> Weights:
+    """Return what "time", "memory" or "0.7:0.3" means."""
+    words = {"time": "1:0", "memory": "0:1"}
     try:
-        time_weight, memory_weight = map(float, parts)
+        time_weight, memory_weight = map(float, words.get(str(target), str(target)).split(":"))
         total = time_weight + memory_weight
         if not (time_weight >= 0 and memory_weight >= 0 and 0 < total < math.inf):
             raise ValueError

@@ -164,7 +164,7 @@ class _LinearLayer:
         if total.dtype == grad.dtype:
             total.addmm_(grad, input)
         elif total.device.type == "cuda":
-            total.add_(torch.mm(grad, input, out_dtype=torch.float32))
+            torch.addmm(total, grad, input, out_dtype=torch.float32, out=total)
         else:
             total.add_(torch.mm(grad, input))  # no kernel gives fp32: each part is rounded, their sum is not
 

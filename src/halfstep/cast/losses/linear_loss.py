@@ -56,6 +56,10 @@ ENOUGH, LARGE = 512, 1 << 22
 weight's gradient takes longer than its product (50,257 classes, 768 features, all products: parts of 41 rows take 1.7
 times as long as of 256, and 512 as 256); every part waits for all threads."""
 
+FEWEST = 10
+"""Parts at least on an accelerator, so that no more than a tenth of the logits exist at a time. Each part reads and
+writes the weight's fp32 gradient: in parts of as many rows as there are features, as many bytes as its logits take."""
+
 NOT_COUNTED = -100  # torch's default for targets that do not count
 
 
@@ -106,7 +110,8 @@ def linear_cross_entropy(
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
         chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
-            a CPU, of low logits 2**22 or 512 rows, and 2**24 logits elsewhere.
+            a CPU, of low logits 2**22 or 512 rows; elsewhere 2**24 logits, or as many rows as there are features but
+            no more than a tenth of all.
         recompute: save the input and compute the logits again in the backward pass, for second derivatives and the
             fewest bytes. False: save the gradients of input, weight and bias, computed in the forward pass, except in
             fp16, with reduction="none", under torch.func, and where these have more elements than the logits.
@@ -178,16 +183,7 @@ def fused_loss(
     *,
     emulating: bool = False,
 ) -> Tensor:
-    """Compute `linear_cross_entropy` of tensors that are in their formats already, with autocast off.
-
-    Args:
-        input: as there, and so are the other tensors.
-        linear_weight: in the format of `input`, and so is `linear_bias`.
-        linear_bias: or None.
-        target: class indices or probabilities.
-        settings: the rest.
-        emulating: products are computed in fp32 and rounded once: the device lacks units for the low format.
-    """
+    """Compute `linear_cross_entropy` of tensors that are in their formats already, with autocast off."""
     _check(input, linear_weight, linear_bias, target, settings)
     lean = (
         target.dtype is torch.long
@@ -306,7 +302,8 @@ def _rows(input: Tensor, linear_weight: Tensor) -> int:
     compiling = torch.compiler.is_compiling()
     if device == "cpu" and input.dtype in LOW_DTYPES and not compiling and not load_kernels(device):
         return max(LARGE // classes, ENOUGH)
-    return rows_at_a_time(classes, device)
+    rows = rows_at_a_time(classes, device)
+    return rows if device == "cpu" else max(rows, min(input.shape[-1], len(input) // FEWEST))
 
 
 def _takes_gradients_ahead(

@@ -138,9 +138,6 @@ def _refuse_what_needs_a_model(policy: Policy) -> None:
     """Refuse the fields about a model, an optimizer or a loss, which a region does not have.
 
     Two of them pass, since presets set them: `outputs` and ``scale="auto"``.
-
-    Raises:
-        PolicyError: the first such field, and what carries it out.
     """
     needs_a_model = {
         "params": "lowers parameters",
@@ -226,11 +223,7 @@ SWITCH = FLAG | Kind("0 or 1", lambda value: WHOLE.has(value) and value < 2)
 
 
 def _check(device_type: object, dtype: object, enabled: object, cache_enabled: object, policy: Any) -> None:
-    """Refuse arguments of `autocast` of the wrong kind.
-
-    Raises:
-        PolicyError: which one.
-    """
+    """Refuse arguments of `autocast` of the wrong kind."""
     check(
         "hs.autocast",
         PolicyError,

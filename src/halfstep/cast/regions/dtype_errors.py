@@ -74,12 +74,7 @@ TOO_LARGE = (
 
 
 def explained(error: BaseException, tree: Any = ()) -> HalfstepError | None:
-    """Return an error that names cause and remedy if `error` is one that mixed formats cause, else None.
-
-    Args:
-        error: what was raised in a region.
-        tree: the inputs of the call, where they are known.
-    """
+    """Return an error that names cause and remedy if `error` is one that mixed formats cause, else None."""
     if isinstance(error, HalfstepError) or not isinstance(error, EXPLAINED):
         return None
     text = str(error)

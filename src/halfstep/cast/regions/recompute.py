@@ -93,12 +93,7 @@ class _On:
 
 
 def _switched_on(function: Callable[..., Any], *kept: tuple[str, dict[str, Any] | None]) -> Callable[..., Any]:
-    """Return what a checkpoint is to run again: `function`, or in a region that simulates a format an `_On`.
-
-    Args:
-        function: what it would run.
-        *kept: device types and what it has kept as arguments of torch.autocast; in a simulation that becomes "off".
-    """
+    """Return what a checkpoint is to run again: `function`, or in a region that simulates a format an `_On`."""
     if STATE.mode is None or STATE.mode.how.simulated is None:
         return function
     on = [(device, state) for device, state in kept if state is not None and state["enabled"]]
@@ -109,9 +104,6 @@ def _switched_on(function: Callable[..., Any], *kept: tuple[str, dict[str, Any] 
 
 def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
     """Make the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
-
-    Args:
-        func: what was called, where a mode handles the call.
 
     Raises:
         RegionError: this version of torch keeps a checkpoint's function in a place that is not known.

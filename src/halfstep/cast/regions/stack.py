@@ -51,9 +51,7 @@ def push(mode: RuleMode, above: Any) -> None:
 def remove(mode: RuleMode, others: int = 0) -> None:
     """Remove `mode`, which `push` put on the stack, from wherever it is now; a second call changes nothing.
 
-    Args:
-        mode: what to remove, once: the topmost.
-        others: how many regions further out have put the same mode on the stack.
+    `others`: how many regions further out have put the same mode on the stack.
     """
     top = len_torch_function_stack() - 1
     if top < 0:
@@ -81,12 +79,7 @@ def restack(modes: list[Any]) -> None:
 
 @contextmanager
 def rules_on(mode: RuleMode | None, bound: Any) -> Iterator[None]:
-    """Apply the rules of `mode` in this block, with autocast's own state as it is.
-
-    Args:
-        mode: the rules; None: torch's own lists, or none.
-        bound: what `STATE.bound` is meanwhile.
-    """
+    """Apply the rules of `mode` (None: torch's own lists, or none) in this block; autocast's own state stays."""
     state = STATE
     modes = list(current_function_mode_stack()) if len_torch_function_stack() else []
     outer, above = (state.mode, state.bound), state.above

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from halfstep.accelerators import current_stream
 from halfstep.cast.regions.recompute import SET_GRAD_ENABLED, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
@@ -224,8 +225,11 @@ def address(tensor: Tensor) -> int:
 
 
 def _witness(source: Tensor, low: Tensor) -> Hashable:
-    """Return what changes when `source` gets another value, or its copy is written into."""
-    return source._version, address(source), -1 if low.is_inference() else low._version
+    """Return what changes when `source` gets another value, its copy is written into, or another stream reads it.
+
+    A reader on another stream than the cast's would have to wait for it: it gets a copy of its own.
+    """
+    return source._version, address(source), -1 if low.is_inference() else low._version, current_stream(source)
 
 
 def _cast_weight(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

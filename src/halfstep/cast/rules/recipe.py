@@ -82,15 +82,7 @@ def recipe_for(
 ) -> Recipe:
     """Compile `policy` for `device_types`.
 
-    Args:
-        policy: the policy to compile.
-        device_types: the devices entered.
-        enabled: False makes a region in which nothing is cast.
-        cache: whether weight casts may be cached; None: as torch does outside.
-
-    Raises:
-        UnbuiltError: the policy needs an engine that is not built yet; the message says which.
-        PolicyError: the policy cannot run on one of the devices.
+    `enabled=False` makes a region in which nothing is cast. With a `cache` of None weight casts are cached as outside.
     """
     devices, lowered, emulating = [], [], set()
     simulated: Format | None = None
@@ -116,11 +108,7 @@ def recipe_for(
 
 
 def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` in the region of `recipe` by what `torch.compile` can trace: torch.autocast objects in `with`.
-
-    Raises:
-        RegionError: the policy simulates a format.
-    """
+    """Call `func` in the region of `recipe` by what `torch.compile` can trace: torch.autocast objects in `with`."""
     if recipe.mode is not None and recipe.mode.how.simulated is not None:
         raise RegionError(f"format {recipe.policy.dtype!r} is simulated, which torch.compile cannot trace; run eagerly")
     state = STATE
@@ -170,13 +158,7 @@ def _native(name: str, kind: RuleKind, devices: tuple[str, ...]) -> bool:
 def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
     """Compile `policy` for `devices` into the table callable -> handler.
 
-    Args:
-        policy: the policy to compile.
-        devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
-        how: how low operators are carried out.
-
-    Returns:
-        The handlers of all operators that torch.autocast alone would treat differently; empty if there are none.
+    It has the operators that torch.autocast alone would treat differently on any of the devices.
     """
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):

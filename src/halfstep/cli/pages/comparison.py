@@ -5,26 +5,22 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.cli.pages.figures import Cost, amp_label, galleries, ratio_text
-from halfstep.cli.pages.findings import findings
-from halfstep.cli.terminal import say, show
+from halfstep.cli.pages.facts import findings
+from halfstep.cli.pages.figures import amp_label, galleries, left_out, ratio_text
+from halfstep.cli.terminal import machine_line
 from halfstep.report.numbers import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison
+from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS
-from halfstep.tasks.pace import PaceRow
 from halfstep.timing import Ratio
 
 __all__ = [
-    "comparison_page", "cost_table", "left_out", "measured", "measured_on", "print_comparison", "result_table",
-    "setting",
+    "comparison_page", "comparison_section", "cost_table", "measured", "measured_on", "result_table", "setting",
 ]  # fmt: skip
 
 
@@ -36,19 +32,21 @@ def comparison_page(
         f"halfstep compare: {', '.join(c.task for c in comparisons)}",
         "What each precision policy did to the result, to the time of a step and to memory, beside fp32 and torch.amp. "
         f"{measured_on(about, day)}",
-        [*_glance(comparisons), *map(_task, comparisons), _policies(comparisons), _method(comparisons, about, command)],
+        [
+            *_glance(comparisons),
+            *map(comparison_section, comparisons),
+            _policies(comparisons),
+            _method(comparisons, about, command),
+        ],
         "halfstep compare --html",
     )
 
 
 def measured_on(about: Mapping[str, Any], day: datetime.date) -> str:
     """Return when and on which machine something was measured."""
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    units = f" ({', '.join(about['instruction_sets'])})" if about["instruction_sets"] else ""
-    return (
-        f"Measured on {day.isoformat()}: {about['cpu']}{units}, {about['cores']} cores{on}; torch {about['torch']}, "
-        f"Python {about['python']}, {about['system']}, halfstep {hs.__version__}."
-    )
+    sets = f" Instruction sets: {', '.join(about['instruction_sets'])}." if about["instruction_sets"] else ""
+    rest = f"{about['system']}, halfstep {hs.__version__}"
+    return f"Measured on {day.isoformat()}: {machine_line(about)}, {rest}.{sets}"
 
 
 def measured(items: tuple[str, ...], about: Mapping[str, Any], command: str) -> doc.Section:
@@ -86,13 +84,9 @@ def _few_seeds(comparison: Comparison) -> tuple[doc.Note, ...]:
     return (doc.Note(f"An indication, not a verdict: {runs} of each policy. A verdict takes {ENOUGH_SEEDS}."),)
 
 
-def _task(comparison: Comparison) -> doc.Section:
-    about = f"{doc.sentence(comparison.about)} " if comparison.about else ""
-    steps, seeds = counted(comparison.steps, "step"), counted(len(comparison.seeds), "seed")
-    blocks: list[doc.Block] = [
-        doc.Paragraph(f"{about}{steps}, {seeds}, on {comparison.device}."),
-        *_few_seeds(comparison),
-    ]
+def comparison_section(comparison: Comparison) -> doc.Section:
+    """Return what was found in a task, for the page and for the terminal."""
+    blocks: list[doc.Block] = [doc.Paragraph(setting(comparison)), *_few_seeds(comparison)]
     if not comparison.repeatable:
         blocks.append(
             doc.Note(
@@ -100,10 +94,30 @@ def _task(comparison: Comparison) -> doc.Section:
                 "repeatable, so part of every difference is chance."
             )
         )
-    tables = (result_table(comparison), cost_table(comparison.rows, comparison.control))
-    notes: list[doc.Block] = [doc.Bullets(found)] if (found := _notes(comparison)) else []
-    facts = doc.Facts(findings(comparison))
-    return doc.Section(comparison.task, (*blocks, facts, *galleries(comparison), *tables, *notes))
+    control, margin = comparison.control, f"{comparison.margin:.3g}"
+    times = "No times: a run is too short for more than its warm-up."
+    if control is not None:
+        equal = "the same result, bit for bit" if comparison.repeatable else "NOT the same result"
+        times = (
+            "Times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = "
+            f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}] ({equal})."
+        )
+    blocks += [
+        doc.Facts(findings(comparison)),
+        *galleries(comparison),
+        result_table(comparison),
+        doc.Paragraph(f"Within noise: the 90 % interval of the difference lies inside ±{margin}, fixed beforehand."),
+        cost_table(comparison.rows, control),
+        doc.Paragraph(times),
+    ]
+    return doc.Section(comparison.task, [*blocks, doc.Bullets(notes)] if (notes := _notes(comparison)) else blocks)
+
+
+def setting(comparison: Comparison) -> str:
+    """Return in words what was trained, how long, how often, and where."""
+    about = f"{doc.sentence(comparison.about)} " if comparison.about else ""
+    steps, seeds = counted(comparison.steps, "step"), counted(len(comparison.seeds), "seed")
+    return f"{about}{steps}, {seeds}, on {comparison.device}; same weights, same batches, steps in turns."
 
 
 def _policies(comparisons: Sequence[Comparison]) -> doc.Section:
@@ -139,7 +153,7 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
 
 def result_table(comparison: Comparison) -> doc.Table:
     """Return what became of the result under every policy."""
-    decimals = Decimals.of(comparison.margin)
+    decimals = Decimals(comparison.margin)
     headers = ("policy", comparison.metric, "minus fp32, 90 % interval", "verdict", "steps skipped", "loss scale")
 
     def cells(row: CandidateRow) -> tuple[str | doc.Cell, ...]:
@@ -161,14 +175,11 @@ def _range(values: Sequence[float]) -> str:
 
 
 def cost_table(
-    rows: Sequence[Cost],
-    control: Ratio | None,
-    text: Callable[[Ratio | None, Ratio | None], str] = ratio_text,
-    caption: str = "Time and memory",
+    rows: Sequence[Cost], control: Ratio | None, caption: str = "Time and memory", *, intervals: bool = False
 ) -> doc.Table:
-    """Return what a step takes; `text` writes a ratio and what this machine can resolve."""
-    state, saved = Size.of(row.state_bytes for row in rows), Size.of(row.saved_bytes for row in rows)
-    time = Decimals.of(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
+    """Return what a step takes; `control` is what this machine can resolve."""
+    state, saved = Size(row.state_bytes for row in rows), Size(row.saved_bytes for row in rows)
+    time = Decimals(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
     headers = (
         "policy", "ms a step", "time / fp32", f"time / {amp_label(rows)}", f"between steps, {state.unit}",
         f"saved for backward, {saved.unit}",
@@ -177,8 +188,8 @@ def cost_table(
         (
             row.label,
             time(row.milliseconds) if math.isfinite(row.milliseconds) else "",
-            left_out(row) or _ratio(row.to_fp32, control, text),
-            _ratio(row.to_amp, control, text),
+            left_out(row) or _ratio(row.to_fp32, control, intervals=intervals),
+            _ratio(row.to_amp, control, intervals=intervals),
             state(row.state_bytes),
             saved(row.saved_bytes),
         )
@@ -187,16 +198,9 @@ def cost_table(
     return doc.table(caption, headers, cells)
 
 
-def left_out(row: Cost) -> str:
-    """Return why a candidate was not timed."""
-    return f"over {row.slow:.0f}, left out" if isinstance(row, PaceRow) and row.slow else ""
-
-
-def _ratio(
-    ratio: Ratio | None, control: Ratio | None, text: Callable[[Ratio | None, Ratio | None], str] = ratio_text
-) -> doc.Cell:
-    finer = ratio is not None and control is not None and ratio.finer_than(control)
-    return doc.Cell(text(ratio, control), "open" if finer else "")
+def _ratio(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> doc.Cell:
+    text = ratio_text(ratio, control, intervals=intervals)
+    return doc.Cell(text, "open" if text.startswith("undecided") else "")
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:
@@ -212,35 +216,3 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
             "--policies torch.amp:fp16 adds it"
         )
     return tuple(lines)
-
-
-# ------------------------------------------------------------------ on a terminal
-
-
-def print_comparison(out: Console, comparison: Comparison) -> None:
-    """Print both tables and how to read them."""
-    seeds, control = len(comparison.seeds), comparison.control
-    say(out)
-    say(out, f"{comparison.task}: {comparison.about}", style="bold")
-    say(out, setting(comparison))
-    show(out, result_table(comparison))
-    margin = f"{comparison.margin:.3g}"
-    say(out, f"within noise: the 90 % interval of the difference lies inside +-{margin}, fixed beforehand")
-    if seeds < ENOUGH_SEEDS:
-        say(out, f"with {seeds} of {ENOUGH_SEEDS} seeds this is only an indication", style="yellow")
-    show(out, cost_table(comparison.rows, control))
-    if control is None:
-        say(out, "no times: a run is too short for more than its warm-up")
-    else:
-        equal = "the same result, bit for bit" if comparison.repeatable else "NOT the same result"
-        more = "" if comparison.repeatable else ": runs are not repeatable"
-        say(out, "times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = "
-                 f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}] ({equal}{more})")  # fmt: skip
-    for line in _notes(comparison):
-        say(out, line)
-
-
-def setting(comparison: Comparison) -> str:
-    """Return in words how long the runs were, how many, and where."""
-    runs = f"{counted(comparison.steps, 'step')}, {counted(len(comparison.seeds), 'seed')}, on {comparison.device}"
-    return f"{runs}; same weights, same batches, steps in turns"

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from halfstep import report as doc
-from halfstep.cli.pages.comparison import cost_table, left_out, measured, measured_on, result_table
-from halfstep.cli.pages.figures import bytes_figure, galleries, interval, time_figure
+from halfstep.cli.pages.comparison import cost_table, measured, measured_on, result_table
+from halfstep.cli.pages.facts import Demo, conclusions
+from halfstep.cli.pages.figures import galleries, interval, memory_gallery, time_figure
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import Comparison
+from halfstep.tasks.compare import Comparison, Pace
 from halfstep.tasks.overflow import Rescue
-from halfstep.tasks.pace import Pace
 from halfstep.tasks.workloads import Workload
-from halfstep.timing import Ratio
 
 __all__ = ["demo_page", "pace_table"]
 
@@ -33,18 +32,15 @@ METHOD = (
 )
 
 
-def demo_page(
-    paces: Sequence[tuple[Workload, Pace]], rescued: Rescue | None, comparisons: Sequence[Comparison],
-    found: Sequence[doc.Fact], *, about: Mapping[str, Any], command: str, day: datetime.date,
-) -> doc.Document:  # fmt: skip
-    """Return the report of a demo; what was not finished is left out, and named in `found`."""
-    sections = [doc.Section("Conclusions", (doc.Facts(tuple(found)),))]
-    if paces:
-        sections += [_times(paces), _bytes([pace for _, pace in paces])]
-    if comparisons:
-        sections.append(_accuracy(comparisons))
-    if rescued is not None:
-        sections.append(_rescue(rescued))
+def demo_page(demo: Demo, *, about: Mapping[str, Any], command: str, day: datetime.date) -> doc.Document:
+    """Return the report of a demo; what was not finished is left out, and named in the conclusions."""
+    sections = [doc.Section("Conclusions", (doc.Facts(conclusions(demo)),))]
+    if demo.paces:
+        sections += [_times(demo.paces), _bytes([pace for _, pace in demo.paces])]
+    if demo.comparisons:
+        sections.append(_accuracy(demo.comparisons))
+    if demo.rescue is not None:
+        sections.append(_rescue(demo.rescue))
     return doc.page(
         "halfstep demo: what low formats do on this machine",
         "Where low formats pay on this machine and where not, what they do to the result, and a run that went NaN. "
@@ -58,13 +54,7 @@ def pace_table(workload: Workload, made: Pace) -> doc.Table:
     """Return time, with its intervals, and bytes of every candidate."""
     control = made.control
     caption = f"Bound by {workload.bound_by}: {control.rounds} rounds; fp32 beside itself {interval(control)}"
-    return cost_table(made.rows, control, _with_interval, caption)
-
-
-def _with_interval(ratio: Ratio | None, control: Ratio | None) -> str:
-    if ratio is None or control is None:
-        return ""
-    return f"{'undecided, ' if ratio.finer_than(control) else ''}{interval(ratio)}"
+    return cost_table(made.rows, control, caption, intervals=True)
 
 
 def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
@@ -73,10 +63,9 @@ def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
             f"Bound by {workload.bound_by}",
             f"{made.about}. Time of a step over that of fp32: shorter is faster. Lines are 90 % intervals, the "
             "band is what two identical fp32 loops differ by. O0 is halfstep's step in fp32.",
+            made.rows,
             FP32,
-            {row.label: row.to_fp32 for row in made.rows},
             made.control,
-            slow={row.label: left_out(row) for row in made.rows},
         )
         for workload, made in paces
     )
@@ -87,15 +76,8 @@ def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
 def _bytes(paces: Sequence[Pace]) -> doc.Section:
     """Return the bytes between steps of the model with most parameters, and those for backward of the deepest."""
     heavy, deep = max(paces, key=lambda p: p.parameters), max(paces, key=lambda p: p.rows[0].saved_bytes)
-    state = bytes_figure(
-        "Between steps", f"Weights, optimizer states, fp32 masters and gradients that stay. {heavy.about}.",
-        {row.label: row.state_bytes for row in heavy.rows},
-    )  # fmt: skip
-    saved = bytes_figure(
-        "Saved for backward", f"What autograd keeps for the backward pass; it grows with the batch. {deep.about}.",
-        {row.label: row.saved_bytes for row in deep.rows},
-    )  # fmt: skip
-    return doc.Section("Bytes, counted", (doc.Gallery((state, saved)),))
+    gallery = memory_gallery(heavy.rows, deep.rows, f" {heavy.about}.", f" {deep.about}.")
+    return doc.Section("Bytes, counted", (gallery,))
 
 
 def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:

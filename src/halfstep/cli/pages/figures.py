@@ -9,14 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from halfstep import report as doc
 from halfstep.report.numbers import Decimals, Size, minus
 from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
-from halfstep.tasks.compare import CandidateRow, Comparison
-from halfstep.tasks.pace import PaceRow
+from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio
 
-__all__ = ["Cost", "amp_label", "bytes_figure", "galleries", "interval", "ratio_text", "time_figure"]
-
-Cost = CandidateRow | PaceRow
-"""What a step of a candidate takes: time and bytes."""
+__all__ = ["amp_label", "galleries", "interval", "left_out", "memory_gallery", "ratio_text", "time_figure"]
 
 MARKS = {"within noise": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
 SMOOTHED = 20  # the curve of differences is a moving mean over one part in this many of its points
@@ -34,25 +30,12 @@ def galleries(comparison: Comparison) -> tuple[doc.Gallery, ...]:
             f"two identical runs differ by, {control.median:.3f} [{control.low:.3f}, {control.high:.3f}]; differences "
             "finer than that are undecided."
         )
-        ratios = {row.label: row.to_amp for row in rows}
-        times = (time_figure(f"Time of a step over {amp}'s", caption, amp, ratios, control, keys),)
+        times = (time_figure(f"Time of a step over {amp}'s", caption, rows, amp, control),)
     return (
         doc.Gallery((_result_figure(comparison, keys), *times)),
-        doc.Gallery(
-            (
-                bytes_figure(
-                    "Memory between steps", "Parameters, buffers, optimizer state and fp32 masters.",
-                    {row.label: row.state_bytes for row in rows}, keys,
-                ),
-                bytes_figure(
-                    "Memory saved for backward",
-                    "What autograd keeps from forward to backward in one step; it grows with the batch.",
-                    {row.label: row.saved_bytes for row in rows}, keys,
-                ),
-            )
-        ),
+        memory_gallery(rows, rows),
         doc.Gallery(_loss_figures(comparison, keys), tuple((row.label, keys[row.label]) for row in rows)),
-    )  # fmt: skip
+    )
 
 
 def amp_label(rows: Iterable[Cost]) -> str:
@@ -65,11 +48,17 @@ def interval(ratio: Ratio) -> str:
     return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
-def ratio_text(ratio: Ratio | None, control: Ratio | None) -> str:
+def ratio_text(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> str:
     """Return a ratio, or that it is finer than `control` can resolve; "" if there is none."""
     if ratio is None or control is None:
         return ""
-    return f"undecided ({ratio.median:.3f})" if ratio.finer_than(control) else f"{ratio.median:.3f}"
+    shown = interval(ratio) if intervals else f"{ratio.median:.3f}"
+    return f"undecided ({shown})" if ratio.finer_than(control) else shown
+
+
+def left_out(row: Cost) -> str:
+    """Return why a candidate was not timed."""
+    return f"over {row.slow:.0f}, left out" if row.slow else ""
 
 
 def _keys(rows: Iterable[Cost]) -> dict[str, doc.Key]:
@@ -85,7 +74,7 @@ def _keys(rows: Iterable[Cost]) -> dict[str, doc.Key]:
 
 
 def _result_figure(comparison: Comparison, keys: Mapping[str, doc.Key]) -> doc.Figure:
-    decimals = Decimals.of(comparison.margin)
+    decimals = Decimals(comparison.margin)
     dots = []
     for row in comparison.rows:
         found, key = row.difference, keys[row.label]
@@ -112,41 +101,38 @@ def _result_figure(comparison: Comparison, keys: Mapping[str, doc.Key]) -> doc.F
     )
 
 
-def time_figure(
-    heading: str, caption: str, baseline: str, ratios: Mapping[str, Ratio | None], control: Ratio,
-    keys: Mapping[str, doc.Key] | None = None, slow: Mapping[str, str] | None = None,
-) -> doc.Figure:  # fmt: skip
-    """Return the time of a step over that of the candidate `baseline` as bars.
-
-    Args:
-        heading: of the picture.
-        caption: how to read it.
-        baseline: whose time the others are divided by.
-        ratios: label -> ratio; None for the baseline, and for what was not timed.
-        control: the ratio of identical programs.
-        keys: label -> how its bar looks. Default: a hue each.
-        slow: label -> why it was not timed.
-    """
-    keys = keys or {label: doc.Key(place) for place, label in enumerate(ratios)}
-    bars = []
-    for label, ratio in ratios.items():
+def time_figure(heading: str, caption: str, rows: Sequence[Cost], baseline: str, control: Ratio) -> doc.Figure:
+    """Return the time of a step over that of the candidate `baseline`, fp32 or torch.amp, as bars."""
+    keys, bars = _keys(rows), []
+    for row in rows:
+        ratio = row.to_fp32 if baseline == FP32 else row.to_amp
         if ratio is not None:
-            text = ratio_text(ratio, control)
-            bars.append(doc.Bar(label, text, ratio.median, ratio.low, ratio.high, keys[label]))
+            text, ends = ratio_text(ratio, control), (ratio.median, ratio.low, ratio.high)
+            bars.append(doc.Bar(row.label, text, *ends, keys[row.label]))
         else:
-            why = (slow or {}).get(label, "")
-            bars.append(doc.Bar(label, why or "reference", None if why else 1.0, key=keys[label]))
+            why = left_out(row)
+            bars.append(doc.Bar(row.label, why or "reference", None if why else 1.0, key=keys[row.label]))
     band = (min(control.low, 1.0), max(control.high, 1.0))
     chart = doc.BarChart(f"time / {baseline}", tuple(bars), 1.0, band)
     return doc.Figure(heading, caption, doc.spoken(f"Time of a step over that of {baseline}", bars), chart)
 
 
-def bytes_figure(
-    heading: str, caption: str, counts: Mapping[str, int], keys: Mapping[str, doc.Key] | None = None
-) -> doc.Figure:
-    """Return bytes as bars, fp32's, the first ones, as a line across them."""
-    keys = keys or {label: doc.Key(place) for place, label in enumerate(counts)}
-    size, reference = Size.of(counts.values()), next(iter(counts.values()))
+def memory_gallery(state: Sequence[Cost], saved: Sequence[Cost], of_state: str = "", of_saved: str = "") -> doc.Gallery:
+    """Return the bytes between steps, and those kept for backward, of models that are named if they are not one."""
+    between = f"Parameters, buffers, optimizer states, fp32 masters and gradients that stay.{of_state}"
+    kept = f"What autograd keeps from forward to backward in one step; it grows with the batch.{of_saved}"
+    return doc.Gallery(
+        (
+            _bytes_figure("Memory between steps", between, state, "state_bytes"),
+            _bytes_figure("Memory saved for backward", kept, saved, "saved_bytes"),
+        )
+    )
+
+
+def _bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) -> doc.Figure:
+    """Return the bytes in a field of each row as bars, fp32's, the first ones, as a line across them."""
+    keys, counts = _keys(rows), {row.label: getattr(row, field) for row in rows}
+    size, reference = Size(counts.values()), counts[FP32]
     bars = tuple(
         doc.Bar(label, f"{size(n)} {size.unit}{_share(n, reference)}", n / size.bytes, key=keys[label])
         for label, n in counts.items()

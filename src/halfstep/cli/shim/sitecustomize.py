@@ -11,8 +11,9 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -25,14 +26,25 @@ class Watch(importlib.abc.MetaPathFinder):
         self.depth = 0
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a watched module with a loader that reports its end."""
+        """Return the spec of a watched module, whose execution is reported."""
         if name not in self.names:
             return None
         self.names.remove(name)  # the search below asks this finder too
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = Loader(self, spec.loader)
+            own = spec.loader.exec_module
+            spec.loader.exec_module = partial(self.execute, own)  # type: ignore[method-assign]
         return spec
+
+    def execute(self, own: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Run a watched module as `own` does; the outermost one has imported all that it needs."""
+        self.depth += 1
+        try:
+            own(module)
+        finally:
+            self.depth -= 1
+        if not self.depth:
+            self.loaded()
 
     def loaded(self) -> None:
         """Put the names in place: torch is complete, and halfstep is if it was imported."""
@@ -43,30 +55,6 @@ class Watch(importlib.abc.MetaPathFinder):
             print(f"halfstep run: not in the process {sys.argv}, which has no halfstep: {error}", file=sys.stderr)
         else:
             serve_child()
-
-
-class Loader(importlib.abc.Loader):
-    """Load a module as `own` does, and tell `watch`."""
-
-    def __init__(self, watch: Watch, own: Any) -> None:
-        self.watch, self.own = watch, own
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Do what `own` does."""
-        return self.own.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do what `own` does, and be forgotten."""
-        module.__loader__ = self.own
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.own
-        self.watch.depth += 1
-        try:
-            self.own.exec_module(module)
-        finally:
-            self.watch.depth -= 1
-        if not self.watch.depth:
-            self.watch.loaded()
 
 
 def run_next() -> None:

@@ -25,12 +25,7 @@ __all__ = [
     "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
 ]  # fmt: skip
 
-BATCHNORM = BatchNormBase
-
 clip_grad_norm = nn.utils.clip_grad_norm_
-
-
-# ---------------------------------------------------------------------- networks
 
 
 class tofp16(nn.Module):
@@ -44,7 +39,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Make every BatchNorm with weights in `module` fp32, in place, and return `module`."""
     for inner in module.modules():
-        if isinstance(inner, BATCHNORM) and inner.affine:
+        if isinstance(inner, BatchNormBase) and inner.affine:
             inner.float()
     return module
 
@@ -70,7 +65,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert `network` to `dtype`, in place, except for BatchNorm with weights; return it."""
     for module in network.modules():
-        if isinstance(module, BATCHNORM) and module.affine:
+        if isinstance(module, BatchNormBase) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
@@ -79,11 +74,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network converted to half, except for BatchNorm, that takes inputs of any format.
-
-    Args:
-        network: converted in place.
-    """
+    """A network, converted to half in place except for BatchNorm, that takes inputs of any format."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -92,9 +83,6 @@ class FP16Model(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Run the network on `inputs`, floating ones cast to half."""
         return self.network(*hs.trees.map_tensors(inputs, lambda t: t.half() if t.is_floating_point() else t))
-
-
-# ---------------------------------------------------------------------- masters
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -150,15 +138,8 @@ def to_python_float(t: Any) -> float:
     return float(t.item()) if hasattr(t, "item") else float(t[0])
 
 
-# ---------------------------------------------------------------------- loss scales
-
-
 class LossScaler:
-    """A scale that stays.
-
-    Args:
-        scale: the scale.
-    """
+    """A scale that stays."""
 
     def __init__(self, scale: float = 1) -> None:
         self._scaler = hs.GradScaler(rule=self._rule(float(scale)))
@@ -182,10 +163,7 @@ class LossScaler:
     def cur_scale(self, value: float) -> None:
         self._scaler = hs.GradScaler(rule=self._rule(float(value)))
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale."""
-        return self.cur_scale
+    loss_scale = property(lambda self: self.cur_scale)
 
     def scale_gradient(self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any) -> tuple[Any, ...]:
         """Return the gradients `grad_in` multiplied by the scale: a backward hook for a module."""
@@ -197,12 +175,9 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that grows after `scale_window` good steps in a row and shrinks at a bad one, never below 1.
+    """A scale times `scale_factor` after `scale_window` good steps in a row, and divided by it after a bad one.
 
-    Args:
-        init_scale: the first scale.
-        scale_factor: what it is multiplied or divided by.
-        scale_window: number of steps.
+    It begins at `init_scale` and never falls below 1.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -240,7 +215,7 @@ class DynamicLossScaler(LossScaler):
         self.cur_iter += 1
 
 
-# ---------------------------------------------------------------------- the optimizer
+SAVED = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 
 
 class FP16_Optimizer:
@@ -263,12 +238,11 @@ class FP16_Optimizer:
         self, init_optimizer: Optimizer, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
     ) -> None:  # fmt: skip
-        for group in init_optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
-                    raise TypeError(
-                        f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
-                    )
+        for parameter in (p for group in init_optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
+                raise TypeError(
+                    f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
+                )
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.fp16_groups: list[list[Tensor]] = []
@@ -287,35 +261,22 @@ class FP16_Optimizer:
 
     def _split(self, group: dict[str, Any]) -> None:
         """Replace the low parameters of `group` by masters."""
-        low: list[Tensor] = []
-        masters: list[Tensor] = []
-        wide: list[Tensor] = []
-        params: list[Tensor] = []
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            if parameter.dtype in LOW_DTYPES:
-                master = nn.Parameter(parameter.detach().float().clone())
-                if parameter in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(parameter)
-                low.append(parameter)
-                masters.append(master)
-                params.append(master)
-            else:
-                wide.append(parameter)
-                params.append(parameter)
-        group["params"][:] = params  # the list itself: LBFGS holds on to it
+        trained = [p for p in group["params"] if p.requires_grad]
+        low = [p for p in trained if p.dtype in LOW_DTYPES]
+        masters = {p: nn.Parameter(p.detach().float().clone()) for p in low}
+        for parameter, master in masters.items():
+            if parameter in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+        group["params"][:] = [masters.get(p, p) for p in trained]  # the list itself: LBFGS holds on to it
         self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(wide)
+        self.fp32_from_fp16_groups.append(list(masters.values()))
+        self.fp32_from_fp32_groups.append([p for p in trained if p not in masters])
 
     def __getstate__(self) -> Any:
         raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict()")
 
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("FP16_Optimizer cannot be unpickled; make one and use load_state_dict()")
-
-    # ------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients of the model and of the masters: zeros, or None."""
@@ -328,12 +289,9 @@ class FP16_Optimizer:
                 parameter.grad.detach_().zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss, and by default `update_master_grads`.
+        """Run the backward pass of the scaled loss, and `update_master_grads`.
 
-        Args:
-            loss: unscaled.
-            update_master_grads: False for all but the last of several losses or micro-batches.
-            retain_graph: as in ``Tensor.backward``.
+        That is False for all but the last of several losses or micro-batches.
         """
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
         if update_master_grads:
@@ -367,8 +325,6 @@ class FP16_Optimizer:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return self.clip_grad_norm(parameters, max_norm, norm_type)
 
-    # ------------------------------------------------------------------ the step
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model, unless the last backward pass overflowed.
 
@@ -377,7 +333,8 @@ class FP16_Optimizer:
                 a smaller scale as long as it overflows.
         """
         if closure is None and self.overflow:
-            self._report(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
+            if self.verbose:
+                print(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
             return None
         result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
         self._masters_to_model()
@@ -393,7 +350,8 @@ class FP16_Optimizer:
             loss = closure()
             while self.overflow:
                 before = self.loss_scale
-                self._report(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
+                if self.verbose:
+                    print(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
                 loss = closure()
                 if self.overflow and self.loss_scale >= before:
                     raise RuntimeError(
@@ -410,24 +368,15 @@ class FP16_Optimizer:
         for low, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
             master_params_to_model_params(low, masters)
 
-    def _report(self, text: str) -> None:
-        if self.verbose:
-            print(text)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer, with masters for its half parameters."""
         self.optimizer.add_param_group(param_group)
         self._split(self.optimizer.param_groups[-1])
 
-    # ------------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is needed to go on with the same bits, masters included."""
         return {
-            "loss_scaler": self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **{name: getattr(self, name) for name in SAVED},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
@@ -435,24 +384,14 @@ class FP16_Optimizer:
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; call it after the model's own weights were loaded."""
-        self.loss_scaler = state_dict["loss_scaler"]
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for name in SAVED:
+            setattr(self, name, state_dict[name])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for mine, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"], strict=True):
             for master, value in zip(mine, saved, strict=True):
                 master.copy_(value)
         self._masters_to_model()
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale; may be set."""
-        return self.loss_scaler.loss_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
-
+    loss_scale = alias("_loss_scale", "The scale; may be set.", of="loss_scaler")
     state = alias("state", "The optimizer's state, keyed by masters.", of="optimizer")
     param_groups = alias("param_groups", "The optimizer's groups, which hold the masters.", of="optimizer")

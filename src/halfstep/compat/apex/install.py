@@ -17,7 +17,9 @@ HERE = "halfstep.compat.apex"
 NAMES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules of ``apex`` that exist here."""
 
-AMP = ("_amp_state", "_initialize", "_process_optimizer", "amp", "frontend", "handle", "lists", "opt", "scaler")
+AMP = ("_process_optimizer", "frontend", "handle", "lists", "scaler")
+MERGED = {"_amp_state": "_process_optimizer", "_initialize": "frontend", "amp": "handle", "opt": "handle"}
+"""Submodules of ``apex.amp``, and those whose names are in another one here."""
 
 FILES = {
     "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
@@ -89,8 +91,8 @@ def install(*, force: bool = False) -> bool:
         module = importlib.import_module(f"{HERE}.{name}")
         setattr(package, name, module)
         modules[f"apex.{name}"] = module
-    for name in AMP:
-        modules[f"apex.amp.{name}"] = importlib.import_module(f"{HERE}.amp.{name}")
+    for name in (*AMP, *MERGED):
+        modules[f"apex.amp.{name}"] = importlib.import_module(f"{HERE}.amp.{MERGED.get(name, name)}")
     for name, files in FILES.items():
         modules.update({f"apex.{name}.{file}": modules[f"apex.{name}"] for file in files})
     replaced = {name for name in sys.modules if name == "apex" or name.startswith("apex.")}

@@ -8,15 +8,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Apex's launcher. Code asks `available` before it uses Apex's extension ``amp_C``, and finds that it is absent.
-
-    Args:
-        chunk_size: elements a kernel takes at once.
-
-    Attributes:
-        available: False: there are no such kernels here.
-        warned: kept for Apex's attribute.
-    """
+    """Apex's launcher. Code asks `available` before it uses Apex's extension ``amp_C``, and finds that it is absent."""
 
     available = False
     warned = False

@@ -40,6 +40,9 @@ class FusedRMSNorm(_Fused, nn.RMSNorm):
 
 class _Mixed(_Fused):
     weight: Any
+    normalized_shape: Any
+    eps: Any
+    _function: Any
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
@@ -53,25 +56,25 @@ class _Mixed(_Fused):
             raise TypeError(f"{name} takes no argument {', '.join(kwargs)}")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` normalised, in the weight's format."""
+        wide = torch.promote_types(input.dtype, self.weight.dtype)
+        own = (self.weight, getattr(self, "bias", None))
+        parameters = [p.to(wide) for p in own if p is not None]
+        made: Tensor = self._function(input.to(wide), self.normalized_shape, *parameters, self.eps)
+        return made.to(self.weight.dtype)
+
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """`FusedLayerNorm` whose result has the format of its weight, whatever that of the input."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `input` normalised, in the weight's format."""
-        wide = torch.promote_types(input.dtype, self.weight.dtype)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+    _function = staticmethod(F.layer_norm)
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """`FusedRMSNorm` whose result has the format of its weight, whatever that of the input."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `input` normalised, in the weight's format."""
-        wide = torch.promote_types(input.dtype, self.weight.dtype)
-        made = F.rms_norm(input.to(wide), list(self.normalized_shape), self.weight.to(wide), self.eps)
-        return made.to(self.weight.dtype)
+    _function = staticmethod(F.rms_norm)
 
 
 def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:

@@ -21,9 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 MIB = 1024 * 1024
-
-FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
-"""Whether torch has the newer name of broadcast_buffers (2.13)."""
+NEW_NAME = "forward_sync_buffers"  # of broadcast_buffers, since torch 2.13
 
 
 class DistributedDataParallel(TorchDDP):
@@ -69,7 +67,8 @@ class DistributedDataParallel(TorchDDP):
         if any(id(p) not in mine for p in allreduce_trigger_params or ()):
             raise ValueError("allreduce_trigger_params holds a tensor that is not a parameter of the module")
         widest = max((p.element_size() for p in module.parameters()), default=4)
-        buffers: Any = {"forward_sync_buffers" if FORWARD_SYNC else "broadcast_buffers": False}
+        name = NEW_NAME if NEW_NAME in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
+        buffers: Any = {name: False}
         super().__init__(
             module,
             **buffers,  # Apex sends buffers once, when it wraps
@@ -81,12 +80,11 @@ class DistributedDataParallel(TorchDDP):
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             size = torch.distributed.get_world_size(self.process_group)
             after = size / gradient_predivide_factor if gradient_average else 1.0 / gradient_predivide_factor
-            before = gradient_predivide_factor
-            hook = _reduction(self.process_group, always_fp32=allreduce_always_fp32, before=before, after=after)
+            hook = _reduction(self.process_group, allreduce_always_fp32, gradient_predivide_factor, after)
             self.register_comm_hook(None, hook)
 
 
-def _reduction(group: Any, *, always_fp32: bool, before: float, after: float) -> Any:
+def _reduction(group: Any, always_fp32: bool, before: float, after: float) -> Any:
     """Return a hook that divides a bucket, sums it over the processes and divides again; in fp32 if wanted."""
 
     def reduce(state: object, bucket: Any) -> Any:
@@ -109,12 +107,7 @@ def _reduction(group: Any, *, always_fp32: bool, before: float, after: float) ->
 
 
 class Reducer:
-    """Average parameters or gradients over all processes when asked.
-
-    Args:
-        module_or_grads_list: a module, whose parameters are broadcast from the first process now and whose gradients
-            `reduce` averages; or a list of tensors, which `reduce` averages.
-    """
+    """Average the gradients of a module, whose parameters are broadcast from the first process now, or some tensors."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
         if isinstance(module_or_grads_list, nn.Module):
@@ -177,10 +170,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Return `module` with every BatchNorm replaced by `SyncBatchNorm`; call it before ``amp.initialize``.
 
-    Args:
-        module: changed in place where it contains BatchNorms; is it one itself, a new one is returned.
-        process_group: whose statistics are shared; default: all processes.
-        channel_last: memory is channels-last; torch's kernels find out themselves, so nothing has to be told.
+    A module that contains BatchNorms is changed in place; is it one itself, a new one is returned. The other arguments
+    are those of `SyncBatchNorm`.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for inner in converted.modules():
@@ -199,15 +190,10 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
     if group_size < 0 or size < group_size or size % group_size:
         raise ValueError(f"group_size={group_size} does not divide the {size} processes into equal groups")
-    mine = None
-    for start in range(0, size, group_size):  # every process takes part in making every group
-        ranks = list(range(start, start + group_size))
-        group = torch.distributed.new_group(ranks=ranks)
-        if rank in ranks:
-            mine = group
+    mine, _ = torch.distributed.new_subgroups(group_size=group_size)
     return mine
 
 

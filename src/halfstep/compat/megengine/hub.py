@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ SOURCES = ("git_host", "use_cache", "commit", "protocol")
 """Arguments about where models are downloaded from."""
 
 
-class BasicBlock(nn.Module):
+class _Block(nn.Module):
     """Two 3x3 convolutions and a shortcut, which projects where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -37,35 +36,23 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, outputs, height / stride, width / stride)."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return self.relu(y + self.downsample(x))  # type: ignore[no-any-return]
 
 
-class ResNet(nn.Module):
-    """A residual network of basic blocks.
-
-    Args:
-        blocks: blocks in each stage.
-        num_classes: outputs.
-        in_channels: channels of the images.
-        width: channels of the first stage; each next has twice as many.
-    """
-
-    def __init__(self, blocks: tuple[int, ...], num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> None:
+class _ResNet18(nn.Module):
+    def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, width, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        stages, channels = [], width
-        for stage, count in enumerate(blocks):
-            outputs = width * 2**stage
-            for block in range(count):
-                stages.append(BasicBlock(channels, outputs, 2 if stage and not block else 1))
-                channels = outputs
-        self.layers = nn.Sequential(*stages)
+        blocks, channels = [_Block(width, width, 1), _Block(width, width, 1)], width
+        for _ in range(3):
+            blocks += [_Block(channels, 2 * channels, 2), _Block(2 * channels, 2 * channels, 1)]
+            channels *= 2
+        self.layers = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, num_classes)
         for module in self.modules():
@@ -73,17 +60,19 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits, (batch, num_classes), for images (batch, in_channels, height, width)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         return self.fc(self.pool(self.layers(x)).flatten(1))  # type: ignore[no-any-return]
 
 
-def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
-    """Return a ResNet-18 with fresh weights: 11,689,512 parameters at the default width."""
-    return ResNet((2, 2, 2, 2), num_classes, in_channels, width)
+def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> nn.Module:
+    """Return a ResNet-18 with fresh weights: 11,689,512 parameters at the default width.
 
-
-ENTRIES: Mapping[str, Callable[..., nn.Module]] = {"resnet18": resnet18}
+    Args:
+        num_classes: outputs: it returns logits, (batch, num_classes).
+        in_channels: channels of the images, (batch, in_channels, height, width).
+        width: channels of the first stage; each next has twice as many.
+    """
+    return _ResNet18(num_classes, in_channels, width)
 
 
 def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> nn.Module:
@@ -97,21 +86,19 @@ def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwa
         **kwargs: for the model; ``git_host``, ``use_cache``, ``commit`` and ``protocol`` have no meaning here.
     """
     _check(repo_info)
-    if entry not in ENTRIES:
-        near = did_you_mean(entry, ENTRIES)
-        raise StepError(
-            f"hub.load: no model {entry!r} here; there is {', '.join(ENTRIES)}{near}. Any torch.nn.Module serves"
-        )
+    if entry != "resnet18":
+        near = did_you_mean(entry, ["resnet18"])
+        raise StepError(f"hub.load: no model {entry!r} here; there is resnet18{near}. Any torch.nn.Module serves")
     if pretrained:
         raise StepError(
             f"hub.load({entry!r}, pretrained=True): nothing is downloaded; use pretrained=False and load_state_dict"
         )
     options = {k: v for k, v in kwargs.items() if k not in SOURCES}
     try:
-        inspect.signature(ENTRIES[entry]).bind(*args, **options)
+        inspect.signature(resnet18).bind(*args, **options)
     except TypeError as error:
-        raise StepError(f"hub.load({entry!r}): {error}; it takes {inspect.signature(ENTRIES[entry])}") from None
-    return ENTRIES[entry](*args, **options).to(device_of())
+        raise StepError(f"hub.load({entry!r}): {error}; it takes {inspect.signature(resnet18)}") from None
+    return resnet18(*args, **options).to(device_of())
 
 
 def list(repo_info: str, **kwargs: Any) -> builtins.list[str]:
@@ -125,7 +112,7 @@ def list(repo_info: str, **kwargs: Any) -> builtins.list[str]:
     if unknown:
         raise StepError(f"hub.list takes no argument {', '.join(unknown)}")
     _check(repo_info)
-    return sorted(ENTRIES)
+    return ["resnet18"]
 
 
 def _check(repo_info: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.compat.shared import AnyParameter, AnyTensor
+from halfstep.compat.shared import Factory
 from halfstep.errors import RegionError, did_you_mean
 
 __all__ = ["Parameter", "Tensor", "device_of", "dtype_of", "get_default_device", "set_default_device", "tensor"]
@@ -95,16 +95,20 @@ def dtype_of(dtype: Any) -> torch.dtype:
     return TENSOR_DTYPES[name]
 
 
-class Tensor(metaclass=AnyTensor):
+class Tensor(metaclass=Factory):
     """``Tensor(data, dtype=None, device=None, ...)``: the same as `tensor`; what it makes is a torch.Tensor."""
+
+    _made = torch.Tensor
 
     def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[misc]  # a factory
         """Return a torch.Tensor."""
         return tensor(data, *args, **kwargs)
 
 
-class Parameter(metaclass=AnyParameter):
+class Parameter(metaclass=Factory):
     """``Parameter(data, dtype=None, device=None, ...)``: as `tensor`, and what it makes is a torch.nn.Parameter."""
+
+    _made = torch.nn.Parameter
 
     def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.nn.Parameter:  # type: ignore[misc]  # a factory
         """Return a torch.nn.Parameter; integers have no gradient."""

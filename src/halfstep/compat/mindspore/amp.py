@@ -1,20 +1,9 @@
-"""``mindspore.amp``: levels, lists, training networks; halfstep carries them out.
-
-The table of levels is MindSpore 2.10's:
-
-    level  keep_batchnorm_fp32  cast_model_type  loss_scale_manager
-    O0     False                float32          None
-    O1     False                float32          None
-    O2     True                 float16          DynamicLossScaleManager()
-    O3     False                float16          None
-    auto   False                float32          None
-"""
+"""``mindspore.amp``: levels, lists, training networks; halfstep carries them out."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,8 +14,8 @@ from halfstep.compat.mindspore.checks import (
     MindSporeTypeError,
     MindSporeValueError,
     check_bool,
-    check_module,
-    check_optimizer_class,
+    check_network,
+    check_optimizer,
 )
 from halfstep.compat.mindspore.nn import layers
 from halfstep.compat.mindspore.nn.loss import WithLossCell
@@ -41,8 +30,15 @@ from halfstep.compat.mindspore.nn.loss_scale import (
 )
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
-from halfstep.compat.mindspore.policies import LEVELS, O1_WHITE, level_policy, low_name, low_policy
-from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
+from halfstep.compat.mindspore.precision import (
+    O1_WHITE,
+    level_policy,
+    low_format_in,
+    low_name,
+    low_policy,
+    mark_level,
+    mark_of,
+)
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import did_you_mean
 
@@ -54,16 +50,10 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-CELLS: Mapping[type, str] = MappingProxyType(
-    {
-        layers.Conv1d: "Conv1d", layers.Conv2d: "Conv2D", layers.Conv3d: "Conv3D",
-        layers.Conv1dTranspose: "Conv1dTranspose", layers.Conv2dTranspose: "Conv2DTranspose",
-        layers.Conv3dTranspose: "Conv3DTranspose", layers.Dense: "Dense", layers.LSTMCell: "LSTMCell",
-        layers.RNNCell: "RNNCell", layers.GRUCell: "GRUCell",
-    }
+CELLS: tuple[type[layers.Layer], ...] = (
+    layers.Conv1d, layers.Conv2d, layers.Conv3d, layers.Conv1dTranspose, layers.Conv2dTranspose,
+    layers.Conv3dTranspose, layers.Dense, layers.LSTMCell, layers.RNNCell, layers.GRUCell,
 )  # fmt: skip
-"""The cells of the white list, and the row of `O1_WHITE` with their operators."""
-
 WHITE_LIST: tuple[type, ...] = (
     *CELLS, operations.Conv2D, operations.Conv3D, operations.Conv2DTranspose, operations.Conv3DTranspose,
     operations.Conv2DBackpropInput, operations.MatMul, operations.BatchMatMul, operations.PReLU, operations.ReLU,
@@ -73,20 +63,16 @@ BLACK_LIST: tuple[type, ...] = (layers.BatchNorm1d, layers.BatchNorm2d, layers.B
 
 
 class _Level(NamedTuple):
-    keep_batchnorm_fp32: bool
-    cast_model_type: torch.dtype
-    dynamic: bool
+    keep_batchnorm_fp32: bool = False
+    cast_model_type: torch.dtype = torch.float32
+    dynamic: bool = False  # whether the loss scale is a DynamicLossScaleManager()
 
 
-CONFIG: Mapping[str, _Level] = MappingProxyType(
-    {
-        "O0": _Level(False, torch.float32, False),
-        "O1": _Level(False, torch.float32, False),
-        "O2": _Level(True, torch.float16, True),
-        "O3": _Level(False, torch.float16, False),
-        "auto": _Level(False, torch.float32, False),
-    }
-)
+CONFIG = {
+    "O0": _Level(), "O1": _Level(), "O2": _Level(True, torch.float16, True), "O3": _Level(False, torch.float16),
+    "auto": _Level(),
+}  # fmt: skip
+"""MindSpore 2.10's table of levels."""
 
 
 def get_white_list() -> list[type]:
@@ -120,10 +106,8 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
         if amp_level == "auto" and callable(network) and not isinstance(network, type):
             decorated: T = hs.autocast(policy=level_policy("auto", name))(network)  # type: ignore[assignment]
             return decorated
-        raise MindSporeTypeError(
-            f"auto_mixed_precision: network is a {type(network).__name__}; expected a Cell or torch module"
-            + (" (or, for 'auto', a function)" if amp_level != "auto" else " or a function")
-        )
+        expected = "a Cell or torch module (or, for 'auto', a function)"
+        raise MindSporeTypeError(f"auto_mixed_precision: network is a {type(network).__name__}; expected {expected}")
     if amp_level == "O0" or _converted(network, amp_level):
         return network
     black = _patterns(BLACK_LIST) if amp_level == "O2" else ()
@@ -143,23 +127,35 @@ def custom_mixed_precision(
         black_list: classes of cells to run in fp32; everything else runs in `dtype`.
         dtype: mstype.float16 or mstype.bfloat16.
     """
-    check_module("custom_mixed_precision", network)
+    check_network("custom_mixed_precision", network)
     name = low_name(dtype, "custom_mixed_precision")
     if (white_list is None) == (black_list is None):
         given = "neither" if white_list is None else "both"
         raise MindSporeValueError(f"custom_mixed_precision takes white_list or black_list, and was given {given}")
-    if white_list is not None:
-        _check_list("white_list", white_list, (nn.Module, operations.Primitive))
-    else:
-        _check_list("black_list", black_list, (nn.Module,))
+    where = f"custom_mixed_precision: {'black' if white_list is None else 'white'}_list"
+    classes: Any = black_list if white_list is None else white_list
+    bases = (nn.Module,) if white_list is None else (nn.Module, operations.Primitive)
+    if not isinstance(classes, list):
+        raise MindSporeTypeError(f"{where}={classes!r} is a {type(classes).__name__}, not a list")
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, bases)):
+            expected = " or ".join(base.__name__ for base in bases)
+            raise MindSporeTypeError(f"{where} contains {kind!r}; expected classes (not instances) of {expected}")
     if _converted(network, "custom"):
         return network
-    if black_list is not None:
-        mark_level(network, "O2", level_policy("O2", name, _patterns(black_list)))
+    if white_list is None:
+        mark_level(network, "O2", level_policy("O2", name, _patterns(classes)))
         return network
-    operators, cells = _meaning(white_list or [])
+    operators: dict[str, None] = {}  # in order, once each
+    cells: list[type] = []
+    for kind in classes:
+        row = next((cell.__name__ for cell in CELLS if kind in (cell, cell.kind)), kind.__name__).lower()
+        if row in O1_WHITE or issubclass(kind, operations.Primitive):
+            operators.update(dict.fromkeys(O1_WHITE[row] if row in O1_WHITE else kind.operators))
+        else:
+            cells.append(kind)
     for part in network.modules():
-        if isinstance(part, cells) and part is not network:
+        if isinstance(part, tuple(cells)) and part is not network:
             mark_level(part, "white", low_policy(name))
     mark_level(network, "O1", level_policy("O1", name, white=operators))
     return network
@@ -183,155 +179,82 @@ def build_train_network(
     Returns:
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
     """
-    _check_network(network, optimizer, loss_fn)
-    _check_level("build_train_network: level", level)
-    _check_boost(boost_level)
-    settings = CONFIG[level]
-    keep, cast, manager = _overrides(settings, kwargs)
+    where = "build_train_network"
+    check_network(where, network, callable if loss_fn is None else loss_fn)
+    check_optimizer(where, optimizer)
+    own = {id(parameter) for parameter in network.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise MindSporeValueError(
+            f"{where}: {type(optimizer).__name__} holds parameters that are not the network's; build it from "
+            "network.trainable_params()"
+        )
+    _check_level(f"{where}: level", level)
+    if boost_level != "O0":
+        why = " (MindSpore's boost is about communication and dimensions, not precision)"
+        raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
+    settings, known = CONFIG[level], ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
+    for name in kwargs:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise MindSporeValueError(
+                f"{where}: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}{near}"
+            )
+    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
+    check_bool(f"{where}: keep_batchnorm_fp32", keep)
+    cast = kwargs.get("cast_model_type", settings.cast_model_type)
+    if cast is not torch.float32 and cast not in LOW_NAMES:
+        raise MindSporeValueError(
+            f"{where}: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
+        )
+    manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if settings.dynamic else None)
+    if manager is not None and not isinstance(manager, LossScaleManager):
+        raise MindSporeTypeError(
+            f"{where}: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a LossScaleManager, such "
+            "as DynamicLossScaleManager(), or None"
+        )
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
-    _convert(target, level, keep, cast)
+    if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
+        if not _converted(target, level):
+            black = _patterns(BLACK_LIST) if keep else ()
+            mark_level(target, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
+    elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
+        auto_mixed_precision(target, level)
     trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)
-    low = low_format_in(trained)
-    if low == "fp16" and manager is None:
+    if low_format_in(trained) == "fp16" and manager is None:
         warnings.warn(
             f"build_train_network(level={level!r}): fp16 is trained without a loss scale, so small gradients are 0; "
             "pass loss_scale_manager=DynamicLossScaleManager()",
             stacklevel=2,
         )
-    cell: TrainOneStepCell | TrainOneStepWithLossScaleCell
     if update is None:
-        cell = TrainOneStepCell(trained, optimizer, scale)
-    else:
-        cell = TrainOneStepWithLossScaleCell(trained, optimizer, update)
-    cell.set_train()
-    return cell
-
-
-# -------------------------------------------------------------------------------------------------------------- details
-
-
-def _convert(network: nn.Module, level: str, keep_batchnorm_fp32: bool, cast: torch.dtype) -> None:
-    """Convert `network` to the level, or to `cast` where that is given."""
-    if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
-        if _converted(network, level):
-            return
-        black = _patterns(BLACK_LIST) if keep_batchnorm_fp32 else ()
-        mark_level(network, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
-    elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
-        auto_mixed_precision(network, level)
-
-
-def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dtype, LossScaleManager | None]:
-    known = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
-    for name in kwargs:
-        if name not in known:
-            raise MindSporeValueError(
-                f"build_train_network: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}"
-                + did_you_mean(name, known)
-            )
-    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
-    check_bool("build_train_network: keep_batchnorm_fp32", keep)
-    cast = kwargs.get("cast_model_type", settings.cast_model_type)
-    if cast is not torch.float32 and cast not in LOW_NAMES:
-        raise MindSporeValueError(
-            f"build_train_network: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
-        )
-    manager: LossScaleManager | None = DynamicLossScaleManager() if settings.dynamic else None
-    if "loss_scale_manager" in kwargs:
-        manager = kwargs["loss_scale_manager"]
-    if manager is not None and not isinstance(manager, LossScaleManager):
-        raise MindSporeTypeError(
-            f"build_train_network: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a "
-            "LossScaleManager, such as DynamicLossScaleManager(), or None"
-        )
-    return keep, cast, manager
-
-
-def _check_network(network: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: object) -> None:
-    check_module("build_train_network", network)
-    check_optimizer_class("build_train_network", optimizer)
-    own = {id(parameter) for parameter in network.parameters()}
-    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise MindSporeValueError(
-            f"build_train_network: {type(optimizer).__name__} holds parameters that are not the network's; build it "
-            "from network.trainable_params()"
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise MindSporeTypeError(f"build_train_network: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
+        return TrainOneStepCell(trained, optimizer, scale).set_train()
+    return TrainOneStepWithLossScaleCell(trained, optimizer, update).set_train()
 
 
 def _check_level(where: str, level: object) -> None:
     if not isinstance(level, str):
-        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(LEVELS)}")
-    if level not in LEVELS:
+        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(CONFIG)}")
+    if level not in CONFIG:
         raise MindSporeValueError(
-            f"{where}={level!r}; expected one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}"
+            f"{where}={level!r}; expected one of {', '.join(CONFIG)}{did_you_mean(level, CONFIG)}"
         )
-
-
-def _check_boost(level: object) -> None:
-    if level == "O0":
-        return
-    if level in ("O1", "O2"):
-        raise MindSporeValueError(
-            f"build_train_network: boost_level={level!r}: MindSpore's boost (less communication, dimension "
-            "reduction) is not about precision and does not exist here; use 'O0'"
-        )
-    raise MindSporeValueError(f"build_train_network: boost_level={level!r}; expected 'O0'")
 
 
 def _converted(network: nn.Module, level: str) -> bool:
     """Return whether `network` has been converted before, and warn if so."""
-    mark = mark_of(network)
-    if mark is None or not mark.level:
-        return False
-    warnings.warn(
-        f"{type(network).__name__} was converted with level {mark.level!r} before and stays as it is; {level!r} is not "
-        "applied. network.add_flags_recursive(fp16=False) takes a level away",
-        stacklevel=3,
-    )
-    return True
-
-
-def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
-    if not isinstance(classes, list):
-        raise MindSporeTypeError(
-            f"custom_mixed_precision: {name}={classes!r} is a {type(classes).__name__}, not a list"
+    before = mark_of(network).level
+    if before:
+        warnings.warn(
+            f"{type(network).__name__} was converted with level {before!r} before and stays as it is; {level!r} is not "
+            "applied. network.add_flags_recursive(fp16=False) takes a level away",
+            stacklevel=3,
         )
-    expected = " or ".join(base.__name__ for base in bases)
-    for kind in classes:
-        if not (isinstance(kind, type) and issubclass(kind, bases)):
-            raise MindSporeTypeError(
-                f"custom_mixed_precision: {name} contains {kind!r}; expected classes (not instances) of {expected}"
-            )
+    return bool(before)
 
 
-def _torch_class(kind: type) -> type:
-    """Return torch's class behind one of MindSpore's layers, so that a torch network's layers count too."""
-    if kind.__module__.startswith(f"{layers.__name__}."):
-        return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
-    return kind
-
-
-def _patterns(kinds: Iterable[type]) -> tuple[str, ...]:
-    """Return the module patterns of some classes of cells."""
-    return tuple(f"class:{_torch_class(kind).__name__}" for kind in kinds)
-
-
-def _meaning(white_list: list[type]) -> tuple[tuple[str, ...], tuple[type, ...]]:
-    """Return the operators and the classes of cells that a white list means."""
-    operators: list[str] = []
-    cells: list[type] = []
-    for kind in white_list:
-        row = next((row for cell, row in CELLS.items() if kind is cell or kind is _torch_class(cell)), "")
-        if not row and kind.__name__ in O1_WHITE:
-            row = kind.__name__
-        if row:
-            operators += O1_WHITE[row]
-        elif issubclass(kind, operations.Primitive):
-            operators += kind.operators
-        else:
-            cells.append(kind)
-    return tuple(dict.fromkeys(operators)), tuple(cells)
+def _patterns(kinds: Sequence[type]) -> tuple[str, ...]:
+    """Return the module patterns of some classes of cells; torch's class stands for one of MindSpore's layers."""
+    ours = {kind: kind.kind for kind in kinds if issubclass(kind, layers.Layer) and kind.__module__ == layers.__name__}
+    return tuple(f"class:{ours.get(kind, kind).__name__}" for kind in kinds)

@@ -13,8 +13,8 @@ from torch import nn
 from halfstep.errors import HalfstepError
 
 __all__ = [
-    "MindSporeRuntimeError", "MindSporeTypeError", "MindSporeValueError", "check_bool", "check_module", "check_number",
-    "check_only", "check_optimizer_class", "check_whole",
+    "MindSporeRuntimeError", "MindSporeTypeError", "MindSporeValueError", "check_bool", "check_network", "check_number",
+    "check_only", "check_optimizer", "check_whole",
 ]  # fmt: skip
 
 
@@ -52,13 +52,15 @@ def check_whole(where: str, value: Any, expected: str = "an int from 1", least: 
     return value
 
 
-def check_module(where: str, network: object, expected: str = "a Cell or torch module") -> None:
-    """Raise MindSporeTypeError unless `network` is a torch module."""
+def check_network(where: str, network: object, loss_fn: object = callable) -> None:
+    """Raise MindSporeTypeError unless `network` is a torch module and `loss_fn` can be called."""
     if not isinstance(network, nn.Module):
-        raise MindSporeTypeError(f"{where}: network is a {type(network).__name__}; expected {expected}")
+        raise MindSporeTypeError(f"{where}: the network is a {type(network).__name__}; expected a Cell or torch module")
+    if not callable(loss_fn):
+        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r} is not callable; expected a Cell such as nn.MSELoss()")
 
 
-def check_optimizer_class(where: str, optimizer: object) -> None:
+def check_optimizer(where: str, optimizer: object) -> None:
     """Raise MindSporeTypeError unless `optimizer` is a torch optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MindSporeTypeError(

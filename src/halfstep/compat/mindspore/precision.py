@@ -1,17 +1,17 @@
-"""Marks of modules (flags, a level), and the binding of the policies that carry them out.
+"""MindSpore's levels and flags: halfstep policies, the marks of modules that ask for them, and their binding.
 
 Marks live on the modules; `bind` turns those of a subtree into regions: hs.prepare for its root, and again for each
 module inside whose policy differs. An inner binding wins over an outer one, wherever the model is called from.
+docs/compat_mindspore.md says which mark wins. Cells of O2's black list compute in fp32 and give low, as in MindSpore.
 
-Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest
-module above.
-Under O2 and O3 a low flag in the same format changes nothing, so O2's fp32 layers stay fp32. Loss cells are always
-fp32. Cells of O2's black list compute in fp32 and give low, as in MindSpore, which wraps them so. A level given later
-does not touch flags; flags set later on the same module or one above take a level away.
+Operator lists: those of MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore). A primitive stands for
+every way torch spells it: function, method, operator sign, layer and subclass of a layer.
 """
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,21 +20,93 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.policies import (
-    PREFIX,
-    as_built_policy,
-    fp32_policy,
-    is_low_everywhere,
-    level_policy,
-    low_policy,
-)
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.torch_private.modules import TorchLoss, forward_hooks
 
 __all__ = [
-    "Mark", "add_flags", "add_flags_recursive", "bind", "bind_for_training", "flags_of", "low_format_in", "mark_level",
-    "mark_of", "to_float",
+    "O1_WHITE", "PREFIX", "add_flags", "add_flags_recursive", "bind", "bind_for_training", "flags_of", "level_policy",
+    "low_format_in", "low_name", "low_policy", "mark_level", "mark_of", "to_float",
 ]  # fmt: skip
+
+PREFIX = "mindspore-"
+"""How the names of these policies begin; a policy without it was bound by the user."""
+
+O1_WHITE: Mapping[str, tuple[str, ...]] = {
+    "conv1d": ("conv1d",), "conv2d": ("conv2d",), "conv3d": ("conv3d",), "conv1dtranspose": ("conv_transpose1d",),
+    "conv2dtranspose": ("conv_transpose2d",), "conv3dtranspose": ("conv_transpose3d",),
+    "dense": ("linear", "bilinear"), "lstmcell": ("lstm_cell", "lstm"),
+    "rnncell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "grucell": ("gru_cell", "gru"),
+    "matmul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
+    "batchmatmul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "prelu": ("prelu",),
+    "relu": ("relu",), "ger": ("outer",),
+}  # fmt: skip
+"""O1's white list: primitive or cell, in small letters -> torch's operators."""
+
+AUTO_WHITE = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "matmul", "mm",
+    "tensordot", "inner", "linalg.multi_dot", "bmm", "scaled_dot_product_attention", "prelu", "einsum", "linear",
+    "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm", "rnn_tanh", "rnn_relu", "gru",
+    "addmm", "addbmm", "addmv", "baddbmm", "mv",
+)  # fmt: skip
+"""The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
+
+AUTO_BLACK = (
+    "pow", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt",
+    "sinh", "tan", "softplus", "layer_norm", "batch_norm", "group_norm", "norm", "linalg.norm", "linalg.vector_norm",
+    "linalg.matrix_norm", "kl_div", "smooth_l1_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "pdist", "cdist", "renorm", "prod",
+    "softmax", "log_softmax", "cumprod", "cumsum", "sum", "l1_loss", "mse_loss", "nll_loss", "cross_entropy",
+)  # fmt: skip
+AUTO_PROMOTE = ("addcdiv", "addcmul", "cross", "linalg.cross", "grid_sample", "add", "dot", "cat")
+
+
+def _rules(operators: Iterable[str], rule: str) -> tuple[tuple[str, str], ...]:
+    return tuple((operator, rule) for operator in operators)
+
+
+FP32_RULES = (("*", "fp32"),)
+AUTO_RULES = (*_rules(AUTO_WHITE, "low"), *_rules(AUTO_BLACK, "fp32"), *_rules(AUTO_PROMOTE, "widest"))
+ALL_LOW = (("", "low"),)
+"""How the modules of a policy begin that runs everything low but modules it names: O2, O3, the flags fp16 and bf16."""
+
+
+def new_policy(name: str, dtype: str, **fields: Any) -> hs.Policy:
+    """Return a policy of this front-end; MindSpore's loss scales are not policies."""
+    return hs.Policy(name=PREFIX + name, dtype=dtype, table="none", scale="none", **fields)
+
+
+def fp32_policy(dtype: str) -> hs.Policy:
+    """Return the policy of the flag fp32: operators take fp32; `dtype`, the low format around, keeps the region on."""
+    return new_policy("fp32", dtype, ops=FP32_RULES)
+
+
+def low_policy(dtype: str) -> hs.Policy:
+    """Return the policy of the flags fp16 and bf16: every operator low, parameters fp32, loss functions fp32."""
+    return new_policy(dtype, dtype, modules=ALL_LOW, outputs="fp32")
+
+
+def level_policy(level: str, dtype: str, black: Iterable[str] = (), white: Iterable[str] | None = None) -> hs.Policy:
+    """Return the policy of an amp level."""
+    if level == "O0":
+        return new_policy(level, "fp32", loss="keep")
+    if level == "O1":
+        operators = (operator for row in O1_WHITE.values() for operator in row) if white is None else white
+        return new_policy(level, dtype, outputs="fp32", ops=(*FP32_RULES, *_rules(operators, "low")))
+    if level == "auto":
+        return new_policy(level, dtype, outputs="fp32", ops=AUTO_RULES)
+    return new_policy(level, dtype, outputs="fp32", modules=(*ALL_LOW, *_rules(black, "fp32")))
+
+
+def low_name(dtype: object, where: str) -> str:
+    """Return "fp16" or "bf16" for a dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise MindSporeTypeError(f"{where}: dtype={dtype!r} is not a dtype; pass mstype.float16 or mstype.bfloat16")
+    if dtype not in LOW_NAMES:
+        raise MindSporeValueError(f"{where}: dtype={dtype}; a low format is mstype.float16 or mstype.bfloat16")
+    return LOW_NAMES[dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------------- marks
 
 KEY = "_mindspore_precision"
 FLAGS = ("fp16", "fp32", "bf16")
@@ -53,23 +125,23 @@ class Mark:
     casts: bool = False  # whether it was bound to a low policy: fp64 inputs, which regions leave alone, become fp32
 
 
-def mark_of(module: nn.Module) -> Mark | None:
-    """Return the mark of `module` itself."""
-    mark = module.__dict__.get(KEY)
-    return mark if isinstance(mark, Mark) else None
+UNMARKED = Mark()
+
+
+def mark_of(module: nn.Module) -> Mark:
+    """Return the mark of `module` itself; `_marked` makes one that can be changed."""
+    mark: Mark = module.__dict__.get(KEY, UNMARKED)
+    return mark
+
+
+def _marked(module: nn.Module) -> Mark:
+    mark: Mark = module.__dict__.setdefault(KEY, Mark())
+    return mark
 
 
 def flags_of(module: nn.Module) -> dict[str, bool]:
     """Return a copy of the precision flags of `module` itself."""
-    mark = mark_of(module)
-    return {} if mark is None else dict(mark.flags)
-
-
-def _marked(module: nn.Module) -> Mark:
-    mark = mark_of(module)
-    if mark is None:
-        mark = module.__dict__[KEY] = Mark()
-    return mark
+    return dict(mark_of(module).flags)
 
 
 def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
@@ -99,15 +171,15 @@ def add_flags(module: ModuleT, **flags: bool) -> ModuleT:
         module: any torch module.
         **flags: fp16, bf16 or fp32, each True or False. fp32 wins over the others, whatever the order of the calls.
     """
-    return _flag(module, [module] if isinstance(module, nn.Module) else [], flags)
+    return _flag(module, flags, recursive=False)
 
 
 def add_flags_recursive(module: ModuleT, **flags: bool) -> ModuleT:
     """Set precision flags of `module` and of every module in it, in place; see `add_flags`."""
-    return _flag(module, list(module.modules()) if isinstance(module, nn.Module) else [], flags)
+    return _flag(module, flags, recursive=True)
 
 
-def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> ModuleT:
+def _flag(module: ModuleT, flags: dict[str, bool], *, recursive: bool) -> ModuleT:
     if not isinstance(module, nn.Module):
         raise MindSporeTypeError(f"add_flags: expected a Cell or a torch module, not {type(module).__name__}")
     for name, value in flags.items():
@@ -120,7 +192,7 @@ def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> 
     if flags.get("fp16") and flags.get("bf16"):
         raise MindSporeValueError("add_flags(fp16=True, bf16=True): a cell has one low format; give one of the two")
     _refuse_foreign(module)
-    for member in members:
+    for member in module.modules() if recursive else (module,):
         mark = _marked(member)
         mark.level, mark.policy = "", None
         if flags.get("fp16") or flags.get("bf16"):  # the other low format gives way; fp32 never does
@@ -138,28 +210,23 @@ def mark_level(module: nn.Module, level: str, policy: hs.Policy | None) -> None:
     bind(module)
 
 
-def low_format_in(module: nn.Module) -> str:
+def low_format_in(module: nn.Module, around: hs.Policy | None = None) -> str:
     """Return the low format in which something in `module` runs, "" if all of it is fp32."""
-    return _low_format_in(module, None)
-
-
-def _low_format_in(module: nn.Module, around: hs.Policy | None) -> str:
     wanted = _wanted(module, around)
     if wanted is not None and wanted.name != PREFIX + "fp32":
         return wanted.dtype
-    return next((found for child in module.children() if (found := _low_format_in(child, wanted))), "")
+    return next((found for child in module.children() if (found := low_format_in(child, wanted))), "")
 
 
 def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
     """Return the policy `module` runs under, given that of the module around it."""
     mark = mark_of(module)
-    flags = {} if mark is None else mark.flags
-    level = around if mark is None or mark.policy is None else mark.policy
-    low = next((name for name in LOW_NAMES.values() if flags.get(name)), "")
-    if flags.get("fp32"):
+    level = around if mark.policy is None else mark.policy
+    low = next((name for name in LOW_NAMES.values() if mark.flags.get(name)), "")
+    if mark.flags.get("fp32"):
         return fp32_policy(low or (level.dtype if level is not None else "fp16"))
     if low:
-        same = level is not None and is_low_everywhere(level) and level.dtype == low
+        same = level is not None and level.modules[:1] == ALL_LOW and level.dtype == low
         return level if same else low_policy(low)
     if isinstance(module, TorchLoss) and level is not None and level.dtype in LOW_NAMES.values():
         return fp32_policy(level.dtype)
@@ -169,11 +236,7 @@ def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
 def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | None, *, listed: bool = False) -> None:
     """Bind `module` and the modules in it, outer ones first, wherever the policy differs from that bound around it.
 
-    Args:
-        module: a network or a part of it.
-        around: the policy of the module around it.
-        bound: the policy that was bound around it.
-        listed: whether it is inside a cell of the black list of `around`.
+    `listed`: it is inside a cell of the black list of `around`, the policy of the module around it.
     """
     mark, wanted = _marked(module), _wanted(module, around)
     mark.around, mark.casts = around, wanted is not None and wanted.dtype in LOW_NAMES.values()
@@ -181,19 +244,17 @@ def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | N
     if wanted is not None and wanted != bound and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         if hs.prepared_policy(module) is not None:
             hs.unprepare(module)
-        hs.prepare(module, policy=_without_absent(wanted, module))
+        # a pattern must match something
+        classes = {f"class:{kind.__name__}" for part in module.modules() for kind in type(part).__mro__}
+        modules = tuple(rule for rule in wanted.modules if not rule[0] or rule[0] in classes)
+        hs.prepare(module, policy=wanted.replace(modules=modules))
         bound = wanted
-    black = wanted is not None and wanted == around and _is_black(wanted, module)
+    own = {f"class:{kind.__name__}" for kind in type(module).__mro__}
+    black = wanted is not None and wanted == around and any(r == "fp32" and p in own for p, r in wanted.modules)
     if black and not listed:
         module.register_forward_hook(_lowered)
     for child in module.children():
         _carry_out(child, wanted, bound, listed=wanted == around and (listed or black))
-
-
-def _is_black(policy: hs.Policy, module: nn.Module) -> bool:
-    """Return whether `module` is a cell of the black list of `policy`."""
-    classes = {f"class:{kind.__name__}" for kind in type(module).__mro__}
-    return any(rule == "fp32" and pattern in classes for pattern, rule in policy.modules)
 
 
 def _lowered(module: nn.Module, args: object, output: Any) -> Any:
@@ -202,18 +263,8 @@ def _lowered(module: nn.Module, args: object, output: Any) -> Any:
     return hs.trees.map_tensors(output, lambda tensor: tensor.to(taken) if tensor.dtype is torch.float32 else tensor)
 
 
-def _without_absent(policy: hs.Policy, module: nn.Module) -> hs.Policy:
-    """Return `policy` without patterns for classes that do not occur in `module`: a pattern must match something."""
-    classes = {f"class:{kind.__name__}" for part in module.modules() for kind in type(part).__mro__}
-    return policy.replace(modules=tuple(rule for rule in policy.modules if not rule[0] or rule[0] in classes))
-
-
 def _refuse_foreign(module: nn.Module) -> None:
-    """Refuse to overwrite what the user has bound with hs.prepare.
-
-    Raises:
-        MindSporeRuntimeError: the user prepared a part of `module`; nothing was changed.
-    """
+    """Refuse, before anything is changed, to overwrite what the user has bound with hs.prepare."""
     for path, part in module.named_modules():
         policy = hs.prepared_policy(part)
         if policy is not None and not policy.name.startswith(PREFIX):
@@ -225,18 +276,14 @@ def _refuse_foreign(module: nn.Module) -> None:
 
 def bind(module: nn.Module) -> None:
     """Carry out the marks of `module` and of all in it; what surrounds it stays as it is."""
-    mark = mark_of(module)
     _release(module)
-    _carry_out(module, None if mark is None else mark.around, None)
+    _carry_out(module, mark_of(module).around, None)
 
 
 def bind_for_training(network: nn.Module) -> None:
     """Bind a training network that is not bound as a whole: what is in it keeps its policy, the rest runs in fp32.
 
-    A network that the user gave to hs.prepare stays as it is.
-
-    Raises:
-        MindSporeRuntimeError: a part of it was given to hs.prepare.
+    A network that the user gave to hs.prepare stays as it is; a part of it that was given there is refused.
     """
     if hs.prepared_policy(network) is not None:
         return
@@ -252,15 +299,16 @@ def bind_for_training(network: nn.Module) -> None:
 
 
 def _as_built(network: nn.Module) -> hs.Policy | None:
-    """Return the policy under which the low parameters of `network` stay low; None if it has none."""
+    """Return O0's policy of a network built with low parameters, which stay low and are stepped so; or None."""
     low = next((LOW_NAMES[p.dtype] for p in network.parameters() if p.dtype in LOW_NAMES), "")
+    if not low:
+        return None
     rules = []
     for path, module in network.named_modules():
         own = [p.dtype for p in module.parameters(recurse=False)]
         if own:
-            pattern = "".join(f"[{c}]" if c in "*?[" else c for c in path)  # matches `path` alone
-            rules.append((pattern, "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
-    return as_built_policy(low, tuple(rules)) if low else None
+            rules.append((glob.escape(path), "low" if any(dtype in LOW_NAMES for dtype in own) else "fp32"))
+    return new_policy("O0", low, params="low", norms="low", master="none", modules=tuple(rules))
 
 
 def _release(module: nn.Module) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.common.initializer import initializer
-from halfstep.compat.shared import AnyParameter, AnyTensor
+from halfstep.compat.shared import Factory
 
 __all__ = ["Parameter", "Tensor"]
 
 
-class Tensor(metaclass=AnyTensor):
+class Tensor(metaclass=Factory):
     """``Tensor(input_data, dtype=None)``: a new torch.Tensor with a copy of the data.
 
     Args:
@@ -23,6 +23,8 @@ class Tensor(metaclass=AnyTensor):
         shape: with `init` and without data: the shape to fill.
         init: an Initializer or its name.
     """
+
+    _made = torch.Tensor
 
     def __new__(  # type: ignore[misc]  # a factory
         cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
@@ -49,12 +51,14 @@ class Tensor(metaclass=AnyTensor):
         return made
 
 
-class Parameter(metaclass=AnyParameter):
+class Parameter(metaclass=Factory):
     """``Parameter(data, name=None, requires_grad=True)``: a new torch.nn.Parameter; torch gives names by place.
 
     Integers have no gradient, whatever `requires_grad` is. The arguments after it are about parallel training and
     the place of the data, and keep their defaults.
     """
+
+    _made = torch.nn.Parameter
 
     def __new__(  # type: ignore[misc]  # a factory, as Tensor
         cls, default_input: Any, name: str | None = None, requires_grad: bool = True,

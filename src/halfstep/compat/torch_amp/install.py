@@ -1,8 +1,7 @@
 """install: torch.amp's public names follow a policy in this process, for scripts that import them from torch.
 
-`halfstep run --policy mixed train.py` does this: `torch.autocast` and the names of `torch.amp`, `torch.cuda.amp` and
-`torch.cpu.amp` become subclasses of those in `halfstep.compat.torch_amp`, whose regions follow a policy instead of
-torch's operator lists. Input: a policy that needs no model. Output: `Served`, which counts their use.
+`halfstep run --policy mixed train.py` does this: the names of `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp` become
+subclasses of those in `halfstep.compat.torch_amp`, whose regions follow a policy instead of torch's operator lists.
 
 Note [what stays torch's]: code of torch gets torch's class, because checkpointing and torch.compile restore autocast's
 own state with it, and halfstep restores its rules there itself. The exception is DataParallel, which opens the region
@@ -14,7 +13,6 @@ a region with torch's lists. `unserved` finds the scripts that import from there
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep as hs
 from halfstep.compat.torch_amp import autocast_mode, cpu, cuda, grad_scaler
+from halfstep.compat.torch_amp.cuda.autocast_mode import here
 
 __all__ = ["Served", "install", "uninstall", "unserved"]
 
@@ -33,16 +32,7 @@ DATA_PARALLEL = "torch.nn.parallel.parallel_apply"
 
 
 class Served:
-    """What was served in this process, in numbers.
-
-    Attributes:
-        policy: what regions follow.
-        regions: regions that were made, those that are off among them.
-        off: those that are off, by ``enabled=False`` or their format.
-        narrow: whether one of them computes in fp16.
-        scalers: the scalers that were made and are enabled.
-        steps: steps of optimizers, skipped ones among them.
-    """
+    """What was served in this process under a policy, in numbers."""
 
     def __init__(self, policy: hs.Policy) -> None:
         self.policy = policy
@@ -50,9 +40,10 @@ class Served:
 
     def begin(self) -> None:
         """Count from zero."""
-        self.regions = self.off = self.steps = 0
-        self.narrow = False
-        self.scalers: list[GradScaler] = []
+        self.regions = self.off = 0  # that were made; of them those that are off, by ``enabled=False`` or their format
+        self.steps = 0  # of optimizers, skipped ones among them
+        self.narrow = False  # whether a region computes in fp16
+        self.scalers: list[GradScaler] = []  # that are enabled
         self._skipped: dict[torch.device, Tensor] = {}
 
     @property
@@ -77,12 +68,9 @@ class Served:
         self.steps += 1
 
     def scaled(self, scaler: GradScaler, before: int, skipped: Tensor) -> None:
-        """Count a step of `scaler`, which called the optimizer or did not; waits for nothing.
+        """Count a step of `scaler`, also one that another process has made; waits for nothing.
 
-        Args:
-            scaler: also one that another process has made.
-            before: `steps` before it.
-            skipped: 0-dim bool, whether it was skipped.
+        `before` is `steps` before it, since it called the optimizer or did not; `skipped` a 0-dim bool.
         """
         self.steps = before + 1
         if not any(scaler is known for known in self.scalers):
@@ -188,20 +176,11 @@ class CpuGradScaler(cpu.GradScaler, GradScaler):
 
 
 def _rule(policy: hs.Policy) -> hs.ScaleRule | str | None:
-    """Return the rule of a scaler under `policy`; None for that of the script.
-
-    A policy without scale keeps the script's check of gradients, at a scale of 1.
-    """
-    scale = 1.0 if policy.scale == "none" else policy.scale
+    """Return the rule of a scaler under `policy`; None for that of the script."""
+    scale = 1.0 if policy.scale == "none" else policy.scale  # the script's check of gradients stays
     if scale == "auto":
         return None
     return scale if isinstance(scale, (hs.ScaleRule, str)) else hs.ScaleRule.static(scale)
-
-
-def _cuda_custom_bwd(bwd: Callable[..., Any]) -> Any:
-    """Do what `cuda.custom_bwd` does, in a region of the policy."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return autocast_mode.backward_in(autocast, bwd, device_type=device)
 
 
 NAMES: dict[Any, dict[str, Any]] = {
@@ -216,7 +195,7 @@ NAMES: dict[Any, dict[str, Any]] = {
         "autocast": CudaAutocast,
         "GradScaler": CudaGradScaler,
         "custom_fwd": cuda.custom_fwd,
-        "custom_bwd": _cuda_custom_bwd,
+        "custom_bwd": lambda bwd: autocast_mode.backward_in(autocast, bwd, device_type=here()),
     },
     torch.cpu.amp: {"autocast": CpuAutocast, "GradScaler": CpuGradScaler},
 }

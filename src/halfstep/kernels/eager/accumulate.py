@@ -26,7 +26,7 @@ def add_low_(total: Tensor, low: Tensor) -> None:
     if not total.is_contiguous():
         total.add_(low)
         return
-    piece = torch.empty(PIECE)
+    piece = torch.empty(PIECE, device="cpu")
     for into, part in zip(total.view(-1).split(PIECE), low.view(-1).split(PIECE), strict=True):
         wide = piece[: len(part)]
         wide.copy_(part)

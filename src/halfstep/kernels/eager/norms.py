@@ -16,20 +16,13 @@ from torch import Tensor
 from halfstep.errors import FormatError
 from halfstep.formats import widest_dtype
 from halfstep.kernels.sharded import is_sharded, local
-from halfstep.torch_private.foreach import foreach_norm
+from halfstep.torch_private.foreach import foreach_copy_, foreach_mul_, foreach_norm
 
 __all__ = ["norms", "sharded_norms"]
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, accumulated in fp32: `reference.norms` for dense real tensors of one device.
-
-    Args:
-        tensors: dense, floating, all on one device; at least one.
-
-    Returns:
-        (len(tensors),) fp32.
-    """
+    """Return the 2-norm of every tensor in fp32: `reference.norms` for dense real tensors of one device."""
     return torch.stack(foreach_norm(list(tensors), 2.0, dtype=torch.float32))
 
 
@@ -53,14 +46,10 @@ def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]],
     some = [i for i, part in enumerate(parts) if part.numel()]  # a rank has nothing of a tensor with fewer rows
     device = parts[0].device
     squares = torch.zeros(len(parts), dtype=widest_dtype(device), device=device)
-    if some:
-        mine = plain([parts[i] for i in some]).to(squares)
-        if len(some) == len(parts):
-            squares = mine
-        else:
-            squares[torch.tensor(some, device=device)] = mine
-    shares = [1 / mesh.size() if key is None else _share(mesh, *key) for key in keys]
-    squares.square_().mul_(torch.tensor(shares).to(squares))
+    if some:  # by views: an index or a factor made of the host's numbers would be copied to the device, with a wait
+        foreach_copy_([squares[i] for i in some], list(plain([parts[i] for i in some]).to(squares).unbind()))
+    squares.square_()
+    foreach_mul_(list(squares.unbind()), [1 / mesh.size() if key is None else _share(mesh, *key) for key in keys])
     for group in around:
         torch.distributed.all_reduce(squares, group=group)
     return squares.sqrt_().float()
@@ -78,11 +67,7 @@ def _share(widest: Any, mesh: Any, placements: tuple[Any, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def _widest(meshes: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Return the mesh whose ranks include those of all `meshes`, and the process groups over which to reduce on it.
-
-    Raises:
-        FormatError: there is no such mesh.
-    """
+    """Return the mesh whose ranks include those of all `meshes`, and the process groups over which to reduce on it."""
     ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
     widest, mesh = max(zip(ranks, meshes, strict=True), key=lambda pair: len(pair[0]))
     if not all(some <= widest for some in ranks):

@@ -43,11 +43,7 @@ _address, _size, _dtype, _type = Tensor.data_ptr, Tensor.numel, attrgetter("dtyp
 
 
 def peek(flag: Tensor) -> bool:
-    """Return whether one element in host memory is not zero.
-
-    Args:
-        flag: one element of any dtype, 0 or 1, on the CPU or in pinned memory; no fake tensor.
-    """
+    """Return whether one element in host memory is not zero."""
     return any(ctypes.string_at(flag.data_ptr(), flag.element_size()))
 
 
@@ -60,11 +56,7 @@ def number(value: Tensor) -> float:
 
 
 def _threads() -> tuple[int, int, int]:
-    """Return the addresses of the entries of torch's OpenMP runtime: note [one runtime]; 0 means one thread.
-
-    Raises:
-        Unavailable: they were not found.
-    """
+    """Return the addresses of the entries of torch's OpenMP runtime: note [one runtime]; 0 means one thread."""
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     suffix = "dylib" if sys.platform == "darwin" else "so"
     libtorch = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
@@ -124,17 +116,7 @@ class Kernels:
     def check(
         self, gradients: Columns, divisor: Tensor | None, clip_norm: float | None, factor: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Carry out `ops.norms` and `ops.check_norms` of the tensors put into columns last, in one call.
-
-        Args:
-            gradients: they.
-            divisor: 0-dim fp32, or None.
-            clip_norm: as in `ops.check_norms`.
-            factor: 0-dim fp32, written.
-
-        Returns:
-            Norms, their norm, and whether it is not finite.
-        """
+        """Carry out `ops.norms` and `ops.check_norms` of the tensors put into columns last, in one call."""
         count = len(gradients.sizes)
         norms = torch.empty(count, dtype=torch.float32, device=CPU)
         norm, bad = norms.new_empty(()), torch.empty((), dtype=torch.bool, device=CPU)
@@ -235,14 +217,7 @@ def _words(values: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
 
 
 class Columns:
-    """Sizes, types and addresses of tensors, as `norms.h` and `exponents.h` read them.
-
-    Attributes:
-        sizes: numbers of elements.
-        elements: their sum.
-        addresses: of the tensors that were put in last.
-        packed: all of it.
-    """
+    """Sizes, types and addresses of tensors, as `norms.h` and `exponents.h` read them."""
 
     __slots__ = ("_dtypes", "addresses", "elements", "packed", "sizes")
 
@@ -267,21 +242,11 @@ class Columns:
 class Packed:
     """The tensors of an update as `updates.h` reads them: the columns of `Parameter`.
 
-    Args:
-        weights: of all parameters.
-        beside: empty where absent.
-        states: a list for each, empty where absent.
-        counters: a list for each.
-        gradients: of all parameters.
-
     Attributes:
         count: number of parameters.
         elements: of all of them.
         chance: whether states are bf16, and so rounded stochastically.
         packed: the columns.
-
-    Raises:
-        ValueError: gradients and weights differ in size.
     """
 
     __slots__ = ("chance", "count", "elements", "packed")

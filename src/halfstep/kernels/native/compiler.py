@@ -121,11 +121,7 @@ def _portable() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def ship(folder: Path) -> list[Path]:
-    """Compile the portable libraries for this platform into the folder of this file's copy in a wheel; return them.
-
-    Raises:
-        Unavailable: there is no compiler, none that can compile them, or no portable library for this platform.
-    """
+    """Compile the portable libraries for this platform into the folder of this file's copy in a wheel; return them."""
     _check_platform()
     libraries = _portable()
     if not libraries:
@@ -138,11 +134,7 @@ def ship(folder: Path) -> list[Path]:
 
 
 def shipped(capability: str) -> tuple[Path, str] | None:
-    """Return the best shipped library that this CPU can run and that was built from these sources, and its name.
-
-    Args:
-        capability: what `torch.backends.cpu.get_cpu_capability()` returns.
-    """
+    """Return the best shipped library that this CPU can run and that was built from these sources, and its name."""
     libraries = _portable()
     usable = list(libraries)
     if "neon" not in libraries:
@@ -192,12 +184,6 @@ def library(capability: str) -> Found:
     """Return the compiled kernels, loaded: the shipped ones, else those compiled here.
 
     With the environment variable HALFSTEP_NATIVE=build the shipped ones are passed over.
-
-    Args:
-        capability: what `torch.backends.cpu.get_cpu_capability()` returns.
-
-    Raises:
-        Unavailable: there is no compiler, or none that can compile them.
     """
     there = None if os.environ.get("HALFSTEP_NATIVE") == "build" else shipped(capability)
     if there is not None:

@@ -138,7 +138,7 @@ def _as_float64(wide: Tensor) -> Tensor:
 
 def _row_on_cpu(wide: Tensor) -> Tensor:
     """Return the row of fp32 numbers, where the host may look at them: six times as fast."""
-    found = torch.zeros(ROW, dtype=torch.int64)
+    found = torch.zeros(ROW, dtype=torch.int64, device="cpu")
     size = wide.view(torch.int32) & 0x7FFFFFFF
     fields = torch.bincount(size >> 23, minlength=256)
     powers = torch.bincount(size[size & 0x7FFFFF == 0] >> 23, minlength=256)

@@ -50,7 +50,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
         (len(tensors),) fp32 on the first tensor's device. A tensor with a nan gives nan, one with an inf gives inf.
     """
     if not tensors:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
     device = tensors[0].device
     each = []
     for tensor in tensors:
@@ -213,7 +213,7 @@ def _store(state: Tensor, value: Tensor, bits: Tensor | None) -> None:
 
 def single(number: float) -> Tensor:
     """Return `number` rounded to fp32: 0-dim, on the CPU."""
-    return torch.tensor(number, dtype=torch.float32)
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
 def root(square: Tensor) -> Tensor:

@@ -35,11 +35,7 @@ EACH = 8
 def _eight_each(address, count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return BLOCK numbers of 16 bits from `address` on, in uint16; what they are beyond `count` is arbitrary.
 
-    Args:
-        address: a multiple of 2; of 16 if `ALIGNED`.
-        count: how many of the numbers are in the row; with the last of them its 16 bytes are read.
-        BLOCK: how many are wanted; a multiple of 8.
-        ALIGNED: see `address`.
+    `address` is a multiple of 2, and of 16 if `ALIGNED`. With the last of the `count` numbers its 16 bytes are read.
     """
     if ALIGNED:
         lanes = tl.arange(0, BLOCK)

@@ -68,12 +68,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Copied:
-    """A table on a device.
-
-    Args:
-        values: on the host.
-        device: where it is wanted; if that is CUDA, nothing waits.
-    """
+    """A table on a device."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self.words = values.numel()
@@ -133,12 +128,7 @@ def _reserve() -> Reserve:
 
 
 class Kept:
-    """The tables that CUDA graphs use.
-
-    Attributes:
-        now: where those of a capture go. Outside of `tables_of` nothing tells when its graph is gone: kept for good.
-        graphs: a reference to each graph of `tables_of`, and its tables.
-    """
+    """The tables that CUDA graphs use. Those of a capture outside of `tables_of` are kept for good."""
 
     def __init__(self) -> None:
         self.now: list[Tensor] = []
@@ -152,12 +142,7 @@ def _kept() -> Kept:
 
 @contextmanager
 def tables_of(graph: object, device: torch.device) -> Iterator[None]:
-    """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone.
-
-    Args:
-        graph: what replays them; weak references to it must be possible.
-        device: where it is captured; it must be idle.
-    """
+    """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone."""
     kept = _kept()
     kept.graphs = [(one, of) for one, of in kept.graphs if one() is not None or of[-1].device != device]
     before, kept.now = kept.now, []
@@ -258,13 +243,7 @@ def _tables() -> TableCache:
 
 
 def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Walk:
-    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
-
-    Args:
-        lists: tensors of one device; each list is as long as the first or empty. The last gives the sizes.
-        block: elements a program works on at a time.
-        start: what the first tensor is called; the others count on.
-    """
+    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved."""
     places = tuple([t.data_ptr() for tensors in lists for t in tensors])
     formats = tuple([t.dtype for tensors in lists for t in tensors])
     sizes = tuple([t.numel() for t in lists[-1]])
@@ -324,16 +303,7 @@ def _layout(
     block: int,
     start: int,
 ) -> Layout:
-    """Sort tensors into launches and cut them into chunks.
-
-    Args:
-        formats: for each parameter, those of its tensors.
-        sizes: numbers of elements.
-        odd: whether one of its tensors begins at no multiple of `ALIGNMENT`.
-        device: see `plan_walk`.
-        block: see `plan_walk`.
-        start: see `plan_walk`.
-    """
+    """Sort tensors into launches and cut them into chunks."""
     kinds: dict[tuple[tuple[torch.dtype | None, ...], bool], list[int]] = {}
     for position, size in enumerate(sizes):
         aligned = size < block or not odd[position]

@@ -2,14 +2,21 @@
 
 The caller's model and optimizer are copied and not changed; random number generators are restored. Each batch runs
 twice on the copy's weights: in fp32, and under the policy. `record` describes what is compared with what.
+
+Of a window of micro-batches the first is measured operator by operator; of the others only the gradients they add.
+Shadows run backward in the last step alone, because they take half of the time of an audit.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,27 +24,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from halfstep.arguments import COUNT, FLAG, MODEL, NONE, OPTIMIZER, Kind, check, one_of
 from halfstep.binding.bind import is_bound
 from halfstep.binding.prepare import prepared_policy, unprepare, unwrap
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
-from halfstep.lens.audit.run import Batch, Run
+from halfstep.events import HostStepResult
+from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
+from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
+from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import copy_of_optimizer
+from halfstep.lens.audit.updates import Meter, copy_of_optimizer, precise_of, swallow
+from halfstep.lens.calls import copied
+from halfstep.lens.tracing import OperatorCall, Tracer
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, limit
-from halfstep.trees import tensors
+from halfstep.step.train_step import TrainStep
+from halfstep.trees import map_tensors, tensors
 
 __all__ = ["audit"]
 
 META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
+SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and named arguments of one micro-batch."""
+
+SAME = 1e-3
+"""Relative difference of losses that order of summation alone does not make in fp32."""
+
+LAZY = "parameters that are created by the first batch were created in the copy: the model's own will differ"
+
+ATTEMPTS = 40
+"""Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
 
 
 def audit(
@@ -109,29 +134,306 @@ def audit(
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if is_bound(twin):
             unprepare(twin)
-        notes = _materialised(twin, taken[0], loss_fn)
-        plan = resolve(wanted, twin)
-        run = Run(
-            twin,
-            stepper,
-            loss_fn,
-            wanted,
-            plan,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            scaler=copy.deepcopy(scaler),
-            shadow=SHADOWS[shadow],
-            reference=reference,
-        )
-        run.notes += notes
+        lazy = any(is_lazy(p) for p in twin.parameters())
+        if lazy:  # gives parameters their values
+            with torch.no_grad(), suspended():
+                loss_fn(twin, *taken[0][0], **taken[0][1])
+        settings = {"clip_norm": clip_norm, "accumulate": accumulate, "scaler": copy.deepcopy(scaler)}
+        run = Run(twin, stepper, loss_fn, wanted, settings, shadow=SHADOWS[shadow], reference=reference)
+        if lazy:
+            run.notes.append(LAZY)
         for number, window in enumerate(windows, 1):
             run.step(window, last=number == len(windows))
         return run.result(steps=len(windows))
 
 
-# ------------------------------------------------------------------ before it runs
+class AuditedStep(TrainStep):
+    """A training step that reports the begin and end of backward passes to an audit while that looks."""
 
-SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
+    audit: Run
+
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass as a TrainStep does."""
+        if not self.audit.looks:
+            return super().run_backward(loss)
+        self.audit.recorder.backward_begins()
+        scale, seed = super().run_backward(loss)
+        self.audit.backward_ended(float(scale) / self.accumulate)
+        return scale, seed
+
+
+class Run:
+    """One audit while it runs; `settings` are those of its `TrainStep`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loss_fn: Callable[..., Any],
+        policy: Policy,
+        settings: Mapping[str, Any],
+        *,
+        shadow: torch.dtype,
+        reference: bool,
+    ) -> None:
+        self.loss_fn, self.policy = loss_fn, policy
+        self.plan = plan = resolve(policy, model)
+        self.notes: list[str] = []
+        self.skipped = 0
+        self.unfinished: list[str] = []  # steps that were not finite for another reason than a falling scale
+        self.bad_in_fp32 = 0  # of these, those that are not finite in fp32 either
+        self.operators = dict(plan.operators)
+        closed = frozenset(self.operators)
+        self.twin = Reference(closed, _widened(copy.deepcopy(model))) if reference else None
+        simulated = {}
+        if plan.policy.dtype not in DTYPES:
+            form = format_of(plan.policy.dtype)
+            simulated = {op: form for op, decision in plan.operators if decision.rule == "low"}
+        moves = optimizer is not None
+        if optimizer is None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            if not trained:
+                raise AuditError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to audit")
+            optimizer = SGD(trained, lr=0.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "policy .* on ")  # it is among the plan's notes
+            self.train = AuditedStep(model, optimizer, self._watched, policy=policy, blackbox=False, **settings)
+        self.train.audit = self
+        self.looks = True  # at this micro-batch
+        self.recorder = AuditRecorder(
+            closed,
+            shadow=shadow,
+            parameters={id(p): name for name, p in model.named_parameters()},
+            simulated=simulated,
+            devices=tuple(dict.fromkeys((plan.device, "cpu"))),
+        )
+        self.meter = Meter(self.train, self.recorder, moves=moves)
+        self.tracer = Tracer(self.recorder, model)
+        self.scale = 1.0
+        self._twice = False  # whether the twin has run the same batch twice
+
+    def _watched(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.tracer if self.looks else nullcontext():
+            return self.loss_fn(model, *args, **kwargs)
+
+    def step(self, window: list[Batch], *, last: bool) -> None:
+        """Run one window of micro-batches; again while a dynamic loss scale is falling."""
+        for attempt in range(ATTEMPTS):
+            before = self.recorder.tallies
+            self.recorder.tallies = copy.deepcopy(before) if self.train.scaler.is_enabled() else before
+            result = self._window(window, last=last)
+            self.scale = result.scale
+            if not result.skipped and math.isfinite(result.loss):
+                return
+            scaler = self.train.scaler
+            falling = scaler.is_enabled() and math.isfinite(result.loss) and scaler.get_scale() < self.scale
+            if not falling or attempt == ATTEMPTS - 1:
+                self.unfinished.append(
+                    f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
+                    f"{', '.join(result.culprits[:3]) or 'no parameter'}"
+                )
+                self.bad_in_fp32 += self._twin_is_bad()
+                return
+            self.skipped += 1
+            self.recorder.tallies = before
+
+    def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
+        """Run the micro-batches of a window, and the update."""
+        self.meter.begin()
+        args, kwargs = window[0]
+        with Snapshot(noted()).returning():
+            self._run_twin(args, kwargs)
+        self.recorder.start(self.twin, backward=last)
+        self.looks = True
+        found = _averages(self.train.model).items()
+        low = {name: copied(value) for name, value in found if value.dtype in BELOW_FP32}
+        result = self.train(*args, **kwargs)
+        self._compare_averages(low)
+        self.looks = False
+        for args, kwargs in window[1:]:
+            result = self.train(*args, **kwargs)
+        if len(window) < self.train.accumulate:
+            loss, result = result.loss, self.train.flush() or result
+            return replace(result.host(), loss=float(loss))
+        return result.host()
+
+    def _twin_is_bad(self) -> bool:
+        """Return whether the first micro-batch is not finite in fp32 either."""
+        if self.twin is None:
+            return False
+        return not all(bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss), *self.twin.weights.values()))
+
+    # ------------------------------------------------------------------ the fp32 twin
+
+    def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        twin = self.twin
+        if twin is None:
+            return
+        before = None if self._twice else self._first_loss(twin.model, args, kwargs)
+        self._twice = True
+        self._follow(twin.model)
+        twin.begin()
+        try:
+            with suspended():
+                with Tracer(twin, twin.model):
+                    loss = self._loss(twin.model, args, kwargs)
+                now = twin.loss = float(loss.detach())
+                if before is not None and abs(now - before) > SAME * abs(before):
+                    self.twin = None
+                    self.notes.append(
+                        f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
+                        f"{now:.6g} in fp32; what differs from call to call (a counter, a generator that no module "
+                        "holds) would pass for an error"
+                    )
+                    return
+                loss.backward()
+        except Exception as error:  # of the user's model, which may insist on a low format
+            self.twin = None
+            first = (str(error).splitlines() or [""])[0]
+            self.notes.append(f"no accumulated errors: the model does not run in fp32: {type(error).__name__}: {first}")
+            return
+        for name, parameter in twin.model.named_parameters():
+            if parameter.grad is not None:
+                twin.weights[name] = parameter.grad
+                parameter.grad = None
+
+    def _loss(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
+        returned = self.loss_fn(model, *args, **kwargs)
+        loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return loss
+
+    def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """Return the loss of the fp32 twin that a second run is compared with."""
+        self._follow(twin)
+        try:
+            with Snapshot(noted()).returning(), suspended(), torch.no_grad():
+                loss = float(self._loss(twin, args, kwargs))
+        except Exception:  # the following run reports it
+            return None
+        return loss if math.isfinite(loss) else None
+
+    @torch.no_grad()
+    def _follow(self, twin: nn.Module) -> None:
+        """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
+        model = self.train.model
+        for other, generator in zip(generators_of(twin.modules()), generators_of(model.modules()), strict=True):
+            other.set_state(generator.get_state())
+        own = dict(model.named_parameters())
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(precise_of(model, own[name]))
+        buffers = dict(model.named_buffers())
+        for name, buffer in twin.named_buffers():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffer.copy_(buffers[name])
+
+    def _compare_averages(self, before: dict[str, Tensor]) -> None:
+        """Compare running averages in low formats with those of the fp32 twin, which has made the same step."""
+        after = _averages(self.twin.model) if self.twin is not None else {}
+        found = _averages(self.train.model) if before else {}
+        for name, old in before.items():
+            wanted = after.get(name)
+            if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
+                continue
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
+            momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
+            tally.pace = momentum if isinstance(momentum, float) else 0.0
+            swallow(tally, float64_of(old), float64_of(wanted), found[name], form_of(old))
+            tally.whole.add(found[name], wanted, form_of(old))
+
+    def backward_ended(self, scale: float) -> None:
+        """Measure gradients, which carry the factor `scale`, and weights."""
+        named = dict(self.train.model.named_parameters())
+        self.recorder.backward_ends(scale, named, self.twin.weights if self.twin is not None else {})
+        for name, parameter in named.items():
+            if parameter.is_floating_point() and parameter.numel():
+                self._weigh(name, parameter)
+
+    @torch.no_grad()
+    def _weigh(self, name: str, parameter: nn.Parameter) -> None:
+        """Measure a weight as it is stored, and what is lost when its operator uses it."""
+        tally = self.recorder.tally_of(name, "weight")
+        tally.see(parameter.detach())
+        used = self.recorder.forms.get(name, tally.form)
+        form = min(used, tally.form, key=lambda form: form.bits)
+        if form is FP32:
+            tally.local.count += parameter.numel()
+        else:
+            precise = precise_of(self.train.model, parameter)
+            low = precise.to(form.torch_dtype) if form.torch_dtype is not None else form.round(precise)
+            tally.local.add(low, precise, form)
+            if form.is_narrow:
+                tally.wide = tally.wide or tally.sketch
+
+    # ------------------------------------------------------------------ what comes out
+
+    def result(self, *, steps: int) -> Audit:
+        """Return the audit of `steps` steps."""
+        seconds = sum(tally.seconds for tally in self.recorder.tallies.values())
+        rows = tuple(
+            tally.row(steps, seconds, *self._why(tally))
+            for tally in self.recorder.tallies.values()
+            if tally.sketch is not None
+        )
+        if self.unfinished:
+            self.notes.append(
+                f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows "
+                "show where; hs.TrainStep(...).explain() says why"
+            )
+        if self.recorder.skipped:
+            self.notes.append(
+                f"{self.recorder.skipped} calls have no local error: their operator does not take "
+                f"{str(self.recorder.shadow).removeprefix('torch.')} arguments"
+            )
+        return Audit(
+            rows=rows,
+            policy=self.policy,
+            plan=self.plan,
+            steps=steps,
+            skipped=self.skipped,
+            bad=len(self.unfinished),
+            bad_in_fp32=self.bad_in_fp32,
+            scale=self.scale,
+            notes=(*self.plan.notes, *dict.fromkeys((*self.notes, *self.meter.notes))),
+        )
+
+    def _why(self, tally: Tally) -> tuple[str, str]:
+        if tally.role in {"update", "state"}:
+            return "", "stochastic rounding" if tally.stochastic else ""
+        modules = {module.path: module for module in self.plan.modules}
+        ruled = modules.get(tally.module)
+        if ruled is not None and ruled.rule:
+            return ruled.rule, ruled.reason
+        if tally.role == "weight":
+            reasons = {name: p.reason for p in self.plan.parameters for name in (p.name, *p.aliases)}
+            return "", reasons.get(tally.parameter, "")
+        decision = self.operators.get(tally.op)
+        if decision is None:
+            return "", "no rule: runs in its inputs' format"
+        by = f"table {self.policy.table!r}" if decision.origin == "table" else f"field {decision.origin!r}"
+        return decision.rule, f"{by}: {decision.reason}"
+
+
+def _averages(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a forward pass may average in: buffers, and parameters that no gradient trains (a teacher's)."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return {**dict(model.named_buffers()), **frozen}
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """Bring low parameters and buffers of `model` to fp32, in place."""
+    for parameter in model.parameters():
+        if parameter.dtype in LOW_DTYPES:
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in LOW_DTYPES:
+                module._buffers[name] = buffer.float()
+    return model
+
+
+# ------------------------------------------------------------------ before it runs
 
 
 def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:
@@ -140,7 +442,12 @@ def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumu
         raise AuditError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
         )
-    taken = [_arguments(batch) for batch in islice(batches, min(steps * accumulate, sys.maxsize))]
+    taken: list[Batch] = []
+    for batch in islice(batches, min(steps * accumulate, sys.maxsize)):
+        if isinstance(batch, Mapping):
+            taken.append(((), dict(batch)))
+        else:
+            taken.append((tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}))
     if not taken:
         raise AuditError("batches gave no batch: an iterator may be used up; pass a list, or make it anew")
     for args, kwargs in taken:
@@ -211,12 +518,3 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
     return twin, copy_of_optimizer(optimizer, memo)
-
-
-def _materialised(model: nn.Module, batch: tuple[Any, Any], loss_fn: Callable[..., Any]) -> list[str]:
-    """Give lazily created parameters their values."""
-    if not any(is_lazy(p) for p in model.parameters()):
-        return []
-    with torch.no_grad(), suspended():
-        loss_fn(model, *batch[0], **batch[1])
-    return ["parameters that are created by the first batch were created in the copy: the model's own will differ"]

@@ -58,14 +58,7 @@ HALF = 0.5
 
 
 class Examination:
-    """The rows of an audit, and the findings and remedies that follow from them.
-
-    Args:
-        rows: of an audit, in the order in which operators ran.
-        policy: the audited policy.
-        plan: the policy resolved for the model.
-        headroom: bits below the largest number of a format that are a risk.
-    """
+    """The rows of an audit, and the findings and remedies that follow from them; arguments as of `findings_of`."""
 
     def __init__(self, rows: tuple[AuditRow, ...], policy: Policy, plan: Plan, headroom: float) -> None:
         self.rows, self.policy, self.plan, self.headroom = rows, policy, plan, headroom
@@ -86,40 +79,25 @@ class Examination:
         diff = "" if policy is None else self.policy.diff(policy)
         if not diff:
             policy = None
-        return Finding(
-            kind=kind,
-            module=row.module,
-            op=row.op,
-            role=row.role,
-            parameter=row.parameter,
-            line=row.line,
-            severity=min(max(severity, 0.0), 1.0),
-            cause=cause,
-            remedy=remedy,
-            policy=policy,
-            diff=diff,
-        )
+        place = {name: getattr(row, name) for name in ("module", "op", "role", "parameter", "line")}
+        severity = min(max(severity, 0.0), 1.0)
+        return Finding(kind=kind, severity=severity, cause=cause, remedy=remedy, policy=policy, diff=diff, **place)
 
     # ------------------------------------------------------------------ remedies
 
     def wider(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to keep an operator out of the low format."""
-        if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
+        cast = row.op == "to"
+        if cast and not row.module and self.plan.policy.inputs == "low":
             return "let the inputs come as they are", self.policy.replace(inputs="keep")
-        if row.op == "to" or not (row.rule and RULE_KINDS[row.rule].may_be_low):
-            if format_of(row.format).bits >= FP32.bits:
-                return "its inputs are fp32 already; compute it in float64, or write it in another way", None
-            if row.op != "to" and row.module:
-                policy = self.policy.with_modules({row.module: "fp32"})
-                return f"keep module {row.module!r} in fp32", policy
-            if row.op != "to" and "::" not in row.op:
-                return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
+        ruled = not cast and bool(row.rule) and RULE_KINDS[row.rule].may_be_low
+        if not ruled and row.form.bits >= FP32.bits:
+            return "its inputs are fp32 already; compute it in float64, or write it in another way", None
+        if not cast and row.module:
+            everywhere = f", or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])" if ruled else ""
+            return f"keep module {row.module!r} in fp32{everywhere}", self.policy.with_modules({row.module: "fp32"})
+        if cast or (not ruled and "::" in row.op):
             return "your code asks for the low format here: leave the cast out, and let the policy decide", None
-        if row.module:
-            return (
-                f"keep module {row.module!r} in fp32, or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])",
-                self.policy.with_modules({row.module: "fp32"}),
-            )
         return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
 
     def line_wider(self, row: AuditRow) -> tuple[str, Policy | None]:
@@ -131,9 +109,7 @@ class Examination:
 
     def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
-        form = format_of(row.format)
-        if not form.is_narrow:
-            form = format_of(self.plan.policy.dtype)
+        form = row.form if row.form.is_narrow else format_of(self.plan.policy.dtype)
         scale = self.plan.policy.scale
         if not isinstance(scale, ScaleRule):
             low = self.policy.dtype != "fp32" and form.is_narrow
@@ -156,21 +132,13 @@ def _with_fp32(policy: Policy, *ops: str) -> Policy | None:
 def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
-    Args:
-        rows: of an audit, in the order in which operators ran.
-        policy: the audited policy.
-        plan: the policy resolved for the model.
-        headroom: bits below the largest number of a format that are a risk.
+    `policy` is the audited one, `plan` that resolved for the model, `headroom` the bits below the largest number of a
+    format that are a risk.
     """
-    table = tuple(rows)
-    exam = Examination(table, policy, plan, headroom)
+    exam = Examination(tuple(rows), policy, plan, headroom)
     found = [finding for rule in RULES for finding in rule(exam)]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
-
-
-def _unit(form: Format) -> float:
-    return form.eps / 2
 
 
 def _percent(share: float) -> str:
@@ -184,12 +152,11 @@ def _overflow(exam: Examination) -> Iterator[Finding]:
     follows = _consequences(exam)
     for row in exam.of("activation"):
         if row.overflow > 0:
-            form = format_of(row.format)
+            form = row.form
             beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
             cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}{follows}"
             follows = ""  # it is told once, of the first
-            remedy, policy = exam.wider(row)
-            yield exam.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
+            yield exam.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, *exam.wider(row))
 
 
 def _consequences(exam: Examination) -> str:
@@ -210,19 +177,12 @@ def _gradient_underflow(exam: Examination) -> Iterator[Finding]:
             if row.missing > row.underflow and not exam.overflows:
                 below = f"{_percent(row.missing)} of its gradient is zero and is not in fp32"
             cause = f"{below}, {_percent(row.subnormal)} is subnormal (loss scale {row.scale:g})"
-            remedy, policy = exam.scaled(row)
             lost = row.underflow if exam.overflows else max(row.underflow, row.missing)
-            yield exam.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
+            yield exam.finding("underflow", row, max(lost, row.subnormal), cause, *exam.scaled(row))
 
 
 def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
-    """Return whether a gradient underflows.
-
-    Args:
-        exam: what the row is of.
-        row: a gradient.
-        alone: whether only what is known from its own inputs counts, and no difference to the fp32 run of the model.
-    """
+    """Return whether a gradient underflows; `alone`: judged by its own inputs, not by the fp32 run of the model."""
     missing, accumulated = (0.0, math.nan) if alone else (row.missing, row.accumulated)
     lost = max(row.underflow, missing)
     form = _narrow(exam, row)
@@ -230,7 +190,7 @@ def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
         return False
     off = max((error for error in (row.error, accumulated) if not math.isnan(error)), default=0.0)
     drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
-    imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
+    imprecise = row.error >= ROUNDINGS * form.eps / 2 and row.error >= 0.02
     if row.role == "weight gradient":
         return drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
     much = max(row.underflow, row.subnormal / 2) >= MOSTLY
@@ -240,55 +200,50 @@ def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
 
 def _narrow(exam: Examination, row: AuditRow) -> Format:
     """Return the format that a gradient went through: an fp32 one may have been computed in a low format."""
-    form = format_of(row.format)
     low = format_of(exam.plan.policy.dtype)
     passed = row.underflow > 0 or row.missing > 0
-    return low if passed and low.exponent_bits < form.exponent_bits else form
+    return low if passed and low.exponent_bits < row.form.exponent_bits else row.form
 
 
 def _activation_underflow(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("activation"):
-        form = format_of(row.format)
-        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
-            cause = f"{_percent(row.underflow)} of its result is below {form.smallest_subnormal:.3g} and becomes zero"
-            remedy, policy = exam.wider(row)
-            yield exam.finding("underflow", row, row.underflow, cause, remedy, policy)
+        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * row.form.eps / 2):
+            smallest = row.form.smallest_subnormal
+            cause = f"{_percent(row.underflow)} of its result is below {smallest:.3g} and becomes zero"
+            yield exam.finding("underflow", row, row.underflow, cause, *exam.wider(row))
 
 
 def _swallowed(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("update"):
         if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
             continue
-        form = format_of(row.format)
+        form = row.form
         if (row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED) or row.error >= MOSTLY:
             cause = (
                 f"{_percent(row.swallowed)} of the updates, {_percent(row.swallowed_mass)} of their size, is smaller "
                 f"than half an ulp of the weight in {form.name}; what is stored differs from what should be by "
                 f"{_percent(min(row.error, 9.99))} of the update"
             )
+            policy = None
             if form.bits >= FP32.bits:
-                remedy, policy = "the learning rate is too small for these weights: raise it", None
+                remedy = "the learning rate is too small for these weights: raise it"
             elif exam.policy.params == "low":
-                remedy, policy = (
-                    "keep precise weights behind low ones: master='auto'",
-                    exam.policy.replace(master="auto"),
-                )
+                remedy = "keep precise weights behind low ones: master='auto'"
+                policy = exam.policy.replace(master="auto")
             else:
                 remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
-                policy = None
-            yield exam.finding(
-                "swallowed_update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
-            )
+            severity = max(row.swallowed_mass, min(row.error, 1.0))
+            yield exam.finding("swallowed_update", row, severity, cause, remedy, policy)
 
 
 def _low_state(exam: Examination) -> Iterator[Finding]:
     trained = {name for p in exam.plan.parameters for name in (p.name, *p.aliases)}
     for row in exam.of("state"):
-        form = format_of(row.format)
+        form = row.form
         if row.reason == "stochastic rounding" or form.bits >= FP32.bits:
             continue
         average = row.op == "buffer"
-        slow = 0.0 < row.pace < _unit(form)
+        slow = 0.0 < row.pace < form.eps / 2
         stuck = row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED
         if row.missing >= FEW:
             why = f"{_percent(row.missing)} of it is zero in {form.name} and would not be in fp32"
@@ -321,17 +276,16 @@ def _low_state(exam: Examination) -> Iterator[Finding]:
 
 def _large_error(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("activation"):
-        form = format_of(row.format)
-        limit = max(ROUNDINGS * _unit(_low(exam, form)), 1e-3)
-        if row.error < limit or row.underflow >= FEW or row.overflow > 0 or math.isnan(row.error):
+        low = format_of(exam.plan.policy.dtype)  # an fp32 result may have come from low inputs
+        unit = min(row.form, low, key=lambda each: each.mantissa_bits).eps / 2
+        if not row.error >= max(ROUNDINGS * unit, 1e-3) or row.underflow >= FEW or row.overflow > 0:
             continue
-        roundings = row.error / _unit(_low(exam, form))
+        roundings = row.error / unit
         cause = (
             f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
             f"{roundings:.0f} roundings"
         )
-        remedy, policy = exam.wider(row)
-        yield exam.finding("rounding", row, row.error, cause, remedy, policy)
+        yield exam.finding("rounding", row, row.error, cause, *exam.wider(row))
 
 
 def _addends(exam: Examination) -> Iterator[Finding]:
@@ -360,12 +314,6 @@ def _summed(exam: Examination) -> Iterator[Finding]:
             yield exam.finding("rounding", row, row.summed, cause, remedy, policy.replace(grads="fp32"))
 
 
-def _low(exam: Examination, form: Format) -> Format:
-    """Return the format whose roundings count: that of an fp32 result may have come from low inputs."""
-    low = format_of(exam.plan.policy.dtype)
-    return min(form, low, key=lambda each: each.mantissa_bits)
-
-
 def _integers(exam: Examination) -> Iterator[Finding]:
     for row in exam.of("activation"):
         if row.otherwise >= OTHERWISE:
@@ -378,29 +326,29 @@ def _integers(exam: Examination) -> Iterator[Finding]:
 
 def _drift(exam: Examination) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
-    found = exam.overflows
-    for row in () if found else exam.of("activation"):
+    found = False
+    for row in () if exam.overflows else exam.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT:
             continue
+        off = _percent(min(row.accumulated, 9.99))
         sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
         if sudden and row.decides:
             return  # an index or a mask came out otherwise than in fp32: what follows is another computation
         if sudden:
             cause = (
-                f"its inputs are {_percent(row.given)} off the fp32 run and its result is "
-                f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"
+                f"its inputs are {_percent(row.given)} off the fp32 run and its result is {off} off: the digits that "
+                "are left after it were lost before it"
             )
             remedy = "compute what it is given in fp32"
             policy = exam.policy.with_modules({row.module: "fp32"}) if row.module else None
-            yield exam.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            found = True
         elif not found and row.error < row.accumulated / 2:
-            off = _percent(min(row.accumulated, 9.99))
             cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
             remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
             policy = exam.policy.replace(residual="fp32") if exam.policy.residual == "low" else None
-            yield exam.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            found = True
+        else:
+            continue
+        found = True
+        yield exam.finding("rounding", row, row.accumulated, cause, remedy, policy)
 
 
 def _saturation(exam: Examination) -> Iterator[Finding]:
@@ -408,14 +356,13 @@ def _saturation(exam: Examination) -> Iterator[Finding]:
         if row.saturated >= MOSTLY:
             what = "rows of this softmax are one-hot" if row.op == "softmax" else f"elements of this {row.op} are 1"
             cause = f"{_percent(row.saturated)} of the {what} in {row.format} and not in fp32: no gradient passes them"
-            remedy, policy = exam.wider(row)
-            yield exam.finding("saturation", row, row.saturated, cause, remedy, policy)
+            yield exam.finding("saturation", row, row.saturated, cause, *exam.wider(row))
 
 
 def _risk(exam: Examination) -> Iterator[Finding]:
     dynamic = isinstance(exam.plan.policy.scale, ScaleRule)
     for row in exam.of("activation", "weight", "activation gradient", "weight gradient"):
-        form = format_of(row.format)
+        form = row.form
         if row.headroom >= exam.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
             continue
         if not form.has_inf or not form.is_narrow or row.amax == form.max:

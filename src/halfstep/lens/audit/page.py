@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
-from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
+from halfstep.formats import BF16, E4M3, E5M2, FP16, Format
 from halfstep.lens.audit.rows import COLUMNS, AuditRow, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
 
@@ -48,10 +48,14 @@ METHOD = (
 
 def audit_page(audit: Audit) -> doc.Document:
     """Return the report of an audit."""
+    kinds = doc.table("Kinds of findings", ("kind", "meaning"), KINDS.items())
+    policy = doc.hidden("The policy", audit.policy.to_toml())
+    plan = doc.hidden("What it means for this model", str(audit.plan))
+    method = doc.Section("How to read it", (doc.Bullets(METHOD), doc.Details(kinds.caption, (kinds,)), policy, plan))
     return doc.page(
         f"halfstep audit: {audit.plan.model}, {f'{audit.policy.name} {audit.plan.policy.dtype}'.strip()}",
         doc.sentence(audit.headline),
-        (_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), _method(audit)),
+        (_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), method),
     )
 
 
@@ -62,7 +66,9 @@ def _findings(audit: Audit) -> doc.Section:
     facts = []
     for finding, places in audit.groups():
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-        words = [f"In {', '.join(places[:PLACES])}{more}.", *([f"At {finding.line}"] if finding.line else [])]
+        words = [f"In {', '.join(places[:PLACES])}{more}."]
+        if finding.line:
+            words.append(f"At {finding.line}")
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""
         words.append(f"Remedy: {finding.remedy}.{diff}")
         tone = "bad" if finding.kind in GRAVE else "open"
@@ -118,9 +124,9 @@ def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
 
 
 def _strip(row: AuditRow, name: str) -> doc.Strip:
-    sketch, form = row.sketch, format_of(row.format)
+    sketch, form = row.sketch, row.form
     total = max(sketch.count, 1)
-    cells = tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents))
+    cells = tuple((e, count / total) for e, count in sorted(sketch.exponents.items()))
     return doc.Strip(name, f"{form.name}{_largest_loss(row)}", cells, sketch.zeros / total, doc.limits_of(form))
 
 
@@ -189,7 +195,8 @@ def _what_if(audit: Audit) -> doc.Section:
     rows: list[tuple[str, ...]] = []
     for form in QUESTIONED:
         questions = [("activations", activations, 1.0), ("weights", weights, 1.0)]
-        scales = sorted({1.0, _best_scale(gradients, form)})
+        room = min((answer.headroom for answer in gradients.what_if(form)), default=0.0) if form.is_narrow else 0.0
+        scales = sorted({1.0, 2.0 ** math.floor(room) if math.isfinite(room) else 1.0})
         questions += [(f"gradients, scale {scale:g}", gradients, scale) for scale in scales]
         rows += [_answer(form, what, those, scale) for what, those, scale in questions if those.rows]
     headers = ("format", "numbers", "rows hit", "would underflow", "would overflow", "worst row")
@@ -209,24 +216,3 @@ def _answer(form: Format, what: str, those: Audit, scale: float) -> tuple[str, .
     name = worst.parameter or f"{worst.module} {worst.op}".strip()
     shares = percent(worst.underflow[1]), percent(worst.overflow[1])
     return form.name, what, f"{hit} of {len(answers)}", *shares, name if any(shares) else ""
-
-
-def _best_scale(gradients: Audit, form: Format) -> float:
-    """Return the largest power of two under which no gradient overflows in `form`; 1 where none is needed."""
-    if not form.is_narrow:
-        return 1.0
-    room = min((answer.headroom for answer in gradients.what_if(form)), default=0.0)
-    return 2.0 ** math.floor(room) if math.isfinite(room) else 1.0
-
-
-def _method(audit: Audit) -> doc.Section:
-    kinds = doc.table("Kinds of findings", ("kind", "meaning"), KINDS.items())
-    return doc.Section(
-        "How to read it",
-        (
-            doc.Bullets(METHOD),
-            doc.Details(kinds.caption, (kinds,)),
-            doc.hidden("The policy", audit.policy.to_toml()),
-            doc.hidden("What it means for this model", str(audit.plan)),
-        ),
-    )

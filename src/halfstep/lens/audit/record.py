@@ -1,8 +1,9 @@
 """Record: how an audit measures operators, and what it compares with what.
 
-The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers. Its results wait until the
-audited run (`AuditRecorder`) reaches the same call of the same operator. Every operator of the audited run that touches
-a low format is run again by itself in the shadow format, on the same inputs, forward and backward (`Shadows`).
+The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers; its results wait until the
+audited run (`AuditRecorder`) reaches the same call. Every operator that touches a low format is run again by itself in
+the shadow format and as the policy runs it, on the same inputs and random numbers, forward and backward (`Pair`): what
+these differ by is that operator's own doing.
 
 Note [order]: gradients arrive by hooks on results. They are compared after the backward pass and before the update,
 because the update changes in place what the shadows have saved.
@@ -11,28 +12,31 @@ because the update changes in place what the shadows have saved.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.formats import Format
-from halfstep.lens.audit.comparison import added_masks
-from halfstep.lens.audit.reference import BELOW_FP32, Key, TwinResult, floats_of, integers_key, is_index
-from halfstep.lens.audit.rows import Tally, form_of
-from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows
-from halfstep.lens.audit.signs import SUMS, Integers
+from halfstep.cast.arithmetic.functions import rules_off
+from halfstep.cast.state import STATE
+from halfstep.formats import FP32, LOW_DTYPES, Format
+from halfstep.lens.audit.rows import Hidden, Tally, added_masks, form_of
+from halfstep.lens.audit.signs import SUMS, Integers, is_index, note_signs
 from halfstep.lens.calls import copied, place
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
-from halfstep.snapshot import torch_states
-from halfstep.torch_private.autograd import base_of
+from halfstep.snapshot import same_numbers, torch_states
+from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["AuditRecorder"]
+__all__ = ["BELOW_FP32", "AuditRecorder", "Reference"]
+
+BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their names do not end in an underscore."""
@@ -43,8 +47,126 @@ CHOOSING = frozenset(
 )
 """Operators that integers choose numbers in."""
 
+RANDOM = frozenset(
+    "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
+    "multinomial poisson gumbel_softmax multi_head_attention_forward scaled_dot_product_attention lstm gru rnn_tanh "
+    "rnn_relu fractional_max_pool2d fractional_max_pool3d uniform random exponential cauchy geometric".split()
+)
+"""Operators that may draw random numbers: their shadows draw the same."""
+
+SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hstack vstack".split())
+"""Operators that choose and copy: their backward passes round nothing."""
+
 CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
+
+Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, and what it was given: in its place, and by name."""
+
+
+Key = tuple[str, str, int]
+"""Module, operator, which call of it in that module."""
+
+
+def floats_of(values: Any) -> list[Tensor]:
+    """Return the floating tensors among `values` whose numbers can be read."""
+    return [t for t in tensors(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
+
+
+def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
+    """Return the key of the next conversion to integers: other conversions come and go with a policy's casts."""
+    return call.module, "integers", sink.nth(call.module, "integers")
+
+
+def widened_dtypes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which low dtypes are `wide`."""
+    return (
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
+    )
+
+
+# ------------------------------------------------------------------ the fp32 run
+
+
+@dataclass(slots=True)
+class TwinResult:
+    """A result of the fp32 twin: its value, its version when it was made, and its gradient."""
+
+    value: Tensor
+    version: int
+    gradient: Tensor | None = None
+
+    def arrive(self, gradient: Tensor) -> None:
+        """Keep the gradient; the hook that is given it."""
+        self.gradient = gradient.detach()
+
+
+class Reference(OperatorSink):
+    """Receives the operators of the fp32 run: low formats in the user's code are fp32 in it, and results are kept.
+
+    `closed` are composites that the policy has a rule for, `model` is the fp32 twin.
+    """
+
+    def __init__(self, closed: frozenset[str], model: nn.Module) -> None:
+        self.model, self.loss = model, 0.0
+        super().__init__(closed)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        super().begin()
+        self.kept: dict[Key, TwinResult] = {}
+        self.integers: dict[Key, Tensor] = {}  # made of floating numbers
+        self.weights: dict[str, Tensor] = {}  # their gradients
+
+    def line(self) -> str:
+        """Return "": results are found by module, operator and number."""
+        return ""
+
+    def operator(
+        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Keep the first floating result."""
+        if call.in_place:
+            written = {place(t) for t in tensors(args[:1])}
+            for kept in self.kept.values():
+                if place(kept.value) in written:
+                    kept.value = kept.value.clone()
+                    kept.version = kept.value._version
+        result = self.other(func, args, kwargs)
+        found = floats_of(result)
+        if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
+            self.integers[integers_key(self, call)] = result.clone()
+        if found and found[0].numel():
+            kept = TwinResult(found[0].detach(), found[0]._version)
+            self.kept[call.module, call.op, call.nth] = kept
+            if found[0].requires_grad:
+                found[0].register_hook(kept.arrive)
+        return result
+
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it with fp32 in place of low formats."""
+        if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
+            return args[0].to(torch.float32)
+        if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
+            args, kwargs = widened_dtypes(args, kwargs, torch.float32)
+        return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------ the audited run
+
+
+@dataclass(slots=True)
+class Pair:
+    """One operator call on leaves of its own: as the policy runs it and as the shadow does, ready to go backward."""
+
+    tally: Tally
+    low: Tensor
+    wide: Tensor
+    leaves: list[tuple[Tensor, Tensor, str]]  # low, wide, the name of the parameter that it is or ""
+    gradient: Tensor | None = None
 
 
 class AuditRecorder(OperatorSink):
@@ -53,7 +175,7 @@ class AuditRecorder(OperatorSink):
     Args:
         closed: composites with a rule of their own.
         shadow: dtype of the shadows.
-        parameters: id -> (name, parameter) of the audited model.
+        parameters: id -> name of the audited model's parameters.
         simulated: operator -> format, where the policy simulates one.
         devices: device types of the region.
     """
@@ -68,33 +190,23 @@ class AuditRecorder(OperatorSink):
         devices: tuple[str, ...],
     ) -> None:
         super().__init__(closed)
-        self.shadows = Shadows(shadow, devices, parameters)
-        self.parameters = parameters
-        self.simulated = simulated
+        self.shadow, self.parameters, self.simulated, self.devices = shadow, parameters, simulated, devices
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.users: dict[str, tuple[str, str, str]] = {}
         self.forms: dict[str, Format] = {}
-        self.start({})
+        self.skipped = 0  # calls whose operator does not take arguments of the shadow format
+        self.start(None)
 
-    def start(
-        self, kept: dict[Key, TwinResult], integers: dict[Key, Tensor] | None = None, *, backward: bool = True
-    ) -> None:
-        """Begin a step.
-
-        Args:
-            kept: the results of the fp32 twin.
-            integers: those that it has made of floating numbers.
-            backward: whether shadows go backward too.
-        """
+    def start(self, twin: Reference | None, *, backward: bool = True) -> None:
+        """Begin a step that `twin` has run in fp32; `backward`: shadows go backward too."""
         self.begin()
-        self.shadows.backward = backward
-        self.kept = kept
-        self._kept: TwinResult | None = None  # of the call that is measured
+        self._backward = backward
+        self._kept = {} if twin is None else twin.kept
         self._pairs: list[Pair] = []
         self._arrived: list[tuple[Tally, Tensor, TwinResult | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
-        self.integers = integers or {}
+        self._wanted_integers = {} if twin is None else twin.integers
         self._integers = Integers()
         self._chosen: set[int] = set()  # storages of numbers that were picked by an index
         self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
@@ -103,10 +215,9 @@ class AuditRecorder(OperatorSink):
         """Return the tally of a row."""
         line = "" if parameter else call.line
         key = (call.module, call.op, role, parameter, line)
-        found = self.tallies.get(key)
-        if found is None:
-            found = self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
-        return found
+        if key not in self.tallies:
+            self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
+        return self.tallies[key]
 
     def tally_of(self, parameter: str, role: str) -> Tally:
         """Return the tally of a parameter's row, in the place of the operator that uses it first."""
@@ -137,19 +248,40 @@ class AuditRecorder(OperatorSink):
             if not found or not found[0].numel():
                 self._integers.follow((args, kwargs), result)
                 if call.op == "to" and isinstance(result, Tensor) and is_index(result):
-                    wanted = self.integers.pop(integers_key(self, call), None)
+                    wanted = self._wanted_integers.pop(integers_key(self, call), None)
                     self._integers.converted(args[0] if args else None, result, wanted)
                 return result
-            if call.op == "to" and (found[0].dtype not in BELOW_FP32 or any(found[0] is tensor for tensor in given)):
+            output = found[0]
+            if call.op == "to" and (output.dtype not in BELOW_FP32 or any(output is tensor for tensor in given)):
                 return result
             tally = self.tally(call, "activation")
             tally.seconds += took
-            again = self._look(call, tally, (func, *before), given, found, casts, random)
+            form = self.simulated.get(call.op) or form_of(output)
+            made = casts.made
+            if output.dtype in BELOW_FP32:  # widening for a low result belongs to the operator
+                made = [(dtype, size) for dtype, size in made if dtype in BELOW_FP32]
+            tally.casts += len(made)
+            tally.cast_bytes += sum(size for _, size in made)
+            hidden = self._measure(call, tally, before, found, form)
+            again = None
+            low = made or call.op in self.simulated or any(t.dtype in BELOW_FP32 for t in (output, *given))
+            if low or self.shadow is torch.float64:
+                again = self._compare(call, tally, (func, *before), output, form, random, hidden)
+            elif output.dtype is torch.float32:
+                tally.local.count += output.numel()  # what it should be by definition
+            self._chosen.discard(place(output))  # its memory has been freed and used again
+            kept = self._kept.pop((call.module, call.op, call.nth), None)
+            if kept is not None and (kept.value.shape != output.shape or kept.value._version != kept.version):
+                kept = None
+            if kept is not None:
+                off = tally.whole.add(output.detach(), kept.value, form, hidden=hidden)
+                tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
+                self._off[place(output)] = off
         pair = None if again is None else again()
         if pair is not None:
             self._pairs.append(pair)
-        if found[0].requires_grad:
-            self._hook(call, found[0], self._kept, pair)
+        if output.requires_grad:
+            self._hook(call, output, kept, pair)
         return result
 
     def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,68 +289,93 @@ class AuditRecorder(OperatorSink):
         result = func(*args, **kwargs)
         with DisableTorchFunction():
             self._integers.follow((args, kwargs), result)
-        if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
-            with DisableTorchFunction():
+            if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
                 if any(is_index(t) for t in tensors(args[1:])):
                     self._off[place(result)] = self._off.get(place(args[0]), 0.0)
                     self._chosen.add(place(result))
                     self._integers.choose(tensors(args[1:]))
         return result
 
-    def _look(
-        self,
-        call: OperatorCall,
-        tally: Tally,
-        run: tuple[Callable[..., Any], Any, Any],
-        given: list[Tensor],
-        found: list[Tensor],
-        casts: _Casts,
-        random: Any,
-    ) -> Callable[[], Pair | None] | None:
-        """Measure what an operator has given; return what runs it once more as the policy does, or None."""
-        output = found[0]
-        form = self.simulated.get(call.op) or form_of(output)
-        made = casts.of_arguments(output)
-        tally.casts += len(made)
-        tally.cast_bytes += sum(made)
+    def _measure(
+        self, call: OperatorCall, tally: Tally, values: Any, found: list[Tensor], form: Format
+    ) -> Hidden | None:
+        """Add results of `form` that an operator has made of `values`; return the masks in the first of them."""
         hidden = [tally.see(tensor.detach(), form) for tensor in found][0]
-        if call.op in SUMS and (added := added_masks(run[1])) is not None:
+        if call.op in SUMS and (added := added_masks(values[0])) is not None:
             hidden = added | hidden
-        self._meet_weights(call, run[1:], form)
-        taken = tensors(run[1:])
-        tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
-        if call.op in CHOOSING:
-            self._integers.choose(taken)
-        self._integers.made(output, tally)
-        again = None
-        low = made or call.op in self.simulated or any(t.dtype in BELOW_FP32 for t in (output, *given))
-        if low or self.shadows.dtype is torch.float64:
-            tallies = tally, partial(self.tally, call, "activation gradient")
-            again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
-        elif output.dtype is torch.float32:
-            tally.local.exact(output.numel())
-        self._chosen.discard(place(output))  # its memory has been freed and used again
-        self._kept = self._twin_of(call, output)
-        if self._kept is not None:
-            off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
-            tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
-            self._off[place(output)] = off
-        return again
-
-    def _twin_of(self, call: OperatorCall, output: Tensor) -> TwinResult | None:
-        kept = self.kept.pop((call.module, call.op, call.nth), None)
-        if kept is None or kept.value.shape != output.shape or kept.value._version != kept.version:
-            return None
-        return kept
-
-    def _meet_weights(self, call: OperatorCall, values: Any, form: Format) -> None:
-        """Note which operator uses a parameter, and in which format."""
-        for tensor in tensors(values):
+        taken = tensors(values)
+        for tensor in taken:  # which operator uses a parameter, and in which format
             owner = tensor if id(tensor) in self.parameters else base_of(tensor)
             name = self.parameters.get(id(owner)) if owner is not None else None
             if name is not None and name not in self.users:
                 self.users[name] = (call.module, call.op, call.line)
                 self.forms[name] = form
+        tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
+        if call.op in CHOOSING:
+            self._integers.choose(taken)
+        self._integers.made(found[0], tally)
+        return hidden
+
+    def _compare(
+        self,
+        call: OperatorCall,
+        tally: Tally,
+        run: Run,
+        output: Tensor,
+        form: Format,
+        random: Any,
+        hidden: Hidden | None,
+    ) -> Callable[[], Pair | None] | None:
+        """Compare `output`, which `run` has given in `form`, with what the shadow format gives, under no rule.
+
+        Returns:
+            What runs the operator once more under the rules, ready to go backward beside the shadow; None where it
+            has nothing to round there, or where shadows do not go backward.
+        """
+        func, args, kwargs = run
+        differentiable = self._backward and output.requires_grad and not call.in_place and call.op not in SELECTING
+        leaves: list[tuple[Tensor, Tensor, str]] = []
+        known: dict[int, Tensor] = {}  # h * h has one leaf, here and in the run under the rules
+
+        def wide_leaf(tensor: Tensor) -> Tensor:
+            if id(tensor) in known:
+                return known[id(tensor)]
+            if not tensor.is_floating_point() or tensor.is_nested:
+                return tensor.detach() if tensor.is_complex() else tensor
+            made = tensor.detach().to(self.shadow)
+            made = made.clone() if made.data_ptr() == tensor.data_ptr() and call.in_place else made
+            if differentiable and tensor.requires_grad:
+                made.requires_grad_()
+                known[id(tensor)] = made
+                leaves.append((tensor, made, self.parameters.get(id(tensor), "")))
+            return made
+
+        wide_args, wide_kwargs = map_tensors((args, kwargs), wide_leaf)
+        wide_args, wide_kwargs = widened_dtypes(wide_args, wide_kwargs, self.shadow)
+        wide_func = func
+        if getattr(func, "__name__", "") in {"half", "bfloat16"}:
+            wide_func, wide_args = torch.Tensor.to, (wide_args[0], self.shadow)
+        try:
+            with (
+                _unseen_by_checkpointing(),
+                same_numbers(random),
+                torch.set_grad_enabled(differentiable),
+                _without_rules(self.devices),
+            ):
+                wide = floats_of(wide_func(*wide_args, **wide_kwargs))[0]
+        except (RuntimeError, TypeError, IndexError, NotImplementedError):
+            self.skipped += 1
+            return None
+        if wide.shape != output.shape:
+            return None
+        tally.local.add(output.detach(), wide.detach(), form, hidden=hidden)
+        if form.is_narrow:
+            tally.add_wanted(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
+        if form.mantissa_bits < FP32.mantissa_bits:
+            note_signs(tally, call.op, args, kwargs, output, wide.detach())
+        if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
+            return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves, random)
+        return None
 
     # ------------------------------------------------------------------ backward
 
@@ -247,13 +404,7 @@ class AuditRecorder(OperatorSink):
         self._running, self._mark = None, time.perf_counter()
 
     def backward_ends(self, scale: float, named: Mapping[str, nn.Parameter], wanted: Mapping[str, Tensor]) -> None:
-        """Measure all gradients; before the update, which changes what the shadows have saved.
-
-        Args:
-            scale: the factor that gradients carry.
-            named: parameters of the audited model, with their gradients.
-            wanted: gradients of the fp32 twin.
-        """
+        """Measure all gradients, which carry the factor `scale`; `wanted` are the fp32 twin's. See note [order]."""
         self._clock(None)
         for tally, gradient, kept in self._arrived:
             form = self.simulated.get(tally.op) or form_of(gradient)
@@ -264,21 +415,25 @@ class AuditRecorder(OperatorSink):
                 if form.is_narrow:
                     tally.add_wanted(kept.gradient)
         for pair in self._pairs:
-            self._compare_backward(pair)
+            if pair.gradient is not None:
+                self._compare_backward(pair, pair.gradient)
         self._arrived, self._pairs = [], []
         for name, parameter in named.items():
             if parameter.grad is not None:
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
 
-    def _compare_backward(self, pair: Pair) -> None:
+    def _compare_backward(self, pair: Pair, gradient: Tensor) -> None:
+        """Compare what the backward pass of an operator makes of `gradient` with what its shadow makes of it."""
         form = self.simulated.get(pair.tally.op) or form_of(pair.low)
-        for name, found, wanted in pair.gradients():
-            tally = pair.tally
-            if name:
-                tally = self.tally_of(name, "weight gradient")
-                assert pair.gradient is not None
-                if wanted.dim() == 1 and pair.gradient.dim() > 1:
-                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(pair.gradient.float().abs().sum())
+        lows, wides, names = zip(*pair.leaves, strict=True)
+        low = torch.autograd.grad(pair.low, lows, gradient.to(pair.low.dtype), allow_unused=True)
+        wide = torch.autograd.grad(pair.wide, wides, gradient.to(pair.wide.dtype), allow_unused=True)
+        for name, found, wanted in zip(names, low, wide, strict=True):
+            if found is None or wanted is None or found.layout is not torch.strided:
+                continue
+            tally = self.tally_of(name, "weight gradient") if name else pair.tally
+            if name and wanted.dim() == 1 and gradient.dim() > 1:
+                tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(gradient.float().abs().sum())
             tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
@@ -293,6 +448,58 @@ class AuditRecorder(OperatorSink):
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.is_narrow:
                 tally.add_wanted(wanted)
+
+
+def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tensor, str]], random: Any) -> Pair | None:
+    """Run an operator under the rules, on leaves in place of the first of each of `leaves`."""
+    func, args, kwargs = run
+    made: dict[int, Tensor] = {}
+    wanted = {id(tensor) for tensor, _, _ in leaves}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        detached = tensor.detach()
+        if id(tensor) not in wanted:
+            return detached
+        if id(tensor) not in made:
+            made[id(tensor)] = nn.Parameter(detached) if isinstance(tensor, nn.Parameter) else detached.requires_grad_()
+        return made[id(tensor)]
+
+    low_args, low_kwargs = map_tensors((args, kwargs), leaf)
+    with _unseen_by_checkpointing(), same_numbers(random), torch.enable_grad(), _own_casts():
+        low = floats_of(func(*low_args, **low_kwargs))[0]
+    if not low.requires_grad:
+        return None
+    return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
+
+
+# ------------------------------------------------------------------ as if nothing had run
+
+
+def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
+    """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
+    if top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Leave the low copies alone that the audited run shares between its operators."""
+    shared, STATE.casts = STATE.casts, {}
+    try:
+        yield
+    finally:
+        STATE.casts = shared
+
+
+@contextmanager
+def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
+    """Run operators as they are: no autocast, no rule, no mode."""
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(rules_off(device))
+        stack.enter_context(DisableTorchFunction())
+        yield
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:
@@ -317,7 +524,3 @@ class _Casts(Sink):
             if args[0].is_floating_point() and place(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result
-
-    def of_arguments(self, output: Tensor) -> list[int]:
-        """Return the bytes of each cast of the policy; widening for a low result belongs to the operator."""
-        return [size for dtype, size in self.made if not (output.dtype in BELOW_FP32 and dtype not in BELOW_FP32)]

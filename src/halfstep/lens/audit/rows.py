@@ -1,9 +1,10 @@
-"""Rows: what an audit measures of one operator of one module in one role, added up over calls."""
+"""Rows: what an audit measures of one operator of one module in one role, added up over calls; masks are left out."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.comparison import ErrorSums, Hidden, merged
+from halfstep.formats import FP32, Format, float64_of, format_of
+from halfstep.kernels.reference.exponents import LARGEST, merge_
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["COLUMNS", "ROLES", "AuditRow", "Tally", "cells", "form_of", "percent", "row_of", "three_digits"]
+__all__ = [
+    "COLUMNS", "ROLES", "AuditRow", "Hidden", "Tally", "added_masks", "cells", "form_of", "hidden_in", "percent",
+    "three_digits",
+]  # fmt: skip
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -23,22 +27,152 @@ UNCHANGED = ("module", "op", "role", "parameter", "line", "calls", "scale", "pac
 PER_STEP = ("numel", "bytes", "casts", "cast_bytes")
 """Numbers of a `Tally` that an `AuditRow` has as they are, and divided by the steps."""
 
+MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
+"""Largest finite numbers: what overflows becomes inf, so a number that is exactly this was written on purpose."""
 
-def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
-    """Return the format whose numbers `tensor` holds; `otherwise` for float64, which has none here."""
-    return otherwise if tensor.dtype is torch.float64 else format_of(tensor.dtype)
+HUGE = 1e30
+"""From here on a constant is a mask also where it is not the end of a format."""
+
+SUSPECT = frozenset(struct.unpack("<q", struct.pack("<d", end))[0] for end in ENDS)
+HUGE_BITS: int = struct.unpack("<q", struct.pack("<d", HUGE))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Which numbers of a tensor are masks: those up to `low`, and those from `high` on."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return where `tensor` is a mask, infinities of a masked side included."""
+        found = torch.zeros_like(tensor, dtype=torch.bool)
+        if self.low > -math.inf:
+            found |= tensor <= self.low
+        if self.high < math.inf:
+            found |= tensor >= self.high
+        return found
+
+    def __or__(self, other: Hidden | None) -> Hidden:
+        """Return what hides the masks of both."""
+        return self if other is None else Hidden(max(self.low, other.low), min(self.high, other.high))
+
+
+def hidden_in(tensor: Tensor, largest: float) -> Hidden | None:
+    """Return which numbers of a real tensor, whose largest finite magnitude is `largest`, are masks; None: none are."""
+    if largest not in ENDS and largest < HUGE:
+        return None
+    ends = []
+    for side in (-1, 1):
+        if largest in ENDS:
+            found = bool((tensor == side * largest).any())
+        else:
+            near = tensor[(side * tensor >= largest / 2) & tensor.isfinite()]
+            found = near.numel() > 1 and bool((near == side * largest).all())
+        ends.append(side * (largest if found else math.inf) / 2)
+    return None if ends == [-math.inf, math.inf] else Hidden(*ends)
+
+
+def added_masks(values: Any) -> Hidden | None:
+    """Return the masks among the terms of a sum: constants, which need no gradient. None if there are none."""
+    found: Hidden | None = None
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype in MASKED_DTYPES and not value.requires_grad and value.numel() > 1:
+            ends = [float(end) for end in value.detach().aminmax()]
+            largest = max((abs(end) for end in ends if math.isfinite(end)), default=0.0)
+            more = hidden_in(value.detach(), largest)
+            found = more if found is None else found | more
+    return found
+
+
+@dataclass(slots=True)
+class ErrorSums:
+    """How far tensors are from what they should be: sums over elements, added up over calls.
+
+    Attributes:
+        difference, reference: sums of squared differences, where both are finite, and of squares of what should be.
+        worst: largest relative error of one call.
+        count: elements compared.
+        flushed: elements that are zero and should not be: too small for the format.
+        lost: elements that are not finite, or at the format's limit, and should be finite and within it.
+    """
+
+    difference: float = 0.0
+    reference: float = 0.0
+    worst: float = 0.0
+    count: int = 0
+    flushed: int = 0
+    lost: int = 0
+
+    @torch.no_grad()
+    def add(
+        self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0, *, hidden: Hidden | None = None
+    ) -> float:
+        """Return the relative error of `actual`, numbers of `form` that carry a factor `scale`, to `wanted` without."""
+        wide = torch.float64 if wanted.dtype is torch.float64 else torch.float32
+        found, wanted = actual.to(wide), wanted.to(wide)
+        if scale != 1.0:
+            wanted = wanted * scale
+        if hidden is not None:
+            seen = ~(hidden.of(found) | hidden.of(wanted))
+            found, wanted = found[seen], wanted[seen]
+        apart = found - wanted
+        difference, reference = _square(apart), _square(wanted)
+        if not math.isfinite(difference) or not math.isfinite(reference):
+            wanted = torch.where(wanted.abs() > HUGE, math.inf, wanted)
+            both = found.isfinite() & wanted.isfinite()
+            self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
+            apart, wanted = float64_of(apart[both]), torch.where(wanted.isfinite(), wanted, 0.0)
+            difference, reference = _square(apart), _square(float64_of(wanted))
+        if not form.has_inf:
+            self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
+        if form.is_narrow:
+            self.flushed += int(((found == 0) & (wanted != 0) & (wanted.abs() < form.smallest_normal)).sum())
+        self.count += found.numel()
+        if scale != 1.0:
+            difference, reference = difference / scale**2, reference / scale**2
+        self.difference += difference
+        self.reference += reference
+        error = _ratio(difference, reference)
+        self.worst = max(self.worst, error)
+        return error
+
+    @property
+    def error(self) -> float:
+        """The norm of all differences over that of what should be there; nan of nothing."""
+        return _ratio(self.difference, self.reference) if self.count else math.nan
+
+
+def _square(tensor: Tensor) -> float:
+    flat = tensor.reshape(-1)
+    return float(flat.dot(flat))
+
+
+def _ratio(difference: float, reference: float) -> float:
+    if reference:
+        return math.sqrt(difference / reference)
+    return math.inf if difference else 0.0
+
+
+# ------------------------------------------------------------------ rows
+
+
+def form_of(tensor: Tensor) -> Format:
+    """Return the format whose numbers `tensor` holds; fp32 for float64, which has none here."""
+    return FP32 if tensor.dtype is torch.float64 else format_of(tensor.dtype)
 
 
 @dataclass(slots=True)
 class Tally:
-    """One row while it is made.
+    """One row while it is made; see `AuditRow`.
 
     Attributes:
-        form: the format of its numbers.
-        local: against the same operator in a wide format on the same inputs.
-        whole: against the fp32 run of the whole model.
-        sketch: of the numbers as they are stored.
-        wide: of the numbers as they should be, without a loss scale, where the format may have lost some.
+        local, whole: against the same operator in a wide format on the same inputs, and the fp32 run of the model.
+        summed: sums of gradients against fp32 sums of the same gradients.
+        sketch, wide: of the numbers as they are stored, and as they should be, without a loss scale, where the format
+            may have lost some.
+        shares: swallowed, swallowed_mass, otherwise or saturated -> its part, and its whole.
     """
 
     module: str
@@ -59,21 +193,14 @@ class Tally:
     wide: Sketches | None = None
     local: ErrorSums = field(default_factory=ErrorSums)
     whole: ErrorSums = field(default_factory=ErrorSums)
-    moved: int = 0
-    swallowed: int = 0
-    mass: float = 0.0
-    swallowed_mass: float = 0.0
-    saturated: int = 0
-    rows: int = 0
+    summed: ErrorSums = field(default_factory=ErrorSums)
+    shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     masked: int = 0
-    decided: int = 0
-    otherwise: int = 0
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
     decides: bool = False
     stochastic: bool = False
-    summed: ErrorSums = field(default_factory=ErrorSums)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> Hidden | None:
         """Add one tensor; return which of its numbers are masks, which are left out of the sketch."""
@@ -82,13 +209,74 @@ class Tally:
         self.calls += 1
         self.numel += tensor.numel()
         self.bytes += tensor.numel() * tensor.element_size()
-        self.sketch, hidden, count = merged(self.sketch, tensor)
+        self.sketch, hidden, count = _merged(self.sketch, tensor)
         self.masked += count
         return hidden
 
     def add_wanted(self, tensor: Tensor) -> None:
         """Add one tensor as it should be."""
-        self.wide, _, _ = merged(self.wide, tensor)
+        self.wide, _, _ = _merged(self.wide, tensor)
+
+    def add_share(self, name: str, part: float, whole: float) -> None:
+        """Add to one of the shares."""
+        parts, wholes = self.shares.get(name, (0, 0))
+        self.shares[name] = parts + part, wholes + whole
+
+    def row(self, steps: int, seconds: float, rule: str, reason: str) -> AuditRow:
+        """Return the finished row over `steps` steps whose operators took `seconds`."""
+        assert self.sketch is not None
+        (sketch,), form, local = self.sketch.read(), self.form, self.local
+        count = max(sketch.count + self.masked, 1)
+        shares: dict[str, Any] = {name: part / whole for name, (part, whole) in self.shares.items() if whole}
+        return AuditRow(
+            **shares,
+            **{name: getattr(self, name) for name in UNCHANGED},
+            **{name: round(getattr(self, name) / steps) for name in PER_STEP},
+            dtype=", ".join(sorted(self.dtypes)),
+            format=form.name,
+            rule=rule,
+            reason=reason,
+            time=self.seconds / seconds if seconds else 0.0,
+            amax=sketch.largest,
+            smallest=sketch.smallest if sketch.largest else 0.0,
+            headroom=sketch.headroom(form),
+            zeros=sketch.zeros / count,
+            subnormal=sum(sketch.subnormal(form)) / 2,
+            underflow=local.flushed / max(local.count, 1),
+            overflow=local.lost / max(local.count, 1),
+            nonfinite=(sketch.infs + sketch.nans) / count,
+            masked=self.masked / count,
+            error=local.error,
+            worst=local.worst if local.count else math.nan,
+            accumulated=self.whole.error,
+            given=self.given if self.whole.count else math.nan,
+            summed=self.summed.error,
+            missing=self.whole.flushed / max(self.whole.count, 1),
+            sketch=sketch,
+            wide=None if self.wide is None else self.wide.read()[0],
+        )
+
+
+def _merged(sketch: Sketches | None, tensor: Tensor) -> tuple[Sketches, Hidden | None, int]:
+    """Return `sketch`, made if there is none, with `tensor` added but for its masks; these; and how many they are."""
+    tensor = tensor.detach()
+    made, hidden, count = _sketch(tensor), None, 0
+    bits = int(made.rows[0, LARGEST])
+    if (bits in SUSPECT or bits >= HUGE_BITS) and tensor.dtype in MASKED_DTYPES and tensor.layout is torch.strided:
+        hidden = hidden_in(tensor, struct.unpack("<d", struct.pack("<q", bits))[0])
+        if hidden is not None:
+            seen = tensor[~hidden.of(tensor)]
+            made, count = _sketch(seen), tensor.numel() - seen.numel()
+    if sketch is None:
+        return made, hidden, count
+    merge_(sketch.rows, made.rows)
+    return sketch, hidden, count
+
+
+def _sketch(tensor: Tensor) -> Sketches:
+    made = Sketches(1, tensor.device)
+    made.add_([tensor])
+    return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,47 +290,39 @@ class AuditRow:
         module: dotted name, "" for the root or code outside of it.
         op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
             ("Adam.exp_avg_sq"), "buffer" for a low buffer.
-        role: one of `ROLES`: activation (what the operator gives), activation gradient (what comes back to it), weight,
-            weight gradient, update (of a weight), state (of the optimizer, or a low buffer).
+        role: one of `ROLES`: what the operator gives, what comes back to it, and so on.
         parameter: dotted name of the parameter, or "".
         calls: tensors seen in all steps.
         dtype: torch's, as in "bfloat16"; several with a comma where calls differ.
         format: the format of the numbers; differs from dtype where a format is simulated.
-        rule: the policy's rule for the operator, "" for none.
-        reason: why it has that rule.
+        rule, reason: the policy's rule for the operator, "" for none, and why it has it.
         line: the user's line that calls it, "file.py:12 source text".
-        numel: elements a step.
-        bytes: bytes a step.
-        casts: casts of its arguments a step.
-        cast_bytes: bytes written by these casts a step.
+        numel, bytes: elements and bytes a step.
+        casts, cast_bytes: casts of its arguments a step, and bytes that these write.
         time: share of the time of all operators, forward (activation) or backward (activation gradient).
-        amax: largest finite magnitude.
-        smallest: smallest magnitude that is not zero.
+        amax, smallest: largest finite magnitude, smallest one that is not zero.
         headroom: bits between amax and the largest number of the format.
-        zeros: share of zeros.
-        subnormal: share of numbers below the format's smallest normal one.
+        zeros, subnormal: shares of zeros, and of numbers below the format's smallest normal one.
         underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
         overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
         nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
         masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
             what has been added to them. No other number of the row counts them.
-        error: against the same operator in the shadow format on the same inputs: what this operator alone loses. Of an
-            activation gradient: of the gradients that its backward pass makes of it.
-        worst: the largest such error of one call.
+        error, worst: against the same operator in the shadow format on the same inputs: what this operator alone loses,
+            in all calls, and the largest of one. Of an activation gradient: of what its backward pass makes of it.
         accumulated: against the fp32 run of the whole model.
         given: the same of its inputs, the worst of them; nan where they come from nowhere.
         summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
         missing: share of elements that are zero and are not in the fp32 run.
-        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state. Of a sum: the
-            share of the elements of one term that are too small to change the other.
-        swallowed_mass: the same, weighted by the size of the change.
+        swallowed, swallowed_mass: share of changes smaller than half an ulp of what they change, of an update or a
+            state, and of their size. Of a sum: of the elements of one term that are too small to change the other.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
-        sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
+        sketch, wide: of the numbers as stored; as they would be without the format and the loss scale, or None.
     """
 
     module: str
@@ -186,48 +366,15 @@ class AuditRow:
     sketch: ExponentSketch = field(repr=False, compare=False)
     wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def form(self) -> Format:
+        """The format of its numbers."""
+        return format_of(self.format)
+
     def record(self) -> dict[str, Any]:
         """Return the row as plain values, without sketches: a record for a DataFrame."""
         names = (f.name for f in dataclasses.fields(self) if f.name not in {"sketch", "wide"})
         return {name: getattr(self, name) for name in names}
-
-
-def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> AuditRow:
-    """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
-    assert tally.sketch is not None
-    (sketch,), form = tally.sketch.read(), tally.form
-    count = max(sketch.count + tally.masked, 1)
-    changes = tally.moved > 0
-    return AuditRow(
-        **{name: getattr(tally, name) for name in UNCHANGED},
-        **{name: round(getattr(tally, name) / steps) for name in PER_STEP},
-        dtype=", ".join(sorted(tally.dtypes)),
-        format=form.name,
-        rule=rule,
-        reason=reason,
-        time=tally.seconds / seconds if seconds else 0.0,
-        amax=sketch.largest,
-        smallest=sketch.smallest if sketch.largest else 0.0,
-        headroom=sketch.headroom(form),
-        zeros=sketch.zeros / count,
-        subnormal=sum(sketch.subnormal(form)) / 2,
-        underflow=tally.local.share(tally.local.flushed),
-        overflow=tally.local.share(tally.local.lost),
-        nonfinite=(sketch.infs + sketch.nans) / count,
-        masked=tally.masked / count,
-        error=tally.local.error,
-        worst=tally.local.worst if tally.local.count else math.nan,
-        accumulated=tally.whole.error,
-        given=tally.given if tally.whole.count else math.nan,
-        summed=tally.summed.error,
-        missing=tally.whole.share(tally.whole.flushed),
-        swallowed=tally.swallowed / tally.moved if changes else math.nan,
-        swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
-        otherwise=tally.otherwise / tally.decided if tally.decided else math.nan,
-        saturated=tally.saturated / tally.rows if tally.rows else math.nan,
-        sketch=sketch,
-        wide=None if tally.wide is None else tally.wide.read()[0],
-    )
 
 
 COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",

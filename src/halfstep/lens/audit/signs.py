@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.audit.reference import is_index
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.calls import place
 from halfstep.trees import tensors
 
-__all__ = ["SUMS", "Integers", "note_signs"]
+__all__ = ["SUMS", "Integers", "is_index", "note_signs"]
 
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
@@ -26,29 +25,20 @@ NEAR_ONE = 2.0**-12
 """A number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be."""
 
 
+def is_index(tensor: Tensor) -> bool:
+    """Return whether `tensor` holds integers or booleans."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
 def note_signs(
     tally: Tally, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, wide: Tensor
 ) -> None:
-    """Count the faults in the result of one call in a low format.
-
-    Args:
-        tally: of its activation.
-        op: public short name of the operator.
-        args: what it was given.
-        kwargs: the same by name.
-        output: its result.
-        wide: that of its shadow.
-    """
+    """Count in `tally` the faults in `output`, the result of one call in a low format; `wide` is its shadow's."""
     if op in {"softmax", "sigmoid", "tanh"}:
-        _saturation(tally, op, output.detach(), wide, _dim(args, kwargs))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        _saturation(tally, op, output.detach(), wide, dim if isinstance(dim, int) else -1)
     elif op in SUMS and output.requires_grad and output.numel() > 1:
         _swallowed_addends(tally, output.detach(), args)
-
-
-def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the dimension of a softmax; -1 if it is not given."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return dim if isinstance(dim, int) else -1
 
 
 def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -> None:
@@ -56,15 +46,12 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
 
     A softmax is one-hot if a probability is 1 that is not in fp32, or if all others are 0 that are not.
     """
-    if op == "softmax" and output.dim():
-        found, wanted = output.amax(dim), wide.amax(dim)
-        alone = ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
-        hit = ((found == 1) & (wanted < 1 - NEAR_ONE)) | alone
-    else:
-        found, wanted = output.abs(), wide.abs()
-        hit = (found == 1) & (wanted < 1 - NEAR_ONE)
-    tally.saturated += int(hit.sum())
-    tally.rows += found.numel()
+    rows = op == "softmax" and output.dim() > 0
+    found, wanted = (output.amax(dim), wide.amax(dim)) if rows else (output.abs(), wide.abs())
+    hit = (found == 1) & (wanted < 1 - NEAR_ONE)
+    if rows:
+        hit |= ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
+    tally.add_share("saturated", int(hit.sum()), found.numel())
 
 
 NOTABLE = 0.1
@@ -97,12 +84,10 @@ def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> N
         found = float((sizes * gone).sum()), mass, int(gone.sum()), int(counts.sum())
         if mass and found[0] / mass >= lost[0] / lost[1]:
             lost = found
-    if lost[2]:
-        tally.swallowed_mass, tally.mass = tally.swallowed_mass + lost[0], tally.mass + lost[1]
-        tally.swallowed, tally.moved = tally.swallowed + lost[2], tally.moved + lost[3]
-    else:
-        tally.mass += float(torch.linalg.vector_norm(terms[1].detach().float(), 1))
-        tally.moved += output.numel()
+    if not lost[2]:
+        lost = (0.0, float(torch.linalg.vector_norm(terms[1].detach().float(), 1)), 0, output.numel())
+    tally.add_share("swallowed_mass", lost[0], lost[1])
+    tally.add_share("swallowed", lost[2], lost[3])
 
 
 def _follows(term: Tensor, other: Tensor) -> bool:
@@ -158,4 +143,4 @@ class Integers:
             if known is not None and place(tensor) not in self._counted:
                 self._counted.add(place(tensor))
                 _, tally, others, count = known
-                tally.otherwise, tally.decided = tally.otherwise + others, tally.decided + count
+                tally.add_share("otherwise", others, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,12 +16,11 @@ from halfstep.lens.audit.criteria import findings_of
 from halfstep.lens.audit.page import audit_page
 from halfstep.lens.audit.rows import COLUMNS, ROLES, AuditRow, cells
 from halfstep.lens.finding import ROOM, Finding
-from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.report import strict_json, write_page
 
-__all__ = ["Audit", "grouped"]
+__all__ = ["Audit"]
 
 SHOWN = 16
 """Rows of a printed audit: what loses most."""
@@ -30,27 +29,14 @@ PLACES = 4
 """Places named of each group of findings."""
 
 
-def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
-    """Return findings of one kind with one remedy together: the gravest of them, and all their places."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        key = finding.kind, finding.diff or finding.remedy
-        groups.setdefault(key, []).append(finding)
-    return [(members[0], [finding.place for finding in members]) for members in groups.values()]
-
-
-def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table; columns of numbers flush right."""
-    told = [
-        place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])
-    ]
-    table = [tuple(line[place] for place in told) for line in table]
-    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
-
-    def flush(place: int, word: str) -> str:
-        return word.ljust(widths[place]) if place < 4 else word.rjust(widths[place])
-
-    return ["  ".join(flush(place, word) for place, word in enumerate(line)).rstrip() for line in table]
+def _columns(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table; columns of numbers flush right, without an empty one of what is not finite."""
+    columns = [column for column in zip(*table, strict=True) if column[0] != "inf, nan" or any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    for line in zip(*columns, strict=True):
+        words = [word.ljust(width) for word, width in zip(line[:4], widths, strict=False)]
+        numbers = [word.rjust(width) for word, width in zip(line[4:], widths[4:], strict=True)]
+        yield "  ".join((*words, *numbers)).rstrip()
 
 
 SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int", "float"})
@@ -58,12 +44,10 @@ SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What a format would do to one row; shares as (lower, upper) bounds.
+    """What a format would do to one row; shares, of numbers that are not zero, as (lower, upper) bounds.
 
     Attributes:
-        module, op, role, parameter: which row.
-        underflow: share of its numbers, zeros not counted, that would become zero.
-        subnormal: share that would have less than full precision.
+        underflow, subnormal: shares that would become zero, and have less than full precision.
         overflow: share beyond the format's largest number.
         headroom: bits below it; negative beyond.
         best_scale: the power of two that suits these numbers best in this format.
@@ -137,19 +121,14 @@ class Audit:
         Raises:
             AuditError: a role that does not exist, or a pattern that is no text.
         """
-        for name, glob in (("module", module), ("op", op), ("role", role), ("parameter", parameter)):
+        wanted = {"module": module, "op": op, "role": role, "parameter": parameter}
+        for name, glob in wanted.items():
             if not isinstance(glob, str):
                 raise AuditError(f"filter({name}={glob!r}): expected a pattern such as 'blocks.*'")
         if role not in ROLES and not any(c in role for c in "*?["):
             raise AuditError(f"no role {role!r}{did_you_mean(role, ROLES)}; there are {', '.join(ROLES)}")
-        wanted = {"module": module, "op": op, "role": role, "parameter": parameter}
-        rows = (
-            row
-            for row in self.rows
-            if all(fnmatchcase(getattr(row, name), glob) for name, glob in wanted.items())
-            and (where is None or where(row))
-        )
-        return dataclasses.replace(self, rows=tuple(rows))
+        rows = [r for r in self.rows if all(fnmatchcase(getattr(r, name), glob) for name, glob in wanted.items())]
+        return dataclasses.replace(self, rows=tuple(rows if where is None else filter(where, rows)))
 
     def sorted(self, by: str = "error", *, descending: bool = True) -> Audit:
         """Return the audit with its rows sorted by a number, unknown ones (nan) last.
@@ -164,10 +143,9 @@ class Audit:
         if by not in SORTABLE:
             hint = did_you_mean(by, SORTABLE)
             raise AuditError(f"rows cannot be sorted by {by!r}{hint}; numbers of a row are {', '.join(SORTABLE)}")
-        known = [row for row in self.rows if not math.isnan(getattr(row, by))]
-        unknown = [row for row in self.rows if math.isnan(getattr(row, by))]
-        known.sort(key=lambda row: getattr(row, by), reverse=descending)
-        return dataclasses.replace(self, rows=(*known, *unknown))
+        sign = -1 if descending else 1
+        rows = sorted(self.rows, key=lambda row: (math.isnan(getattr(row, by)), sign * getattr(row, by)))
+        return dataclasses.replace(self, rows=tuple(rows))
 
     def worst(self, count: int = 20) -> Audit:
         """Return the audit with the `count` rows that lose most, the worst first.
@@ -202,11 +180,13 @@ class Audit:
             AuditError: a scale that is not positive and finite.
         """
         form = format_of(format)
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if scale is not None and not (number and math.isfinite(scale) and scale > 0):
-            raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
         factor = 1.0 if scale is None else scale
-        return tuple(_if(row, form, factor) for row in self.rows if row.role in ROLES[:4] and not _is_seed(row))
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not (number and math.isfinite(factor) and factor > 0):
+            raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
+        # The gradient of the loss with respect to itself is the loss scale.
+        rows = [r for r in self.rows if r.role in ROLES[:4] and not (r.role == "activation gradient" and r.numel == 1)]
+        return tuple(_if(row, form, factor) for row in rows)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the rows as dicts of plain values: ``pandas.DataFrame(audit.records())``."""
@@ -214,15 +194,12 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, with the sketches: what `to_json` writes."""
+        plain = ("steps", "skipped", "bad", "bad_in_fp32", "scale")
         return {
             "policy": self.policy.to_toml(),
             "device": self.plan.device,
             "model": self.plan.model,
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "bad": self.bad,
-            "bad_in_fp32": self.bad_in_fp32,
-            "scale": self.scale,
+            **{name: getattr(self, name) for name in plain},
             "notes": list(self.notes),
             "findings": [finding.record() for finding in self.findings()],
             "rows": [{**row.record(), "sketch": row.sketch.to_dict()} for row in self.rows],
@@ -255,7 +232,10 @@ class Audit:
 
     def groups(self) -> list[tuple[Finding, list[str]]]:
         """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
-        return grouped(self.findings())
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.findings():
+            groups.setdefault((finding.kind, finding.diff or finding.remedy), []).append(finding)
+        return [(members[0], [finding.place for finding in members]) for members in groups.values()]
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
@@ -278,9 +258,11 @@ class Audit:
             yield "", ""
             mild = finding.kind in {"overflow_risk", "rounding", "saturation"}
             yield f"{finding.kind}: {', '.join(places[:PLACES])}{more}", "note" if mild else "bad"
-            diff = (f"  {line}" for line in finding.diff.splitlines())
-            texts = [f"at {finding.line}" if finding.line else "", finding.cause, f"remedy: {finding.remedy}"]
-            yield from ((f"  {text}", "") for text in [*filter(None, texts), *diff])
+            if finding.line:
+                yield f"  at {finding.line}", ""
+            yield f"  {finding.cause}", ""
+            yield f"  remedy: {finding.remedy}", ""
+            yield from ((f"    {line}", "") for line in finding.diff.splitlines())
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
@@ -297,26 +279,11 @@ def badness(row: AuditRow) -> float:
     return max(row.overflow, row.underflow, missing, row.subnormal / 2, error, summed, swallowed, risk)
 
 
-def _is_seed(row: AuditRow) -> bool:
-    """Return whether a row is the gradient of the loss with respect to itself: the loss scale."""
-    return row.role == "activation gradient" and row.numel == 1
-
-
-def unscaled(row: AuditRow) -> tuple[ExponentSketch, float]:
-    """Return a sketch of the row's numbers and the factor that they carry in it."""
-    if row.wide is not None:
-        return row.wide, 1.0
-    return row.sketch, row.scale
-
-
 def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
-    sketch, carried = unscaled(row)
+    sketch, carried = (row.sketch, row.scale) if row.wide is None else (row.wide, 1.0)
     factor = (scale if row.role.endswith("gradient") else 1.0) / carried
     return WhatIf(
-        module=row.module,
-        op=row.op,
-        role=row.role,
-        parameter=row.parameter,
+        **{name: getattr(row, name) for name in ("module", "op", "role", "parameter")},
         underflow=sketch.underflow(form, factor),
         subnormal=sketch.subnormal(form, factor),
         overflow=sketch.overflow(form, factor),

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 
 from halfstep.binding.prepare import store_of
 from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
-from halfstep.lens.audit.record import AuditRecorder
-from halfstep.lens.audit.reference import BELOW_FP32
+from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.tracing import OperatorCall
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
-__all__ = ["AuditedStep", "Listener", "Meter", "copy_of_optimizer", "swallow"]
+__all__ = ["Meter", "copy_of_optimizer", "intended", "precise_of", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -36,12 +35,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Return a copy of `optimizer` without its hooks, over the parameters that `memo` has for its own.
-
-    Args:
-        optimizer: any torch optimizer; not changed.
-        memo: as of copy.deepcopy, id -> what takes its place.
-    """
+    """Return a copy of `optimizer` without its hooks, over the parameters that `memo` of deepcopy has for its own."""
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step" or name.startswith("_halfstep"):  # a scheduler's wrapper; a weight store's mark
@@ -49,6 +43,9 @@ def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     return made
 
+
+PRECISE = frozenset({"master", "split", "kahan", "stochastic"})
+"""Strategies under which an optimizer steps fp32 values behind low weights."""
 
 AVERAGES = {
     "exp_avg_sq": ("betas", 1),
@@ -61,71 +58,60 @@ AVERAGES = {
 """State of torch's optimizers -> the option of its group that sets how slowly it moves."""
 
 
-class Intended:
-    """The step that an optimizer is about to make, in float64.
+class Change(NamedTuple):
+    """An intended step of one parameter: its value before and after, its low states before, and its states after.
 
-    Args:
-        optimizer: about to step; not changed.
-        precise: parameter -> its precise value, for every parameter that has a gradient.
-        gradients: parameter -> unscaled gradient, float64.
-
-    Attributes:
-        before: parameter -> its precise value.
-        after: parameter -> float64 value after the intended step.
-        states: parameter -> (low states before, all states after), float64, of states in the shape of the parameter.
+    All but the value before are float64; the states are those in the shape of the parameter.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, precise: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor]
-    ) -> None:
-        self.before = {p: value.detach() for p, value in precise.items()}
-        twins = {p: nn.Parameter(float64_of(value, copy=True)) for p, value in self.before.items()}
-        memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
-        old: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in twins}
-        for p, state in optimizer.state.items():
-            for name, value in state.items():
-                if not isinstance(value, Tensor):
-                    continue
-                if name == "step":
-                    memo[id(value)] = value.detach().cpu().clone()
-                elif value.is_floating_point():
-                    memo[id(value)] = float64_of(value.detach())
-                    if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
-                        old[p][name] = float64_of(value.detach())
-        wide = copy_of_optimizer(optimizer, memo)
-        forms = {**FORMS, "fused": _has_fused(wide)}
-        for group in (wide.defaults, *wide.param_groups):
-            group.update({name: value for name, value in forms.items() if name in group})
-        for p, twin in twins.items():
-            twin.grad = gradients[p].detach()
-        wide.step()
-        self.after = {p: twin.detach() for p, twin in twins.items()}
-        self.states = {p: (old[p], dict(_states(wide, twin))) for p, twin in twins.items()}
+    before: Tensor
+    after: Tensor
+    low_states: dict[str, Tensor]
+    states: dict[str, Tensor]
 
 
-def _has_fused(optimizer: Optimizer) -> bool:
-    """Return whether a copy of `optimizer` in float64 can take its fused form."""
-    if type(optimizer) not in FUSED:
-        return False
-    options = {name for group in optimizer.param_groups for name in ("differentiable",) if group.get(name)}
-    return not options and all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+def intended(
+    optimizer: Optimizer, precise: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Change]:
+    """Return the step that `optimizer`, which is not changed, is about to make, computed in float64.
 
-
-def _states(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-    state = optimizer.state.get(parameter, {})
-    return [(n, v) for n, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape and v.dim()]
+    `precise` has the precise value of every parameter that has a gradient, `gradients` unscaled ones in float64.
+    """
+    twins = {p: nn.Parameter(float64_of(value.detach(), copy=True)) for p, value in precise.items()}
+    memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
+    low: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in twins}
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name == "step":
+                memo[id(value)] = value.detach().cpu().clone()
+            elif value.is_floating_point():
+                memo[id(value)] = float64_of(value.detach())
+                if isinstance(p, nn.Parameter) and p in low and format_of(value.dtype).bits < FP32.bits:
+                    low[p][name] = float64_of(value.detach())
+    wide = copy_of_optimizer(optimizer, memo)
+    fused = type(wide) in FUSED and not any(group.get("differentiable") for group in wide.param_groups)
+    on_cpu = all(p.device.type == "cpu" for group in wide.param_groups for p in group["params"])
+    forms = {**FORMS, "fused": fused and on_cpu}
+    for group in (wide.defaults, *wide.param_groups):
+        group.update({name: value for name, value in forms.items() if name in group})
+    for p, twin in twins.items():
+        twin.grad = gradients[p].detach()
+    wide.step()
+    changes = {}
+    for p, twin in twins.items():
+        state = wide.state.get(twin, {})
+        states = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.shape == twin.shape and v.dim()}
+        changes[p] = Change(precise[p].detach(), twin.detach(), low[p], states)
+    return changes
 
 
 @torch.no_grad()
 def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Format) -> None:
-    """Add to `tally` the intended change of one tensor, and how much of it a format loses.
+    """Add to `tally` the intended change of one tensor, stored in `form`, and how much of it that format loses.
 
-    Args:
-        tally: of role "update" or "state".
-        before: what is stored.
-        after: float64, what it should become.
-        found: what it has become.
-        form: the format it is stored in.
+    `before` is what was stored, `after` (float64) what it should become, `found` what it has become.
     """
     before, found = before.to(after.device), found.to(after.device)
     change = float64_of(before, copy=True)
@@ -133,22 +119,13 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
     narrow = change.float()
     back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
     small = back == before
-    lost = 0
-    if bool(small.any()):
-        lost = int(torch.count_nonzero(small.logical_and_(change != 0)))
+    lost = int(torch.count_nonzero(small.logical_and_(change != 0))) if bool(small.any()) else 0
     tally.see(narrow, FP32)
     tally.form = form
-    tally.moved += int(torch.count_nonzero(change))
-    tally.swallowed += lost
-    tally.mass += float(torch.linalg.vector_norm(change, 1))
-    if lost:
-        tally.swallowed_mass += float(torch.linalg.vector_norm(change[small], 1))
+    mass = float(torch.linalg.vector_norm(change, 1))
+    tally.add_share("swallowed", lost, int(torch.count_nonzero(change)))
+    tally.add_share("swallowed_mass", float(torch.linalg.vector_norm(change[small], 1)) if lost else 0.0, mass)
     tally.local.add((found - before).float(), narrow, FP32)
-
-
-def stored_form(parameter: Tensor, strategy: str) -> Format:
-    """Return the format in which the value that an optimizer steps is kept: fp32 behind low weights, if anything is."""
-    return FP32 if strategy in {"master", "split", "kahan", "stochastic"} else form_of(parameter)
 
 
 def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
@@ -156,70 +133,25 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
     option, place = AVERAGES.get(key, ("", None))
     for group in optimizer.param_groups:
         if option in group and any(p is parameter for p in group["params"]):
-            factor = group[option] if place is None else group[option][place]
-            return 1.0 - float(factor)
+            return 1.0 - float(group[option] if place is None else group[option][place])
     return 0.0
 
 
-class Listener(Protocol):
-    """Receives the backward passes of an `AuditedStep`.
-
-    Attributes:
-        looks: whether it measures the next one.
-    """
-
-    looks: bool
-
-    def backward_begins(self) -> None:
-        """Start the clock."""
-
-    def backward_ended(self, scale: float) -> None:
-        """Measure gradients, which carry the factor `scale`."""
-
-
-class AuditedStep(TrainStep):
-    """A training step that reports the begin and end of backward passes, and the precise values of its weights."""
-
-    listener: Listener
-
-    def precise(self, parameter: nn.Parameter) -> Tensor:
-        """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
-        if (store := store_of(self.model)) is not None and parameter in store:
-            return store.read(parameter)
-        value = parameter.detach()
-        return value.float() if value.dtype in LOW_DTYPES else value
-
-    def is_low(self, parameter: nn.Parameter) -> bool:
-        """Return whether there are precise values behind `parameter`."""
-        return (store := store_of(self.model)) is not None and parameter in store
-
-    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the backward pass as a TrainStep does, and report it to the listener."""
-        if not self.listener.looks:
-            return super().run_backward(loss)
-        self.listener.backward_begins()
-        scale, seed = super().run_backward(loss)
-        self.listener.backward_ended(float(scale) / self.accumulate)
-        return scale, seed
+def precise_of(model: nn.Module, parameter: nn.Parameter) -> Tensor:
+    """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
+    if (store := store_of(model)) is not None and parameter in store:
+        return store.read(parameter)
+    value = parameter.detach()
+    return value.float() if value.dtype in LOW_DTYPES else value
 
 
 class Meter:
-    """Watches the updates of an audited step.
+    """Watches the updates of an audited step; `moves`: there is an optimizer to measure."""
 
-    Args:
-        step: the audited step.
-        recorder: keeps the tallies.
-        names: id -> name of the parameters.
-        moves: whether there is an optimizer to measure.
-
-    Attributes:
-        notes: what could not be measured.
-    """
-
-    def __init__(self, step: AuditedStep, recorder: AuditRecorder, names: dict[int, str], *, moves: bool) -> None:
-        self.train, self.recorder, self.names, self.moves = step, recorder, names, moves
-        self.notes: list[str] = []
-        self._intended: Intended | None = None
+    def __init__(self, step: TrainStep, recorder: AuditRecorder, *, moves: bool) -> None:
+        self.train, self.recorder, self.names, self.moves = step, recorder, recorder.parameters, moves
+        self.notes: list[str] = []  # what could not be measured
+        self._intended: dict[nn.Parameter, Change] = {}
         self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
         step.watchers.append(self)
         if step.accumulate > 1:
@@ -245,9 +177,14 @@ class Meter:
 
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Compute the intended update, unless it will be skipped."""
-        self._intended = None
+        self._intended = {}
         step, scale = self.train, float(self.train.record.scale)
-        self._compare_sums(parameters)
+        for p in parameters:
+            name = self.names.get(id(p), "")
+            total = self._sums.get(name)
+            if total is not None and p.grad is not None and not p.grad.is_sparse:
+                tally = self.recorder.tally_of(name, "weight gradient")
+                tally.summed.add(p.grad, total, form_of(p.grad))
         if not self.moves:
             return
         if any(p.is_complex() for p in parameters):
@@ -265,50 +202,39 @@ class Meter:
         for gradient in gradients.values() if factor != scale else ():
             gradient.mul_(factor / scale)
         try:
-            self._intended = Intended(step.optimizer, {p: step.precise(p).clone() for p in parameters}, gradients)
+            precise = {p: precise_of(step.model, p).clone() for p in parameters}
+            self._intended = intended(step.optimizer, precise, gradients)
         except Exception as error:  # of the user's optimizer
             self.moves = False
             name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
             self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
 
-    def _compare_sums(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Compare the gradients of a window with fp32 sums of the same gradients."""
-        for p in parameters:
-            name = self.names.get(id(p), "")
-            total = self._sums.get(name)
-            if total is None or p.grad is None or p.grad.is_sparse:
-                continue
-            tally = self.recorder.tally_of(name, "weight gradient")
-            tally.summed.add(p.grad, total, form_of(p.grad))
-
     def after_update(self, bad: Tensor) -> None:
         """Compare the update with the intended one."""
-        intended, self._intended = self._intended, None
-        if intended is None or bool(bad):
+        intended, self._intended = self._intended, {}
+        if not intended or bool(bad):
             return
         step = self.train
-        kind = type(step.optimizer).__name__
-        strategy = step.policy.master
-        managed = LowStates.of(step.optimizer) is not None
-        for p, before in intended.before.items():
+        kind, strategy = type(step.optimizer).__name__, step.policy.master
+        store, managed = store_of(step.model), LowStates.of(step.optimizer) is not None
+        for p, change in intended.items():
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
             tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
-            low = step.is_low(p)
-            form = stored_form(p, strategy if low else "none")
+            low = store is not None and p in store
             tally.stochastic = low and strategy == "stochastic"
-            swallow(tally, before, intended.after[p], step.precise(p), form)
-            old, new = intended.states[p]
+            form = FP32 if low and strategy in PRECISE else form_of(p)
+            swallow(tally, change.before, change.after, precise_of(step.model, p), form)
             state = step.optimizer.state.get(p, {})
-            for key, value in new.items():
+            for key, value in change.states.items():
                 found = state.get(key)
                 if isinstance(found, Tensor) and found.is_floating_point():
                     tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
                     tally.stochastic = managed
                     found = found.to(value.device)
                     tally.pace = pace_of(step.optimizer, p, key)
-                    if key in old:
-                        swallow(tally, old[key], value, found, form_of(found))
+                    if key in change.low_states:
+                        swallow(tally, change.low_states[key], value, found, form_of(found))
                         tally.whole.add(found, value.float(), form_of(found))
                     elif found.dtype not in BELOW_FP32:  # nothing to lose
                         tally.see(found)

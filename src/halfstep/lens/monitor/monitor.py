@@ -1,7 +1,5 @@
 """Monitor: samples gradients, weights and activations of every N-th update of a run.
 
-Inputs: a `TrainStep`, or a model and its optimizer. Outputs: `MonitorRecord`s, and `Finding`s drawn from them.
-
 Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
 updates. A sample is counted on the device, without a wait; `poll` begins to copy the counts to the host and returns
 them once they have arrived. Sketches of a thousand steps take no more memory than those of one.
@@ -28,8 +26,8 @@ from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
-from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
-from halfstep.lens.monitor.sampler import Sampler
+from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.sampler import Load, Sampler
 from halfstep.lens.monitor.symptoms import of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
@@ -91,7 +89,8 @@ class Monitor:
         check("Monitor", StepError, every=(every, COUNT), weights=(weights, FLAG), activations=(activations, FLAG))
         model = target.model if isinstance(target, TrainStep) else target
         self.every = every
-        if activations and _is_compiled(model):
+        whole = unwrap(model) is not model and original_of(model) is not None
+        if activations and (whole or any(is_compiled(m) or original_of(m) is not None for m in model.modules())):
             raise StepError(
                 "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
                 "compiled again for each sample); watch the model before it is compiled, or leave activations out"
@@ -102,9 +101,9 @@ class Monitor:
         assert trained is not None
         self._optimizer = trained
         self._scaler = scaler
-        store = store_of(model)
-        self._sampler = Sampler(unwrap(model), trained, store, weights=weights, activations=activations)
-        self._readings = Readings(self._sampler, store, self.format)
+        self._sampler = Sampler(
+            unwrap(model), trained, store_of(model), self.format, weights=weights, activations=activations
+        )
         self._updates = self._samples = 0
         self._scale: Tensor | None = None  # of the last sample
         self._loads: list[Load] = []
@@ -113,19 +112,12 @@ class Monitor:
         self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
-        self._attach()
-        self._arm()
-
-    # ------------------------------------------------------------------ attaching
-
-    def _attach(self) -> None:
         if self._step is not None:
             self._step.watchers.append(self)
-            return
-        self._handles = [
-            hook_weakly(self._optimizer.register_step_pre_hook, self._before_step),
-            hook_weakly(self._optimizer.register_step_post_hook, self._after_step),
-        ]
+        else:
+            before = hook_weakly(self._optimizer.register_step_pre_hook, self._before_step)
+            self._handles = [before, hook_weakly(self._optimizer.register_step_post_hook, self._after_step)]
+        self._arm()
 
     def close(self) -> None:
         """Take the monitor off; what it has seen can still be read."""
@@ -166,31 +158,23 @@ class Monitor:
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
         if self.wants_update():
-            self._scale = self._current_scale()
+            scale = getattr(self._scaler, "_scale", None)  # torch's
+            if self._step is not None:
+                scale = self._step.record.scale
+            elif hasattr(self._scaler, "scale_on"):
+                scale = self._scaler.scale_on(self._sampler.parameters[0].device)
+            self._scale = scale.clone() if isinstance(scale, Tensor) else None  # None without scaling
             unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
             self._sampler.before(parameters, self._scale if unscaled else None)
 
     @torch.no_grad()
     def after_update(self, bad: Tensor | None) -> None:
-        """Compare what the update has changed with the copies, if this update was one to sample.
-
-        Args:
-            bad: 0-dim bool: the update was not applied; None: it was.
-        """
+        """Compare what the update has changed with the copies, if this was one to sample; `bad`: it was not applied."""
         self._updates += 1
         if self._updates % self.every == 0:
             self._samples += 1
             self._sampler.after(bad)
         self._arm()
-
-    def _current_scale(self) -> Tensor | None:
-        """Return a copy of the loss scale of this update's gradients; None without scaling."""
-        if self._step is not None:
-            return self._step.record.scale.clone()
-        scale = getattr(self._scaler, "_scale", None)  # torch's
-        if self._scaler is not None and hasattr(self._scaler, "scale_on"):
-            scale = self._scaler.scale_on(self._sampler.parameters[0].device)
-        return scale.clone() if isinstance(scale, Tensor) else None
 
     # ------------------------------------------------------------------ reading
 
@@ -199,11 +183,14 @@ class Monitor:
 
         A call after a sample begins to copy the counts to the host; on a CPU they have arrived at once.
         """
-        return self._read(wait=False)
+        self._receive(wait=False)
+        records, self._records = self._records, []
+        return records
 
     def flush(self) -> list[MonitorRecord]:
         """Return all records, also those still being copied; waits for the device. For the end of a run."""
-        return self._read(wait=True)
+        self._receive(wait=True)
+        return self.poll()
 
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
@@ -214,18 +201,19 @@ class Monitor:
         Records that `poll` has not handed out yet stay for it.
         """
         self._receive(wait=True)
-        self._see_signals()
+        if self._step is not None:
+            signals = self._step.record.signals
+            history = signals.read()
+            risen = rise(history.updates(), partial(signals.growth, unwrap(self._step.model)), EARLY)
+            if risen is not None:
+                batch = outlier(history.inputs, risen, risen.last + 1)
+                self._add(of_rise(risen, batch, learning_rate(self._optimizer)), self._updates)
         made = []
         for step, places in self._found.values():
             worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
             also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
             made.append(replace(worst[0], step=step, also=also))
         return tuple(made)
-
-    def _read(self, *, wait: bool) -> list[MonitorRecord]:
-        self._receive(wait=wait)
-        records, self._records = self._records, []
-        return records
 
     def _receive(self, *, wait: bool) -> None:
         if self._samples and (wait or not self._loads):
@@ -238,7 +226,7 @@ class Monitor:
                 elif not event.query():
                     return
             self._loads.pop(0)
-            record = self._readings.record(load)
+            record = self._sampler.record(load)
             self._records.append(record)
             for finding in symptoms(record, self.format):
                 self._add(finding, record.step)
@@ -265,17 +253,6 @@ class Monitor:
         found = rise([(step, math.nan, gradient) for step, gradient, *_ in self._course], growth, EARLY)
         if found is not None:
             self._add(of_rise(found, "", learning_rate(self._optimizer)), record.step)
-
-    def _see_signals(self) -> None:
-        """Find out from the losses of a `TrainStep` whether training runs away; waits for the device."""
-        if self._step is None:
-            return
-        signals = self._step.record.signals
-        history = signals.read()
-        found = rise(history.updates(), partial(signals.growth, unwrap(self._step.model)), EARLY)
-        if found is not None:
-            batch = outlier(history.inputs, found, found.last + 1)
-            self._add(of_rise(found, batch, learning_rate(self._optimizer)), self._updates)
 
     def _send(self) -> None:
         load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
@@ -305,12 +282,12 @@ def _validate(target: object, optimizer: object, scaler: object) -> None:
         raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
     if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
         raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
-    if isinstance(target, nn.Module) and not isinstance(optimizer, Optimizer):
-        raise StepError(
-            "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
-            f"Monitor(model, optimizer), not {type(optimizer).__name__}"
-        )
-    if isinstance(target, nn.Module) and isinstance(optimizer, Optimizer):
+    if isinstance(target, nn.Module):
+        if not isinstance(optimizer, Optimizer):
+            raise StepError(
+                "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
+                f"Monitor(model, optimizer), not {type(optimizer).__name__}"
+            )
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(p) in stepped for p in unwrap(target).parameters()):
             raise StepError(
@@ -322,17 +299,10 @@ def _validate(target: object, optimizer: object, scaler: object) -> None:
 
 
 def _low_format(model: nn.Module) -> Format:
-    policy = prepared_policy(model)
+    policy, parameters = prepared_policy(model), list(unwrap(model).parameters())
     if policy is not None:
-        first = next(unwrap(model).parameters(), None)
-        return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
-    for parameter in unwrap(model).parameters():
+        return format_of(resolved(policy, parameters[0].device.type if parameters else "cpu").dtype)
+    for parameter in parameters:
         if parameter.dtype in LOW_DTYPES:
             return format_of(parameter.dtype)
     raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    if unwrap(model) is not model and original_of(model) is not None:
-        return True
-    return any(is_compiled(m) or original_of(m) is not None for m in model.modules())

@@ -1,19 +1,23 @@
-"""Records: what `Monitor` has seen, as plain values, and how they are made of what a sampler has gathered."""
+"""Records: what `Monitor` has seen, as plain values, and as histograms of TensorBoard over binary exponents.
+
+A bar over e stands for the numbers with ``2**e <= |x| < 2**(e + 1)``. Zeros, infinities and nan have no exponent; their
+shares are curves, like underflow, headroom and what updates do.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from halfstep.errors import HalfstepError
 from halfstep.formats import Format
-from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, format_name
 from halfstep.lens.sketch import Bounds, ExponentSketch
-from halfstep.weights import WeightStore
 
-__all__ = ["ActivationRecord", "Load", "MonitorRecord", "ParameterRecord", "Readings"]
+__all__ = ["ActivationRecord", "MonitorRecord", "ParameterRecord", "SketchWriter"]
+
+NEEDED = ("add_scalar", "add_histogram_raw")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +131,9 @@ class MonitorRecord:
         """Return the numbers of the record but `step`, by name: ``scale``, ``underflow/NAME``, ``zeros/NAME``, ..."""
         found = {"scale": self.scale}
         for p in self.parameters:
-            found |= {
-                f"underflow/{p.name}": p.underflow[1],
-                f"subnormal/{p.name}": p.subnormal[1],
-                f"zeros/{p.name}": p.zeros,
-                f"nonfinite/{p.name}": p.nonfinite,
-                f"headroom/{p.name}": p.headroom,
-                f"update_ratio/{p.name}": p.update_ratio,
-                f"swallowed/{p.name}": p.swallowed,
-            }
+            found |= {f"underflow/{p.name}": p.underflow[1], f"subnormal/{p.name}": p.subnormal[1]}
+            for what in ("zeros", "nonfinite", "headroom", "update_ratio", "swallowed"):
+                found[f"{what}/{p.name}"] = getattr(p, what)
         return found
 
     def sketches(self) -> dict[str, ExponentSketch]:
@@ -152,12 +150,8 @@ class MonitorRecord:
         lines = [f"step {self.step}: {self.samples} samples, scale {self.scale:g}"]
         for p in sorted(self.parameters, key=lambda p: (-p.nonfinite, -p.underflow[1] - p.subnormal[1], p.name)):
             parts = [f"inf or nan {p.nonfinite:.1%}"] if p.nonfinite else []
-            parts += [
-                f"underflow {p.underflow[0]:.1%}",
-                f"subnormal {p.subnormal[1]:.1%}",
-                f"zeros {p.zeros:.1%}",
-                f"headroom {p.headroom:.1f} bits",
-            ]
+            parts += [f"underflow {p.underflow[0]:.1%}", f"subnormal {p.subnormal[1]:.1%}"]
+            parts += [f"zeros {p.zeros:.1%}", f"headroom {p.headroom:.1f} bits"]
             if not math.isnan(p.update_ratio):
                 parts.append(f"update/weight {p.update_ratio:.2g}")
             if not math.isnan(p.swallowed):
@@ -166,103 +160,70 @@ class MonitorRecord:
         return "\n".join(lines)
 
 
-@dataclass
-class Load:
-    """The tensors of a record, while they are copied to the host."""
+class SketchWriter:
+    """Writes what a `Monitor` has seen to TensorBoard.
 
-    step: int
-    samples: int
-    paces: dict[int, tuple[float, float]]
-    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-
-
-class Readings:
-    """Makes records.
+    Histograms have the tags of `MonitorRecord.sketches`, curves those of `MonitorRecord.numbers`. For a whole run there
+    is `hs.integrations.loggers.TensorBoard`, which is built on it.
 
     Args:
-        sampler: what has gathered the samples.
-        store: the precise values behind low parameters, or None.
-        format: the low format of shares.
+        target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
+            `add_histogram_raw`).
+
+    Raises:
+        HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
+
+    Examples:
+        >>> monitor = hs.Monitor(hs.TrainStep(model, optimizer, loss_fn), every=100)
+        >>> writer = hs.SketchWriter("runs/today")
+        >>> for record in monitor.poll():
+        ...     writer.add(record)
     """
 
-    def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
-        self._sampler, self._store, self._format = sampler, store, format
-        self._largest: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
+    def __init__(self, target: Any) -> None:
+        if not isinstance(target, (str, Path)) and not all(hasattr(target, name) for name in NEEDED):
+            raise HalfstepError(f"SketchWriter takes a folder or a writer with {' and '.join(NEEDED)}, not {target!r}")
+        self.writer: Any = _opened(target) if isinstance(target, (str, Path)) else target
 
-    def record(self, load: Load) -> MonitorRecord:
-        """Return the record of `load`, whose tensors have arrived."""
-        sampler, states = self._sampler, self._sampler.low_states()
-        parameters: dict[int, ParameterRecord] = {}
-        outputs: dict[int, ExponentSketch] = {}
-        scale = 1.0
-        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
-            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
-            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
-            for number, sketch, weight, totals in found:
-                if sketch.count:
-                    pace = load.paces.get(number, (0.0, 1.0))
-                    low = bool(states.get(number))
-                    silent = self._silence(sampler.names[number], sketch, load.samples, totals)
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low, silent)
-            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
-                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
-            scale = float(rest[0]) if rest else scale
-        activations = (
-            ActivationRecord(
-                module=sampler.leaves[n][0],
-                kind=type(sampler.leaves[n][1]).__name__,
-                dtype=sampler.dtypes[n],
-                sketch=sketch,
-            )
-            for n, sketch in sorted(outputs.items())
-            if sketch.count
-        )
-        return MonitorRecord(
-            step=load.step,
-            samples=load.samples,
-            scale=scale,
-            parameters=tuple(parameters[n] for n in sorted(parameters)),
-            activations=tuple(activations),
+    def add(self, record: MonitorRecord) -> None:
+        """Write one record, at its step."""
+        for tag, sketch in record.sketches().items():
+            self.add_sketch(tag, sketch, record.step)
+        for tag, value in record.numbers().items():
+            if math.isfinite(value):
+                self.writer.add_scalar(tag, value, global_step=record.step)
+
+    def add_sketch(self, tag: str, sketch: ExponentSketch, step: int) -> None:
+        """Write the histogram of a sketch's exponents; nothing if it has no number but zero."""
+        if not sketch.nonzero:
+            return
+        counts, edges = sketch.bars()
+        middles = [e + 0.5 for e in edges[:-1]]
+        self.writer.add_histogram_raw(
+            tag=tag,
+            min=math.log2(sketch.smallest),
+            max=math.log2(sketch.largest),
+            num=sketch.nonzero,
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+            global_step=step,
         )
 
-    def _silence(self, name: str, gradient: ExponentSketch, samples: int, sums: list[float]) -> int:
-        """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
-        applied = int(sums[GOOD]) if self._sampler.weights else samples
-        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
-        return self._silent[name]
+    def close(self) -> None:
+        """Write out what is buffered, if the writer can be closed."""
+        close = getattr(self.writer, "close", None)
+        if close is not None:
+            close()
 
-    def _parameter(
-        self,
-        number: int,
-        sketches: tuple[ExponentSketch, ExponentSketch | None],
-        sums: list[float],
-        pace: tuple[float, float],
-        low_state: bool,
-        silent: int,
-    ) -> ParameterRecord:
-        gradient, weight = sketches
-        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
-        store = self._store if self._store is not None and parameter in self._store else None
-        stochastic = store is not None and store.name == "stochastic"
-        dtype = format_name(parameter.dtype)
-        before, now = self._largest.get(name, 0.0), gradient.largest
-        self._largest[name] = now
-        good, movable = sums[GOOD], sums[MOVABLE]
-        return ParameterRecord(
-            name=name,
-            dtype=dtype,
-            precise=dtype if store is None or stochastic else "fp32",
-            gradient=gradient,
-            weight=weight,
-            format=self._format,
-            update_ratio=sums[RATIO] / good if good else math.nan,
-            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
-            frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
-            decay=pace[0] if good else 0.0,
-            pace=pace[1],
-            drift=math.log2(now / before) if now and before else math.nan,
-            stochastic=stochastic,
-            silent=silent,
-        )
+
+def _opened(folder: str | Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise HalfstepError(
+            f"writing event files to {str(folder)!r} needs the package tensorboard ({error}); install it, or pass a "
+            "writer of your own with add_scalar and add_histogram_raw"
+        ) from error
+    return SummaryWriter(str(folder))

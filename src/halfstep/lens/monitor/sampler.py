@@ -7,8 +7,9 @@ what the optimizer moves: the fp32 value where halfstep keeps one behind a low w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.cast.state import STATE
-from halfstep.formats import FORMATS, LOW_DTYPES, widest_dtype
+from halfstep.formats import FORMATS, LOW_DTYPES, Format, widest_dtype
 from halfstep.kernels.sharded import local
-from halfstep.lens.sketch import Sketches
+from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
+from halfstep.lens.sketch import ExponentSketch, Sketches
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "format_name"]
+__all__ = ["Load", "Sampler"]
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
@@ -34,16 +36,23 @@ weight did not change; then, for each of `KEPT` low states, elements that did no
 KEPT = 3
 
 
+@dataclass
+class Load:
+    """The tensors of a record, while they are copied to the host."""
+
+    step: int
+    samples: int
+    paces: dict[int, tuple[float, float]]
+    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Shelf:
-    """What has gathered on one device.
+    """What has gathered on one device: sketches of the gradients of the parameters `numbers`, and of their weights.
 
-    Attributes:
-        numbers: of the parameters that live there.
-        gradients: a sketch for each of them.
-        weights: the same, before updates; empty if weights are not watched.
-        sums: (parameters, STATES + KEPT) fp64, fp32 on a device without.
-        outputs: a sketch for each leaf module; empty if activations are not watched.
+    `sums` is (parameters, STATES + KEPT) fp64, fp32 on a device without; `outputs` has a sketch for each leaf module.
+    What is not watched is empty.
     """
 
     numbers: list[int]
@@ -58,40 +67,39 @@ class Shelf:
 
 
 class Sampler:
-    """Gathers samples of one model and its optimizer; waits for nothing.
-
-    Attributes:
-        names: dotted names of the parameters that can have gradients.
-        parameters: these.
-        leaves: (path, module) of every module without children.
-        dtypes: format of each leaf's last output.
-        shelves: what has gathered since `take`.
-        paces: by parameter, for the last sample: what weight decay takes off relative to the weight, and the learning
-            rate over the largest so far.
+    """Gathers samples of one model and its optimizer, without a wait, and makes records of them.
 
     Args:
-        model: the user's model.
-        optimizer: what trains it.
+        model: the user's model, which `optimizer` trains.
         store: the precise values behind its low parameters, or None.
-        weights: whether to sample weights and updates.
-        activations: whether leaves may be hooked.
+        format: the low format of shares.
+        weights: whether to sample weights and updates; `activations`: whether leaves may be hooked.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, store: WeightStore | None, *, weights: bool, activations: bool
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        store: WeightStore | None,
+        format: Format,
+        *,
+        weights: bool,
+        activations: bool,
     ) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.names = [n for n, _ in named]
-        self.parameters = [p for _, p in named]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = [*named], [*named.values()]
         self.leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
-        self.dtypes = [""] * len(self.leaves)
+        self.dtypes = [""] * len(self.leaves)  # formats of their last outputs
         self.shelves: dict[torch.device, Shelf] = {}
+        # By parameter: what the last sample's weight decay takes off relatively; learning rate over the largest so far.
         self.paces: dict[int, tuple[float, float]] = {}
         self.weights, self.activations = weights, activations
-        self._optimizer, self._store = optimizer, store
+        self._optimizer, self._store, self._format = optimizer, store, format
         self._places = {id(p): n for n, p in enumerate(self.parameters)}
         self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._tops: dict[int, float] = {}
+        self._largest: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
 
     def take(self) -> dict[torch.device, Shelf]:
         """Return what has gathered and begin anew."""
@@ -122,7 +130,7 @@ class Sampler:
                 return
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self.dtypes[number] = format_name(tensor.dtype)
+                    self.dtypes[number] = _format_name(tensor.dtype)
                     with DisableTorchFunction(), torch.no_grad():  # without the region's rules
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
@@ -135,27 +143,18 @@ class Sampler:
         gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
         for number in gradients:
             self._shelf(self.parameters[number].device)
+        self._before = {}
+        states = self.low_states() if self.weights else {}
         for device, shelf in self.shelves.items():
             given = [gradients.get(number) for number in shelf.numbers]
             none = torch.empty(0, device=device)
             by = None if factor is None else factor.to(device, non_blocking=True)
             shelf.gradients.add_(none if g is None else g if by is None else g * by for g in given)
-        if self.weights:
-            self._copy(gradients)
-
-    def _copy(self, gradients: Mapping[int, Tensor]) -> None:
-        states = self.low_states()
-        self._before = {}
-        for device, shelf in self.shelves.items():
-            values = []
-            for number in shelf.numbers:
-                if number in gradients:
+            if self.weights:
+                for number in gradients.keys() & set(shelf.numbers):
                     value = self._precise(self.parameters[number])
                     self._before[number] = value, [state.clone() for state in states.get(number, ())]
-                    values.append(value)
-                else:
-                    values.append(torch.empty(0, device=device))
-            shelf.weights.add_(values)
+                shelf.weights.add_(self._before.get(number, (none,))[0] for number in shelf.numbers)
 
     def after(self, bad: Tensor | None) -> None:
         """Compare with the copies, if the update was applied (not `bad`) and its learning rate is not 0."""
@@ -225,13 +224,75 @@ class Sampler:
                         self.paces[number] = float(rate * decay), rate / top if top else 0.0
         return rates
 
+    # ------------------------------------------------------------------ records
+
+    def record(self, load: Load) -> MonitorRecord:
+        """Return the record of `load`, whose tensors have arrived."""
+        states = self.low_states()
+        parameters: dict[int, ParameterRecord] = {}
+        outputs: dict[int, ExponentSketch] = {}
+        scale = 1.0
+        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
+            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
+            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
+            for number, gradient, weight, totals in found:
+                if gradient.count:
+                    if not states.get(number):
+                        totals[STATES:] = [math.nan]
+                    parameters[number] = self._parameter(load, number, gradient, weight, totals)
+            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
+                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
+            scale = float(rest[0]) if rest else scale
+        activations = []
+        for number, sketch in sorted(outputs.items()):
+            if sketch.count:
+                (path, leaf), dtype = self.leaves[number], self.dtypes[number]
+                activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
+        return MonitorRecord(
+            step=load.step,
+            samples=load.samples,
+            scale=scale,
+            parameters=tuple(parameters[n] for n in sorted(parameters)),
+            activations=tuple(activations),
+        )
+
+    def _parameter(
+        self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
+    ) -> ParameterRecord:
+        name, parameter = self.names[number], self.parameters[number]
+        store = self._store if self._store is not None and parameter in self._store else None
+        stochastic = store is not None and store.name == "stochastic"
+        dtype = _format_name(parameter.dtype)
+        before, now = self._largest.get(name, 0.0), gradient.largest
+        self._largest[name] = now
+        good, movable = sums[GOOD], sums[MOVABLE]
+        applied = int(good) if self.weights else load.samples
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        decay, pace = load.paces.get(number, (0.0, 1.0))
+        return ParameterRecord(
+            name=name,
+            dtype=dtype,
+            precise=dtype if store is None or stochastic else "fp32",
+            gradient=gradient,
+            weight=weight,
+            format=self._format,
+            update_ratio=sums[RATIO] / good if good else math.nan,
+            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
+            frozen_state=max(sums[STATES:]) / movable if movable else math.nan,
+            decay=decay if good else 0.0,
+            pace=pace,
+            drift=math.log2(now / before) if now and before else math.nan,
+            stochastic=stochastic,
+            silent=self._silent[name],
+        )
+
 
 def _parts(tensor: Tensor) -> Tensor:
     """Return the real and imaginary parts of a complex tensor, others as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def format_name(dtype: torch.dtype) -> str:
+def _format_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype's format: that of the parts of a complex one, and "fp32" for what is wider still."""
     if dtype.is_complex:
         dtype = dtype.to_real()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from halfstep.formats import Format, format_of
 from halfstep.lens.finding import ROOM, Finding
@@ -58,7 +57,7 @@ AGAIN = 2
 def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     """Iterate over what is wrong in `record`, a run whose low format is `format`: a finding for each place."""
     near_zero = format.is_narrow and any(
-        _rounded(p.gradient, format) and _subnormal(p.gradient, format) > 0 for p in record.parameters
+        _rounded(p.gradient, format) and p.gradient.subnormal(format)[1] > 0 for p in record.parameters
     )
     largest: dict[str, float] = {}
     for parameter in record.parameters:
@@ -76,24 +75,24 @@ def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
 
 
 def of_rise(found: Rise, batch: str, rate: float) -> Finding:
-    """Return the finding of a run that runs away.
+    """Return the finding of a run that runs away at the learning rate `rate`, 0.0 for none.
 
-    Args:
-        found: what has risen.
-        batch: the outlier of a batch with which that began, in words; "" for none.
-        rate: the learning rate; 0.0 if there is none.
+    `batch` says in words with which outlier that began, "" for none.
     """
-    cause = (
-        f"{batch}, and then {found}" if batch else f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
-    )
-    remedy = "leave such batches out, or clamp their values" if batch else "lower the learning rate, or warm it up"
+    if batch:
+        cause, remedy = f"{batch}, and then {found}", "leave such batches out, or clamp their values"
+    else:
+        cause = f"{found}; the learning rate is {rate:.3g}" if rate else str(found)
+        remedy = "lower the learning rate, or warm it up"
     remedy += f"; clip gradients (clip_norm=1.0); go back to a checkpoint from before step {found.first + 1}"
     return Finding(kind="divergence", role=ROLES[found.what], severity=1.0, cause=cause, remedy=remedy)
 
 
-def _of(parameter: ParameterRecord, kind: str, role: str, severity: float, cause: str, remedy: str) -> Finding:
-    name = parameter.name
-    module = name.rpartition(".")[0]
+def _of(
+    place: ParameterRecord | ActivationRecord, kind: str, role: str, severity: float, cause: str, remedy: str
+) -> Finding:
+    name = place.name if isinstance(place, ParameterRecord) else ""
+    module = name.rpartition(".")[0] if isinstance(place, ParameterRecord) else place.module
     return Finding(kind=kind, role=role, module=module, parameter=name, severity=severity, cause=cause, remedy=remedy)
 
 
@@ -119,9 +118,8 @@ def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     if max((p.amax for p in record.parameters), default=0.0) >= format.smallest_normal:
         return  # the loss gets through: these are experts at rest, or closed gates
     for parameter in silent:
-        cause = (
-            f"all of its gradient is zero, in {len(silent)} of {len(record.parameters)} parameters, sample by sample"
-        )
+        many = f"{len(silent)} of {len(record.parameters)} parameters"
+        cause = f"all of its gradient is zero, in {many}, sample by sample"
         remedy = f"raise the loss scale (scale='auto' does by itself), or use bf16, if {format.name} is too narrow for "
         remedy += "this loss; or the graph is cut: look whether the loss depends on the parameters"
         yield _of(parameter, "underflow", "weight gradient", 1.0, cause, remedy)
@@ -131,7 +129,7 @@ def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) ->
     sketch, role = parameter.gradient, "weight gradient"
     if not sketch.count or not format.is_narrow:
         return
-    zeros, low = parameter.zeros, _subnormal(sketch, format)
+    zeros, low = parameter.zeros, sketch.subnormal(format)[1]
     if sketch.nonzero and _rounded(sketch, format) and not _apart(sketch, format):
         if low >= SUBNORMAL or (low >= SUBNORMAL_BESIDE_ZEROS and zeros >= ZEROS):
             bits = math.log2(sketch.best_scale(format))
@@ -157,7 +155,9 @@ def _of_update(parameter: ParameterRecord) -> Iterator[Finding]:
         slow = "raise the learning rate, or train fewer, smaller numbers: even fp32 does not hold these updates"
         yield _of(parameter, "swallowed_update", "update", share, cause, precise if low else slow)
     half_ulp = format_of(parameter.precise).eps / 4 if parameter.precise in ("bf16", "fp16") else 0.0
-    if not parameter.stochastic and 0 < parameter.decay < half_ulp and _alone(parameter):
+    # Where weight decay is most of what moves the weight, its loss is not hidden by other updates.
+    alone = not parameter.gradient.nonzero or parameter.update_ratio < parameter.decay
+    if not parameter.stochastic and 0 < parameter.decay < half_ulp and alone:
         taken = f"its weight decay takes {parameter.decay:.1g} of a weight"
         cause = f"{taken}, below half an ulp of {parameter.precise}"
         yield _of(parameter, "swallowed_update", "update", 1.0, cause, precise)
@@ -166,11 +166,6 @@ def _of_update(parameter: ParameterRecord) -> Iterator[Finding]:
         cause = f"{share:.0%} of a low optimizer state does not move although there is a gradient"
         remedy = "keep optimizer states in fp32, or state='low', which rounds stochastically to bf16"
         yield _of(parameter, "low_state", "state", share, cause, remedy)
-
-
-def _alone(parameter: ParameterRecord) -> bool:
-    """Return whether weight decay is most of what moves the weight: then its loss is not hidden by other updates."""
-    return not parameter.gradient.nonzero or parameter.update_ratio < parameter.decay
 
 
 def _of_weight(parameter: ParameterRecord) -> Iterator[Finding]:
@@ -188,22 +183,18 @@ def _of_weight(parameter: ParameterRecord) -> Iterator[Finding]:
 
 
 def _of_activation(activation: ActivationRecord, format: Format) -> Iterator[Finding]:
-    sketch = activation.sketch
-
-    def of(kind: str, severity: float, cause: str, remedy: str) -> Finding:
-        place: dict[str, Any] = {"role": "activation", "module": activation.module}
-        return Finding(kind=kind, severity=severity, cause=cause, remedy=remedy, **place)
-
+    sketch, role = activation.sketch, "activation"
     if activation.dtype != "fp32":
         format = format_of(activation.dtype)
         # exactly the largest number is a mask
         if (room := sketch.headroom(format)) < ROOM and sketch.largest != format.max:
-            yield of("overflow_risk", 1.0, *_near_end("activation", room, format))
+            yield _of(activation, "overflow_risk", role, 1.0, *_near_end(role, room, format))
     elif sketch.nonzero and not format.has_inf and sketch.largest == format.max:
-        yield of("saturation", 1.0, *_clipped("activation", format))
-    if format.is_narrow and _rounded(sketch, format) and (low := _subnormal(sketch, format)) >= SUBNORMAL:
+        yield _of(activation, "saturation", role, 1.0, *_clipped(role, format))
+    if format.is_narrow and _rounded(sketch, format) and (low := sketch.subnormal(format)[1]) >= SUBNORMAL:
         cause = f"{low:.0%} of what it returns is subnormal in {format.name}"
-        yield of("underflow", low, cause, "give the module the rule 'fp32', use bf16, or scale its inputs")
+        remedy = "give the module the rule 'fp32', use bf16, or scale its inputs"
+        yield _of(activation, "underflow", role, low, cause, remedy)
 
 
 def _near_end(what: str, room: float, format: Format) -> tuple[str, str]:
@@ -214,10 +205,6 @@ def _near_end(what: str, room: float, format: Format) -> tuple[str, str]:
 def _clipped(what: str, format: Format) -> tuple[str, str]:
     cause = f"the largest {what} is exactly {format.max:g}, where {format.name} cuts off"
     return cause, "lower the scale of these numbers, or give the module a wider format by a module rule"
-
-
-def _subnormal(sketch: ExponentSketch, format: Format) -> float:
-    return sketch.subnormal(format)[1]
 
 
 def _apart(sketch: ExponentSketch, format: Format) -> bool:

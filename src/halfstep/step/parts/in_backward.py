@@ -1,6 +1,5 @@
 """Update in backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-In: the backward pass of a window of one micro-batch. Out: the norm of all gradients, and whether one was not finite.
 The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time
 where nothing is clipped or scaled: weights and optimizer state have the same bits. Two things differ: there is memory
 for one gradient in the place of all of them, and a step that is not finite may have updated some parameters.
@@ -17,27 +16,30 @@ backward pass belongs to the critical part: signals are deferred to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.arguments import Given
+from halfstep.step.loss import RECOMPUTES, graph_of
 from halfstep.step.moments import Moments
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.update.updater import Culprits, Updater, unsuited
 
-__all__ = ["InBackward", "in_backward"]
+__all__ = ["InBackward"]
 
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
 
-RECOMPUTES = "CheckpointFunctionBackward"  # runs a backward pass of its own for each part
 REENTRANT = (
     "update_in_backward=True needs each gradient complete when it arrives, and re-entrant checkpoints hand over parts; "
     "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -45,15 +47,19 @@ REENTRANT = (
 
 
 class InBackward:
-    """The updates of one training step, made inside its backward passes.
+    """The updates of one training step, made inside its backward passes."""
 
-    Args:
-        updater: of the step.
-        record: of the step.
-        watchers: of the step; refused, because they are shown all gradients.
-    """
-
-    def __init__(self, updater: Updater, record: Record, watchers: Sequence[object]) -> None:
+    def __init__(
+        self,
+        given: Given,
+        updater: Updater,
+        scaler: GradScaler,
+        record: Record,
+        watchers: Sequence[object],
+        *,
+        alone: bool,
+    ) -> None:
+        _refuse(given, updater, scaler, alone=alone)
         self._updater, self._record, self._watchers = updater, record, watchers
         store = updater.store
         self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
@@ -82,24 +88,14 @@ class InBackward:
         return self._written
 
     def update(self, moments: Moments, loss: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, Culprits]:
-        """Run the backward pass of `loss` and update; return the gradients' norm, the verdict and its culprits.
-
-        Args:
-            moments: of the step.
-            loss: of its micro-batch.
-            run: runs the backward pass.
-
-        Raises:
-            StepError: a gradient is not complete when it arrives, or not one for halfstep's own update; or there are
-                watchers.
-        """
+        """Run the backward pass of `loss` and update; return the gradients' norm, the verdict and its culprits."""
         if self._watchers:
             raise StepError(
                 f"update_in_backward=True frees each gradient when it has been used, and a watcher "
                 f"({type(self._watchers[0]).__name__}) is shown all of them; leave one of the two out"
             )
         moments.complete()
-        if not self._looked and _recomputes(loss):
+        if not self._looked and any(node.name() == RECOMPUTES for node in graph_of(loss)):
             raise StepError(REENTRANT)
         self._looked = True
         every = [p for group in self._updater.optimizer.param_groups for p in group["params"]]
@@ -110,7 +106,8 @@ class InBackward:
         self._found.sort(key=lambda pair: order[id(pair[0])])
         parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
         self._found = []
-        return check_norms(norms, None, None)[0], self._bad, self._updater.culprits(norms, parameters)
+        culprits = Culprits(norms=norms, parameters=parameters, names=self._updater.names)
+        return check_norms(norms, None, None)[0], self._bad, culprits
 
     def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
         self._watch()
@@ -149,11 +146,7 @@ class InBackward:
             self._apply(self._places[parameter])
 
     def _apply(self, place: int) -> None:
-        """Update the parameters that wait, unless a gradient was not finite, and drop their gradients.
-
-        Args:
-            place: of the first one, by which random bits are numbered.
-        """
+        """Update the parameters that wait, unless a gradient was not finite, and drop their gradients."""
         parameters, self._waiting, self._bytes = self._waiting, [], 0
         if not parameters:
             return
@@ -173,47 +166,19 @@ class InBackward:
             parameter.grad = None
 
 
-def _recomputes(loss: Tensor) -> bool:
-    """Return whether the graph of `loss` has re-entrant checkpoints."""
-    seen, todo = set[Any](), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == RECOMPUTES:
-            return True
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return False
-
-
-def in_backward(
-    model: nn.Module, updater: Updater, record: Record, watchers: Sequence[object], settings: Mapping[str, Any]
-) -> InBackward | None:
-    """Return what makes the updates of a training step in its backward passes; None: it was not asked to.
-
-    Args:
-        model: the user's, unwrapped.
-        updater: of the step.
-        record: of the step.
-        watchers: of the step.
-        settings: arguments of the step by name, `scaler` as it is, and `alone`: whether no other ranks take part.
-
-    Raises:
-        StepError: an update needs more than one gradient at a time: why, and what to leave out.
-    """
-    if not settings["update_in_backward"]:
-        return None
+def _refuse(given: Given, updater: Updater, scaler: GradScaler, *, alone: bool) -> None:
+    """Refuse what an update needs more than one gradient at a time for; `alone`: no other ranks take part."""
     reason = unsuited(updater.optimizer) or ("" if updater.store is None else updater.store.cannot_update())
+    sparse = any(getattr(m, "sparse", False) for m in unwrap(given.model).modules())
     for refused, why in (
-        (settings["clip_norm"] is not None, "clip_norm needs the norm of all of them"),
-        (settings["clip_value"] is not None, "clip_value clips in a pass of its own"),
-        (settings["accumulate"] > 1, "accumulate adds those of several micro-batches first"),
-        (settings["scaler"].is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
-        (settings["cuda_graph"], "cuda_graph captures one update of all parameters"),
-        (bool(settings["compile"]), "compile makes all gradients of a graph at once, so that none is freed early"),
-        (not settings["alone"], "ranks average them, or have parts of them"),
-        (any(getattr(m, "sparse", False) for m in model.modules()), "an embedding of the model makes sparse ones"),
+        (given.clip_norm is not None, "clip_norm needs the norm of all of them"),
+        (given.clip_value is not None, "clip_value clips in a pass of its own"),
+        (given.accumulate > 1, "accumulate adds those of several micro-batches first"),
+        (scaler.is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
+        (given.cuda_graph, "cuda_graph captures one update of all parameters"),
+        (bool(given.compile), "compile makes all gradients of a graph at once, so that none is freed early"),
+        (not alone, "ranks average them, or have parts of them"),
+        (sparse, "an embedding of the model makes sparse ones"),
         (bool(reason), f"this needs halfstep's own update: {reason}"),
     ):
         if refused:
@@ -221,4 +186,3 @@ def in_backward(
                 f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of "
                 "the two out"
             )
-    return InBackward(updater, record, watchers)

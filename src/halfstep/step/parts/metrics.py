@@ -103,28 +103,21 @@ class Metrics(Part):
         self._clock = clock
         self._since = clock()
         self._updates = self._losses = self._samples = 0
-        self._loss: Tensor | None = None
-        self._skipped: Tensor | None = None
+        self._loss: Tensor | float = 0.0
+        self._skipped: Tensor | float = 0.0
         self._culprits: Culprits | None = None  # of the last update since the record before that was not applied
         self._waiting: deque[tuple[int, float, Tensor, Any, Culprits | None]] = deque()
 
     def end_call(self, result: StepResult, batch: Any) -> None:
         """Take in one micro-batch, or the update of an unfinished window."""
         if batch is not None:
-            self._see(result, batch)
-        if result.due:
-            self._count(result)
-
-    def _see(self, result: StepResult, batch: Any) -> None:
-        loss = result.loss.to(torch.float32)
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._losses += 1
-        first = next(iter(tensors(batch)), None)
-        self._samples += 1 if first is None or not first.dim() else first.shape[0]
-
-    def _count(self, result: StepResult) -> None:
-        skipped = result.skipped.to(torch.float32)
-        self._skipped = skipped if self._skipped is None else self._skipped + skipped
+            self._loss = result.loss.to(torch.float32) + self._loss
+            self._losses += 1
+            first = next(iter(tensors(batch)), None)
+            self._samples += 1 if first is None or not first.dim() else first.shape[0]
+        if not result.due:
+            return
+        self._skipped = result.skipped.to(torch.float32) + self._skipped
         self._updates += 1
         self._note(result)
         if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
@@ -142,7 +135,7 @@ class Metrics(Part):
             self._culprits = replace(found, norms=torch.where(result.skipped, found.norms, before))
 
     def _send(self, result: StepResult) -> None:
-        assert self._loss is not None and self._skipped is not None
+        assert isinstance(self._loss, Tensor) and isinstance(self._skipped, Tensor)
         device = self._loss.device
         parts = (self._loss / self._losses, result.scale, self._skipped, result.grad_norm)
         packed = torch.stack([part.to(device=device, dtype=torch.float32) for part in parts])
@@ -158,7 +151,7 @@ class Metrics(Part):
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
         self._waiting.append((result.step, rate, packed, arrived, culprits))
-        self._loss, self._losses, self._samples, self._since, self._culprits = None, 0, 0, now, None
+        self._loss, self._losses, self._samples, self._since, self._culprits = 0.0, 0, 0, now, None
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             if not self.dropped:
@@ -183,9 +176,9 @@ class Metrics(Part):
         found = []
         while self._waiting:
             step, rate, packed, arrived, culprits = self._waiting[0]
-            if arrived is not None and not wait and not arrived.query():
-                break
             if arrived is not None:
+                if not wait and not arrived.query():
+                    break
                 arrived.synchronize()
             self._waiting.popleft()
             loss, scale, skipped, norm, *_ = packed.tolist()

@@ -44,44 +44,78 @@ from halfstep.torch_private.distributed import (
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 
-__all__ = ["OneRank", "Ranks", "join", "ranks_of"]
+__all__ = ["OneRank", "ranks_of"]
 
-WHOLE = nullcontext()
+NOTHING = nullcontext()
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
 """Parts of the names of torch's communication hooks that update parameters."""
 
 
-class Ranks(Part):
-    """The processes over which a DistributedDataParallel averages.
-
-    Args:
-        model: the wrapped model, as it was given to `TrainStep`.
-        ddp: in it, around the user's model.
-        policy: resolved.
+class OneRank(Part):
+    """The ranks of a step whose gradients the step itself does not average; a wrapper with `no_sync` does.
 
     Attributes:
-        ddp: as above.
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
-        averaged: whether DDP's own backward pass averages the gradients of the current window.
+        averaged: whether the wrapper's own backward pass averages the gradients of the current window.
         joining: whether the ranks may run out of batches one after the other; every window is averaged here, by all.
-
-    Raises:
-        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too; or
-            as `refuse_waiting_hook`.
-        StepError: DistributedDataParallel casts or updates parameters itself.
     """
 
-    def __init__(self, model: nn.Module, ddp: DistributedDataParallel, policy: Policy) -> None:
-        self.ddp, self._policy, self._model = ddp, policy, model
+    own = joining = False
+    averaged = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
         self._store: WeightStore | None = None
+
+    def take_part(self, store: WeightStore | None, record: Record) -> None:
+        """Take part in a training step with `store` behind its low parameters, or None."""
+        self._store, self._record = store, record
+
+    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a forward and a backward pass: a wrapper averages in the last of a window only."""
+        return NOTHING if last or self._no_sync is None else self._no_sync()
+
+    def agree(self, accumulate: int) -> tuple[float, Tensor]:
+        """Return the number of micro-batches in the unfinished window, and its loss scale."""
+        done = self._record.micro_batches
+        if done and self._no_sync is not None and dist.is_available() and dist.is_initialized():
+            raise StepError(
+                f"flush() of {done} of {accumulate} micro-batches: {type(self._model).__name__} has put the average of "
+                "their gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every "
+                "window all of its micro-batches"
+            )
+        return done, self._record.scale
+
+    def keep_up(self) -> None:
+        """Do nothing: no other rank waits."""
+
+    def join(self, flush: Callable[[], object]) -> AbstractContextManager[None]:
+        """Return the context in which ranks may run out of batches one after the other."""
+        if is_distributed(self._model):
+            self._refuse_join("a sharded model, whose passes gather weights from all ranks")
+        return NOTHING
+
+    def _refuse_join(self, why: str) -> None:
+        raise StepError(
+            f"join() of {why}: a rank without batches would be missing there; give all ranks as many batches "
+            "(DistributedSampler(drop_last=True))"
+        )
+
+
+class Ranks(OneRank):
+    """The processes over which a DistributedDataParallel averages."""
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel, policy: Policy) -> None:
+        super().__init__(model)
+        self.ddp, self._policy = ddp, policy
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
         # DDP averages bucket by bucket, of which a hook can choose the format sent but not the one returned
         self._sends_low = policy.reduce == "low" and not (policy.params == "low" and policy.grads == "fp32")
         self._sends_low = self._sends_low and reduces_itself(policy) and not _sparse(ddp.module)
         self.own = reduces_itself(policy) and not self._sends_low
-        self.averaged, self.joining = True, False
         self._refuse_rivals()
         if reduces_itself(policy):
             self.refuse_hook(f"{asked(policy)} needs an average of its own")
@@ -108,18 +142,9 @@ class Ranks(Part):
             )
 
     def passes(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context in which a forward and a backward pass average gradients over ranks, or do not."""
-        model: Any = self._model
-        return model.no_sync() if self.postpones(last=last) else nullcontext()
-
-    def postpones(self, *, last: bool) -> bool:
-        """Return whether DDP must not average in the backward pass of the next micro-batch.
+        """Return the context in which a forward and a backward pass average gradients over ranks, or do not.
 
         DDP records a static graph in its first backward pass, and only if it averages there.
-
-        Raises:
-            StepError: DDP's own `join` was entered, or a communication hook was registered that updates parameters.
-            UnbuiltError: such a hook may wait for good.
         """
         ddp = self.ddp
         if len(comm_hooks(ddp)) != self._hooks:
@@ -129,9 +154,11 @@ class Ranks(Part):
                 "DistributedDataParallel.join() leaves the optimizer state, loss scale and fp32 weights of a rank that "
                 "has no batches left behind those of the others; use `with step.join():` in its place"
             )
-        if ddp.static_graph and not has_recorded_static_graph(ddp):
-            return False
-        return self.own or self.joining or not last
+        first = ddp.static_graph and not has_recorded_static_graph(ddp)
+        postpones = not first and (self.own or self.joining or not last)
+        model: Any = self._model
+        context: AbstractContextManager[Any] = model.no_sync() if postpones else NOTHING
+        return context
 
     @property
     def device(self) -> torch.device:
@@ -139,19 +166,16 @@ class Ranks(Part):
         device: torch.device = next(self.ddp.module.parameters()).device
         return device
 
-    def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
-        """Return the mean window and the scale of all ranks' unfinished windows; collective, and waits for the device.
+    def agree(self, accumulate: int) -> tuple[float, Tensor]:
+        """Return the mean number of micro-batches in all ranks' unfinished windows, and their loss scale.
 
-        Args:
-            count: micro-batches in this rank's window.
-            scale: the loss scale they ran with.
-
-        Returns:
-            The mean number of micro-batches, 0.0 if no rank has any, and the loss scale of those that have some.
-
-        Raises:
-            StepError: loss scales differ, or models, or a communication hook would be passed over; on all ranks alike.
+        The number is 0.0 if no rank has any. Where windows have several micro-batches, or in `join`, this is
+        collective and waits for the device; an error is raised on all ranks alike.
         """
+        count, scale = self._record.micro_batches, self._record.scale
+        if accumulate == 1 and not self.joining:
+            return count, scale
+        self._record.host_reads += 1
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
@@ -186,24 +210,26 @@ class Ranks(Part):
         self.ddp.require_forward_param_sync = False
 
     def take_part(self, store: WeightStore | None, record: Record) -> None:
-        """Take part in a training step with `store` behind its low parameters, or None."""
-        self._store, self._record = store, record
+        """Take part as `OneRank`; gradients that are to be sent low get their hook."""
+        super().take_part(store, record)
         if self._sends_low and not self._hook():
             self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
 
-    def window(self, accumulate: int) -> float:
-        """Return how many micro-batches a window of `accumulate` here has on average; collective in `join`."""
-        if not self.joining:
-            return accumulate
-        self._record.host_reads += 1
-        return self.agree(self._record.micro_batches, self._record.scale)[0]
-
-    @contextmanager
-    def join(self, flush: Callable[[], object]) -> Iterator[None]:
-        """Let ranks end the block one after the other; one that has ended it calls `flush` as long as others train.
+    def join(self, flush: Callable[[], object]) -> AbstractContextManager[None]:
+        """Return a context that ranks leave one after the other; one that has left calls `flush` with the others.
 
         Every window of every rank ends with `agree`, and its answer that none has a micro-batch ends the wait.
         """
+        super().join(flush)
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self._model.modules()):
+            self._refuse_join("SyncBatchNorm, which sends statistics in each forward pass")
+        if self.ddp.static_graph:
+            self._refuse_join("DistributedDataParallel(static_graph=True), which averages in its first backward pass")
+        self.refuse_hook("join() averages gradients outside of the backward pass")
+        return self._joined(flush)
+
+    @contextmanager
+    def _joined(self, flush: Callable[[], object]) -> Iterator[None]:
         self.joining = True
         try:
             yield
@@ -297,10 +323,10 @@ class Ranks(Part):
         given, sent = self._given(bucket[0]), self._sent(bucket[0])
         wide = given if given.itemsize > sent.itemsize else sent  # what is divided, so that an fp16 sum stays in range
         parts = [
-            torch.zeros(p.numel(), dtype=wide, device=p.device) if p.grad is None else _dense(p.grad).to(wide)
+            torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
             for p in bucket
         ]
-        flat = torch.cat(parts).mul_(1 / self._count).to(sent)
+        flat = torch.cat([part.reshape(-1).to(wide) for part in parts]).mul_(1 / self._count).to(sent)
         dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self._group)
         for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             self._put(parameter, mean.view(parameter.shape))
@@ -332,11 +358,6 @@ class Ranks(Part):
         return "" if self.ddp.logger is None else str(logging_data(self.ddp).get("comm_hook", ""))
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """Return the elements of `gradient`, in order."""
-    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
-
-
 def _sparse(model: nn.Module) -> set[int]:
     """Return ids of the parameters whose gradients are sparse: those of the layers that DDP checks too."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -344,12 +365,7 @@ def _sparse(model: nn.Module) -> set[int]:
 
 
 class Wire:
-    """The state of `send_low`.
-
-    Args:
-        model: the user's, whose policy chooses the format; as if there were no hook where it is not prepared.
-        group: the processes; a copy of DistributedDataParallel takes the default group.
-    """
+    """The state of `send_low`."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.model, self.group = model, group
@@ -372,87 +388,8 @@ def send_low(wire: Wire, bucket: Any) -> torch.futures.Future[Tensor]:
 send_low.__annotations__ = {}  # register_comm_hook compares types with those, which are strings
 
 
-# ------------------------------------------------------------------ which ranks, and refusals
-
-
-class OneRank(Part):
-    """The place of `Ranks` in a step whose gradients the step itself does not average.
-
-    Args:
-        model: as it was given to `TrainStep`; a wrapper with `no_sync` averages gradients itself.
-    """
-
-    own = joining = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self.averaged = model, True
-        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
-
-    def passes(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a forward and a backward pass: a wrapper averages in the last of a window only."""
-        return WHOLE if last or self._no_sync is None else self._no_sync()
-
-    def window(self, accumulate: int) -> float:
-        """Return how many micro-batches a window has."""
-        return accumulate
-
-    def keep_up(self) -> None:
-        """Do nothing: no other rank waits."""
-
-    def refuse_flush(self, done: int, accumulate: int) -> None:
-        """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's.
-
-        Raises:
-            StepError: the wrapper has put their average off, which cannot be made later.
-        """
-        if done and self._no_sync is not None and dist.is_available() and dist.is_initialized():
-            raise StepError(
-                f"flush() of {done} of {accumulate} micro-batches: {type(self._model).__name__} has put the average of "
-                "their gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every "
-                "window all of its micro-batches"
-            )
-
-
-def join(ranks: Ranks | OneRank, model: nn.Module, flush: Callable[[], object]) -> AbstractContextManager[None]:
-    """Return the context in which ranks may run out of batches one after the other.
-
-    Args:
-        ranks: of the step.
-        model: as it was given to `TrainStep`.
-        flush: makes an update with the others; returns None once none of them has a micro-batch.
-
-    Raises:
-        StepError: forward or backward passes of `model` communicate, for which a rank without batches would be missing.
-        UnbuiltError: a communication hook would be passed over.
-    """
-    why = ""
-    if is_distributed(model):
-        why = "a sharded model, whose passes gather weights from all ranks"
-    elif isinstance(ranks, Ranks) and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        why = "SyncBatchNorm, which sends statistics in each forward pass"
-    elif isinstance(ranks, Ranks) and ranks.ddp.static_graph:
-        why = "DistributedDataParallel(static_graph=True), which averages in its first backward pass"
-    if why:
-        raise StepError(
-            f"join() of {why}: a rank without batches would be missing there; give all ranks as many batches "
-            "(DistributedSampler(drop_last=True))"
-        )
-    if isinstance(ranks, OneRank):
-        return nullcontext()
-    ranks.refuse_hook("join() averages gradients outside of the backward pass")
-    return ranks.join(flush)
-
-
-def ranks_of(model: nn.Module, policy: Policy) -> Ranks | OneRank:
-    """Return the ranks over which DistributedDataParallel averages, or one rank without it; `announce` this one.
-
-    Args:
-        model: as it was given to `TrainStep`.
-        policy: what the model is, or will be, prepared with.
-
-    Raises:
-        UnbuiltError: the policy wants an average that is not made for this model.
-    """
+def ranks_of(model: nn.Module, policy: Policy) -> OneRank:
+    """Return the ranks over which DistributedDataParallel averages, or one rank without it; `announce` this one."""
     announce()
     concrete = resolved(policy, device_types_of([model])[0])
     given = model

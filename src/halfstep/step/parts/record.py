@@ -10,27 +10,27 @@ where windows run again (`retry`) only: 9 and 34 microseconds a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import capturing, default_generators
+from halfstep.accelerators import capturing, copies_behind_events, default_generators, type_here
 from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
 from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
-from halfstep.step.parts.landing import Landing
 from halfstep.step.parts.signals import Signals
 from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
 __all__ = [
     "History",
+    "Landing",
     "MicroBatch",
     "Record",
     "Window",
@@ -50,27 +50,16 @@ STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A micro-batch as it was before its forward pass.
-
-    Attributes:
-        batch: the positional arguments of the loss function.
-        named: its named arguments.
-        random: states of torch's generators, by device.
-        versions: how often each tensor of the batch had been written to.
-        loss: what came out, detached; None until it has.
-        seed: what the backward pass began with; None for 1.
-        tensors: those of the batch; kept where windows run again, else empty.
-        put_generators: puts all generators back, those of Python, NumPy and modules too; None: not kept.
-    """
+    """A micro-batch as it was before its forward pass."""
 
     batch: tuple[Any, ...]
     named: dict[str, Any]
-    random: dict[str, Tensor]
-    versions: list[int]
-    loss: Tensor | None = None
-    seed: Tensor | None = None
-    tensors: Sequence[Tensor] = ()
-    put_generators: Callable[[], None] | None = None
+    random: dict[str, Tensor]  # states of torch's generators, by device
+    versions: list[int]  # how often each tensor of the batch had been written to
+    loss: Tensor | None = None  # what came out, detached; None until it has
+    seed: Tensor | None = None  # what the backward pass began with; None for 1
+    tensors: Sequence[Tensor] = ()  # those of the batch; kept where windows run again
+    put_generators: Callable[[], None] | None = None  # also those of Python, NumPy and modules; None: not kept
     _bytes: int = -1
 
     def bytes(self) -> int:
@@ -86,29 +75,17 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """The micro-batches of one update, and the verdict on it.
-
-    Attributes:
-        batches: the micro-batches.
-        buffers: (module, name, value before the window) of buffers that forward passes change.
-        last: number of the last micro-batch.
-        scale: 0-dim, the loss scale; None: not known.
-        flag: 0-dim bool on the device: the update was not applied; None before it.
-        bad: that flag, as soon as it has been read.
-        lossy: whether a loss was not finite, as soon as that has been read.
-        seen: whether the black box has been given it.
-        dropped: how many of the first micro-batches have lost their batch to `History.limit`.
-    """
+    """The micro-batches of one update, and the verdict on it."""
 
     batches: list[MicroBatch] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    last: int = 0
-    scale: Tensor | None = None
-    flag: Tensor | None = None
-    bad: bool | None = None
-    lossy: bool | None = None
-    seen: bool = False
-    dropped: int = 0
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)  # those that change, before the window
+    last: int = 0  # number of the last micro-batch
+    scale: Tensor | None = None  # 0-dim, the loss scale; None: not known
+    flag: Tensor | None = None  # 0-dim bool on the device: the update was not applied; None before it
+    bad: bool | None = None  # that flag, as soon as it has been read
+    lossy: bool | None = None  # whether a loss was not finite, as soon as that has been read
+    seen: bool = False  # whether the black box has been given it
+    dropped: int = 0  # how many of the first micro-batches have lost their batch to `History.limit`
 
     @property
     def wrong(self) -> bool:
@@ -128,50 +105,68 @@ class Window:
         return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
 
 
-class Record(Part):
-    """What a training step has done.
+class Landing:
+    """A few values of an update on their way from an accelerator to the host, for which nothing waits.
 
-    Args:
-        model: the user's model.
-        replayable: whether to keep what it takes to run the last update again.
-
-    Attributes:
-        done: micro-batches of the updates made so far, applied or not.
-        micro_batches: those of the current window whose backward pass has run.
-        scale: 0-dim fp32, the loss scale of the current window, or of the last one.
-        bad: 0-dim bool, whether the last update was not applied, until the scheduler has read it; None: read, or none.
-        scheduled: whether a scheduler will read it.
-        awaited: whether a scheduler or a black box waits for it.
-        host_reads: how often the host had to wait until the device had done all of its work.
-        landing: what of the last update is on its way to the host.
-        signals: losses, norms and magnitudes of the last updates.
-        history: the micro-batches; None: not kept.
-        kept: the micro-batch that begins; None: not kept.
-        saving: the last `hs.save`, whose writing may be under way.
+    They are copied to pinned memory; an event says when they are there. Sending again takes the place of the last ones.
     """
 
-    __slots__ = (
-        "awaited",
-        "bad",
-        "done",
-        "history",
-        "host_reads",
-        "kept",
-        "landing",
-        "micro_batches",
-        "saving",
-        "scale",
-        "scheduled",
-        "signals",
-    )
+    devices: frozenset[str] = frozenset()  # types that send something; chosen for this machine unless a subclass does
+
+    def __init__(self) -> None:
+        if not self.devices:
+            self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
+        self.flag: Tensor | None = None  # the first value, on its device; None: nothing was sent
+        self.waits = 0  # how often the host has waited
+        self._pinned: list[Tensor] = []
+        self._event: Any = None
+
+    def send(self, found: Sequence[Tensor]) -> None:
+        """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
+
+        One on another device than the first would need an event of its own, and is ignored. While a graph is captured
+        nothing is sent.
+        """
+        device = found[0].device
+        if capturing(device.type):
+            return
+        module = torch.get_device_module(device)
+        with module.device(device):
+            here = [t for t in found if type(t) is Tensor and t.device == device]
+            if [t.dtype for t in here] != [t.dtype for t in self._pinned]:
+                self._pinned = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
+            for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
+                place.copy_(value.reshape(()), non_blocking=True)
+            if self._event is None:
+                self._event = module.Event()
+            self._event.record()
+        self.flag = found[0]
+
+    def there(self) -> bool:
+        """Return whether what was sent has landed."""
+        return self._event is not None and self._event.query()
+
+    def landed(self) -> list[Tensor]:
+        """Return what was sent, on the host; waits until it is there."""
+        if self._event is not None and not self.there():
+            self.waits += 1
+            self._event.synchronize()
+        return self._pinned
+
+
+class Record(Part):
+    """What a training step has done."""
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
-        self.done = self.micro_batches = self.host_reads = 0
-        self.scale = torch.ones(())
-        self.bad: Tensor | None = None
-        self.scheduled = self.awaited = False
-        self.saving: Any = None
-        self.kept: MicroBatch | None = None
+        self.done = 0  # micro-batches of the updates made so far, applied or not
+        self.micro_batches = 0  # those of the current window whose backward pass has run
+        self.host_reads = 0  # how often the host had to wait until the device had done all of its work
+        self.scale = torch.ones(())  # 0-dim fp32, the loss scale of the current window, or of the last one
+        self.bad: Tensor | None = None  # 0-dim bool: the last update was not applied; None once a scheduler has read it
+        self.scheduled = False  # whether a scheduler will read it
+        self.awaited = False  # whether a scheduler or a black box waits for it
+        self.saving: Any = None  # the last `hs.save`, whose writing may be under way
+        self.kept: MicroBatch | None = None  # the micro-batch that begins
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
@@ -184,6 +179,11 @@ class Record(Part):
     @position.setter
     def position(self, before: tuple[Any, ...]) -> None:
         self.done, self.micro_batches, self.scale, self.bad, self.host_reads = before
+
+    @property
+    def judged(self) -> bool:
+        """Whether the black box has not been given the last update."""
+        return self.history is not None and self.history.judged is not None
 
     def begin_window(self) -> None:
         """Begin a window."""
@@ -209,8 +209,7 @@ class Record(Part):
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         finally:
-            judged = self.history is not None and self.history.judged is not None
-            self.awaited = self.scheduled or judged
+            self.awaited = self.scheduled or (self.history is not None and self.history.judged is not None)
         return None
 
     def end_call(self, result: StepResult, batch: Any) -> None:
@@ -232,15 +231,10 @@ class Record(Part):
 
     def look(self) -> None:
         """Find out whether a scheduler or a black box waits for the verdict on the last update."""
-        judged = self.history is not None and self.history.judged is not None
-        self.awaited = judged or (self.scheduled and self.bad is not None)
+        self.awaited = self.judged or (self.scheduled and self.bad is not None)
 
     def verdict(self, *, wait: bool) -> bool | None:
-        """Return whether the last update was not applied; None: that is not known yet.
-
-        Args:
-            wait: whether to wait for it: for that alone where it was sent, else for all that the device was given.
-        """
+        """Return whether the last update was not applied; None: that is not known yet."""
         bad, landing = self.bad, self.landing
         assert bad is not None
         if landing.flag is bad:
@@ -259,19 +253,10 @@ class Record(Part):
 class History:
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
-    Args:
-        model: the user's model.
-
-    Attributes:
-        window: the current one.
-        judged: that of the last update, until its verdict is known and good, or was examined.
-        watched: whether good updates are of interest too; else a CPU drops their batches at once.
-        examined: whether a black box reads it; else a window is dropped with its update.
-        landing: what of the last update is on its way to the host.
-        signals: what samples parameters and batches of some updates.
-        limit: the most bytes of tensors that the batches kept may have together; beyond it the oldest are dropped,
-            never the newest, and a verdict names what it could not run again. May be set at any time. A window that
-            may run again (`retry`) stays whole.
+    `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
+    black box reads it; else a window is dropped with its update. Beyond `limit` bytes of tensors the oldest batches are
+    dropped, never the newest, and a verdict names what it could not run again; it may be set at any time. A window that
+    may run again (`retry`) stays whole.
     """
 
     def __init__(
@@ -289,8 +274,8 @@ class History:
         self._limit = LIMIT
         self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
-        self.window = Window()
-        self.judged: Window | None = None
+        self.window = Window()  # the current one
+        self.judged: Window | None = None  # of the last update, until its verdict is known and good, or was examined
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._unchanged: list[tuple[nn.Module, str, Tensor, int]] | None = None  # buffers, with their versions
 
@@ -319,10 +304,7 @@ class History:
 
     def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
         """Keep micro-batch `number` and the states of generators before its forward pass."""
-        values = (*batch, *named.values())
-        flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
-        versions = versions_of_tensors(values) if flat else versions_of((batch, named))
-        kept = MicroBatch(batch, named, random_states(), versions)
+        kept = MicroBatch(batch, named, random_states(), versions_of((*batch, *named.values())))
         if self._own is not None:
             kept.tensors, kept.put_generators = tensors((batch, named)), noted(self._own)
         if not self.window.batches:
@@ -348,12 +330,7 @@ class History:
                 window.dropped += 1
 
     def end(self, bad: Tensor, scale: Tensor | None) -> None:
-        """End the window; waits for nothing.
-
-        Args:
-            bad: 0-dim bool on the device: its update was not applied.
-            scale: 0-dim, the loss scale; None: not known.
-        """
+        """End the window; waits for nothing."""
         window = self.window
         self._find_changing()
         window.scale = scale
@@ -388,11 +365,7 @@ class History:
         put_buffers([kept for kept in self.window.buffers if (id(kept[0]), kept[1]) in self._changing])
 
     def arrived(self, *, wait: bool) -> Window | None:
-        """Return the window of the last update if its verdict is known and it has not been seen; drop it if it is good.
-
-        Args:
-            wait: whether to wait for a verdict under way: for that alone, not for what the device was given since.
-        """
+        """Return the window of the last update if its verdict is known and was not seen; drop it if it is good."""
         window = self.judged
         if window is None or window.seen or window.flag is None:
             return None
@@ -468,14 +441,10 @@ def _size(tensor: Tensor) -> int:
     return (tensor.values() if tensor.layout in ROWS else tensor).nbytes
 
 
-def versions_of(tree: Any) -> list[int]:
-    """Return how often each tensor of `tree` has been written to; those of inference mode do not count it."""
-    return versions_of_tensors(tensors(tree))
-
-
-def versions_of_tensors(found: Iterable[Tensor]) -> list[int]:
-    """Return the versions of tensors, as `versions_of`."""
-    return [t._version for t in found if not t.is_inference()]
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """Return how often each tensor of some values has been written to; those of inference mode do not count it."""
+    flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
+    return [t._version for t in (values if flat else tensors(values)) if not t.is_inference()]
 
 
 def random_states() -> dict[str, Tensor]:

@@ -46,24 +46,16 @@ it was not applied (None: it was); what the norms are to be divided by (None: no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What `Signals` remembers, as plain values, the oldest first. nan: not known.
+    """What `Signals` remembers, as plain values, the oldest first. nan: not known."""
 
-    Attributes:
-        steps: of each update, the number of its last micro-batch.
-        losses: the loss of that micro-batch, unscaled.
-        gradients: the unscaled norm of all gradients before clipping; in a loop written by hand their largest element.
-        applied: whether the update was applied, as far as is known: its gradients were finite.
-        weights: (step, norm as of `Weights`) of sampled updates, before the update, while the same were trained.
-        inputs: (step, largest magnitude of each floating tensor of a batch, in the order of `trees.tensors`) of sampled
-            updates, and of those whose loss was far above the losses before.
-    """
-
-    steps: tuple[int, ...] = ()
-    losses: tuple[float, ...] = ()
-    gradients: tuple[float, ...] = ()
-    applied: tuple[bool, ...] = ()
-    weights: tuple[tuple[int, float], ...] = ()
+    steps: tuple[int, ...] = ()  # of each update, the number of its last micro-batch
+    losses: tuple[float, ...] = ()  # the loss of that micro-batch, unscaled
+    gradients: tuple[float, ...] = ()  # norm of all before clipping, unscaled; in a loop written by hand the largest
+    applied: tuple[bool, ...] = ()  # whether its gradients were finite, as far as is known
+    weights: tuple[tuple[int, float], ...] = ()  # (step, norm of the parameters trained now) before sampled updates
     inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(step, largest magnitude of each floating tensor of a batch, in the order of `trees.tensors`) of sampled updates,
+    and of those whose loss was far above the losses before."""
 
     def updates(self, until: float = math.inf) -> list[tuple[int, float, float]]:
         """Return (step, loss, gradient norm) of the updates that were applied before step `until`."""
@@ -73,15 +65,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part.
+    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part."""
 
-    Attributes:
-        norms: 2-norms of groups of them, on their devices.
-        count: their elements.
-    """
-
-    norms: tuple[Tensor, ...]
-    count: int
+    norms: tuple[Tensor, ...]  # 2-norms of groups of them, on their devices
+    count: int  # their elements
 
     @classmethod
     def of(cls, model: nn.Module) -> Weights:
@@ -111,34 +98,20 @@ class Weights:
 
 
 class Signals:
-    """Remembers the last updates of one run.
-
-    Attributes:
-        windows: updates begun so far.
-        due: number of the update at which to call `sample`.
-        recent: the last updates, to append to.
-    """
-
-    __slots__ = ("_inputs", "_weights", "due", "recent", "windows")
+    """Remembers the last updates of one run."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: a checkpoint has been loaded."""
-        self.windows, self.due = 0, 1
+        self.windows, self.due = 0, 1  # updates begun so far; number of the one at which to call `sample`
         self.recent: deque[Update] = deque(maxlen=UPDATES)
         self._weights: deque[tuple[int, Weights]] = deque(maxlen=SAMPLES)
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
 
     def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
-        """Take norms of parameters and batch before micro-batch `number`; waits for nothing.
-
-        Args:
-            number: of the micro-batch.
-            model: whose parameters are trained.
-            values: the tensors of the batch.
-        """
+        """Take norms of parameters and batch before micro-batch `number`; waits for nothing."""
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
         self._weights.append((number, Weights.of(model)))
         self.sample_batch(number, values)
@@ -149,16 +122,7 @@ class Signals:
             self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
 
     def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:
-        """Return the root mean square of the weights at the last sample until `step`, and now; waits for the device.
-
-        Args:
-            model: whose parameters are trained.
-            step: number of a micro-batch.
-
-        Returns:
-            The step of the sample, the mean then, the mean now; None if there is no sample of the parameters that are
-            trained now.
-        """
+        """Return the root mean square of the weights at the last sample until `step`, and now; waits for the device."""
         now = Weights.of(model)
         found = [(number, weights) for number, weights in self._weights if number <= step]
         if not found or found[-1][1].count != now.count:

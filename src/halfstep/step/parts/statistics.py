@@ -6,13 +6,13 @@ it computes, and nothing waits.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.native.calls import peek
 from halfstep.step.part import Part
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.torch_private.modules import NormBase
@@ -51,15 +51,7 @@ class Statistics(Part):
     format, into memory that stays: a handful of launches whatever the number of norms, and nothing is allocated. (One
     clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
 
-    Args:
-        model: the step's own.
-        join: called once, with this object, when there are norms to look after.
-
-    Attributes:
-        models: by id, the models it looks after: `add` the others that run in the step. References are weak: a model
-            that the program drops (a target network that is replaced) is dropped here.
-        open: the buffers that a verdict, or `abort`, may still restore.
-        blind: whether verdicts must not be read on the host: a captured step repeats what was done once.
+    References to models are weak: one that the program drops (a target network that is replaced) is dropped here.
     """
 
     def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:
@@ -68,8 +60,8 @@ class Statistics(Part):
         self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
         self._found: list[Tensor] = []  # their buffers
         self._join = join
-        self.open: list[_Kind] = []
-        self.blind = False
+        self.open: list[_Kind] = []  # the buffers that a verdict, or `abort`, may still restore
+        self.blind = False  # whether verdicts must not be read on the host: a captured step repeats what was done
         self.add(model)
 
     def add(self, model: nn.Module) -> None:
@@ -111,7 +103,7 @@ class Statistics(Part):
     def after_update(self, bad: Tensor) -> None:
         """Restore the copies where `bad`, a 0-dim bool, is true; waits for nothing."""
         kinds, self.open = self.open, []
-        if kinds and (self.blind or not _good_on_cpu(bad)):
+        if self.blind or type(bad) is not Tensor or bad.device.type != "cpu" or peek(bad):
             for kind in kinds:
                 kind.restore_where(bad)
 
@@ -123,13 +115,6 @@ class Statistics(Part):
             for kind in self.open:
                 kind.restore()
         self.open = []
-
-
-def _good_on_cpu(bad: Tensor) -> bool:
-    """Return whether `bad` is false and in the host's memory, where looking at it is no operator and no wait."""
-    if type(bad) is not Tensor or bad.device.type != "cpu":
-        return False
-    return not ctypes.c_bool.from_address(bad.data_ptr()).value
 
 
 def _buffers(norms: Iterable[NormBase]) -> list[Tensor]:

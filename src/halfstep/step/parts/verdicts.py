@@ -10,11 +10,15 @@ import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from halfstep.cast.state import STATE
+from halfstep.errors import StepError
 from halfstep.events import StepResult
-from halfstep.step.moments import Moments
+from halfstep.snapshot import Snapshot, scheduler_state
+from halfstep.step.moments import Moments, Phase
 from halfstep.step.part import Part
-from halfstep.step.parts.schedule import advance
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -27,46 +31,67 @@ NUMBERS = count(1)
 class Verdicts(Part):
     """Gives the verdict on each update of one training step to its scheduler and its black box.
 
-    Args:
-        step: the training step.
-        alone: whether no other ranks make its updates with it. Ranks that do examine a bad one together: each rank
-            reaches the same place of the same step.
-
-    Attributes:
-        ordinal: number of the step among those of this process that several ranks make together, from 1; 0 for a step
-            that this process makes alone.
-        box: the black box; None before the first step that is not finite.
-        moments: of the step; assigned when they are made.
+    Ranks that are not `alone` examine a bad one together: each rank reaches the same place of the same step. `ordinal`
+    numbers the steps of this process that several ranks make together, from 1; 0 for a step that it makes alone.
     """
 
-    def __init__(self, step: TrainStep, *, alone: bool) -> None:
-        self._step, self.alone = weakref.ref(step), alone
-        self.moments: Moments
+    def __init__(self, step: TrainStep, moments: Moments, *, alone: bool) -> None:
+        self._step, self.moments, self.alone = weakref.ref(step), moments, alone
         self._record = step.record
         self.ordinal = 0 if alone else next(NUMBERS)
-        self.box: Any = None
+        self.box: Any = None  # the black box, from the first step on that is not finite
 
     def before_update(self) -> None:
         """Examine the last update with the other ranks, while the parameters are those that it left."""
-        if not self.alone and self._judged():
+        if not self.alone and self._record.judged:
             self._examine(wait=True, together=True)
 
     def examine_at_once(self, result: StepResult) -> None:
         """Examine an update on a CPU before weights or batch can be written to."""
-        if result.skipped.device.type == "cpu" and self._judged():
+        if result.skipped.device.type == "cpu" and self._record.judged:
             self._examine(wait=False, together=True)
 
     def settle(self, *, wait: bool) -> None:
         """Give the verdict to black box and scheduler, if it is known or `wait`."""
         step, record = self._step(), self._record
         assert step is not None
-        if self._judged():
+        if self._record.judged:
             self._examine(wait=wait, together=self.alone)
         if step.scheduler is None:
             record.bad = None
         elif record.bad is not None:
-            advance(step.scheduler, step.optimizer, self.moments, record, wait=wait)
+            self._advance(step.scheduler, step.optimizer, wait=wait)
         record.look()
+
+    def _advance(self, scheduler: LRScheduler, optimizer: Optimizer, *, wait: bool) -> None:
+        """Advance `scheduler` if the last update was applied, and note that its verdict is used up.
+
+        If ``scheduler.step()`` raises, scheduler and groups stay where they were, one update behind.
+        """
+        record, moments = self._record, self.moments
+        flag, bad = record.bad, record.verdict(wait=wait)
+        if bad is None:
+            return
+        try:
+            if not bad:
+                moments.scheduler = Snapshot(scheduler_state(scheduler, optimizer))
+                moments.interrupted = moments.phase
+                moments.phase = Phase.ADVANCE
+                scheduler.step()
+            record.bad = None
+            if not bad:
+                moments.phase = moments.interrupted
+        except BaseException as error:
+            if moments.phase is Phase.ADVANCE:
+                record.bad = flag
+            moments.cut_off()
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                raise  # the next call tries again
+            record.bad = None
+            raise StepError(
+                f"{type(scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it was before, "
+                "one update behind; leave it out: step.scheduler = None"
+            ) from error
 
     def black_box(self) -> Any:
         """Return the black box, made at the first call."""
@@ -79,10 +104,6 @@ class Verdicts(Part):
             if self._record.history is not None:
                 self._record.history.watched = True
         return self.box
-
-    def _judged(self) -> bool:
-        history = self._record.history
-        return history is not None and history.judged is not None
 
     def _examine(self, *, wait: bool, together: bool) -> None:
         """Give the last update to the black box once its verdict is known; a bad one only with `together`."""

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import (
-    BACKWARD,
-    CLIP,
-    FORWARD,
-    FORWARD_BF16,
-    SCALED,
-    STEP,
-    UNSCALE,
-    UPDATE,
-    ZERO,
-    loop,
-)
+from halfstep.advise.lint.rule import Check, Hit
 from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
-from halfstep.advise.lint.static.paths import judged
-from halfstep.advise.lint.static.regions import Site, sites
-from halfstep.advise.lint.static.script import Script, walked
+from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
+from halfstep.advise.lint.static.regions import sites
+from halfstep.advise.lint.static.script import Script, method, walked
 
-__all__ = ["LOOP_RULES"]
+__all__ = ["LOOP_CHECKS"]
 
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
 FINITE = re.compile(r"isfinite|isnan|isinf")
@@ -39,7 +27,7 @@ def _never_cleared(script: Script) -> Iterator[Hit]:
     yield from judged(script, _accumulates)
 
 
-def _accumulates(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
+def _accumulates(path: Sequence[Op]) -> Verdicts:
     stepped: set[str] = set()
     backward = False
     for op in path:
@@ -59,14 +47,14 @@ def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
-        clears = {n for n in walked(node) if _calls(n, "zero_grad")}
+        clears = {n for n in walked(node) if method(n) == "zero_grad"}
         for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse]:
             test = script.constant(choice.test)
             if test is None or not FINITE.search(ast.unparse(test)) or not _finite(test):
                 continue
             inside = {n for statement in choice.body for n in walked(statement)}
-            stepped = any(_calls(n, "step") for n in inside) and not any(_calls(n, "backward") for n in inside)
-            if stepped and clears and clears <= inside:
+            called = set(map(method, inside))
+            if "step" in called and "backward" not in called and clears and clears <= inside:
                 yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
 
 
@@ -77,11 +65,7 @@ def _finite(test: ast.expr) -> bool:
     return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in walked(test))
 
 
-def _calls(node: ast.AST, method: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
-
-
-def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
+def _clip_in_micro_batch(path: Sequence[Op]) -> Verdicts:
     clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
     backward: Op | None = None
     stepping = any(op.kind in ("step", "scaler_step") and ends_window(op) for op in path)
@@ -99,34 +83,30 @@ def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
 
 def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
-        inner = {s.place.loops[-1] for s in sites(script, function) if s.place.loops and _is_training(s)}
+        looped = [site for site in sites(script, function) if site.place.loops]
+        training = {s.place.loops[-1] for s in looped if method(s.call) == "backward"}
         losses, seen, waited = _losses(script, function.node), set(), set()
-        for site in sites(script, function):
-            if not site.place.loops or site.place.loops[-1] not in inner or site.place.branches or site.place.no_grad:
+        for site in looped:
+            loop, call = site.place.loops[-1], site.call
+            if loop not in training or site.place.branches or site.place.no_grad:
                 continue
-            call = site.call
             if script.called(call).endswith("synchronize"):
-                waited.add(site.place.loops[-1])
-            value = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "item" else None
+                waited.add(loop)
+            name = script.owner(call) if method(call) == "item" else ""
             if script.called(call) == "float" and call.args:
-                value = call.args[0]
-            name = script.name(value) if value is not None else ""
-            if name in losses and (name, site.place.loops[-1]) not in seen and site.place.loops[-1] not in waited:
-                seen.add((name, site.place.loops[-1]))
+                name = script.name(call.args[0])
+            if name in losses and (name, loop) not in seen and loop not in waited:
+                seen.add((name, loop))
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
-
-
-def _is_training(site: Site) -> bool:
-    return isinstance(site.call.func, ast.Attribute) and site.call.func.attr == "backward"
 
 
 def _losses(script: Script, function: ast.AST) -> set[str]:
     """Return the names whose backward pass a function runs."""
     found = set()
     for node in walked(function):
-        if _calls(node, "backward") and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
             loss = node.func.value
-            if _calls(loss, "scale") and isinstance(loss, ast.Call) and loss.args:
+            if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args:
                 loss = loss.args[0]
             found.add(script.name(loss))
     return found - {""}
@@ -148,61 +128,10 @@ def _own_step(script: Script) -> Iterator[Hit]:
                     yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
 
 
-LAST = "if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()"
-
-LOOP_RULES = (
-    Rule.of(
-        "HS034",
-        bad=loop(FORWARD, SCALED, STEP, UPDATE),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=_never_cleared,
-    ),
-    Rule.of(
-        "HS035",
-        bad=loop(
-            FORWARD_BF16, BACKWARD, "norm = " + CLIP,
-            "if torch.isfinite(norm):\n        optimizer.step()\n        optimizer.zero_grad()", before="",
-        ),
-        good=loop(
-            FORWARD_BF16, BACKWARD, "norm = " + CLIP,
-            "if torch.isfinite(norm):\n        optimizer.step()", ZERO, before="",
-        ),
-        check=_cleared_if_finite,
-    ),
-    Rule.of(
-        "HS036",
-        bad=loop(FORWARD_BF16, BACKWARD, CLIP, LAST, before=""),
-        good=loop(FORWARD_BF16, BACKWARD, LAST.replace("optimizer.step", f"{CLIP}\n        optimizer.step"), before=""),
-        check=lambda script: judged(script, _clip_in_micro_batch),
-    ),
-    Rule(
-        code="HS037",
-        severity="note",
-        title="the loss is copied to the host in every step",
-        why="The host waits until the device has done all its work, and the device then waits for the next "
-        "kernels.",
-        fix="Add up `loss.detach()` on the device, and call .item() where the number is printed.",
-        bad=loop(FORWARD, SCALED, UNSCALE, STEP, UPDATE, ZERO, "total += loss.item()"),
-        good=loop(FORWARD, SCALED, UNSCALE, STEP, UPDATE, ZERO, "total += loss.detach()"),
-        check=_waits,
-    ),
-    Rule.of(
-        "HS038",
-        bad="""
-import halfstep as hs
-
-step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")
-for x, y in loader:
-    step(x, y)
-    optimizer.step()
-""",
-        good="""
-import halfstep as hs
-
-step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")
-for x, y in loader:
-    step(x, y)
-""",
-        check=_own_step,
-    ),
-)  # fmt: skip
+LOOP_CHECKS: Mapping[str, Check] = {
+    "HS034": _never_cleared,
+    "HS035": _cleared_if_finite,
+    "HS036": on_paths(_clip_in_micro_batch),
+    "HS037": _waits,
+    "HS038": _own_step,
+}

@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.regions import Placed, placed
-from halfstep.advise.lint.static.script import Function, Script, walked
+from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.static.regions import Placed, expressions, placed
+from halfstep.advise.lint.static.script import Function, Script, method, walked
 
-__all__ = ["NUMERIC_RULES", "operand"]
+__all__ = ["NUMERIC_CHECKS", "operand"]
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
 FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
 """Names of values that have no gradient."""
 
-SUMS = frozenset({"sum", "mean"})
+
+def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
+    """Yield the expressions that can have gradients."""
+    return (found for found in expressions(script) if not found[1].place.no_grad)
 
 
-def _each(script: Script, *, grad: bool = True) -> Iterator[tuple[Function, Placed, ast.expr]]:
-    """Yield the expressions of functions that use torch; with `grad` those that can have gradients."""
-    for function in script.functions if script.uses_torch else ():
-        for where in placed(script, function):
-            if not (grad and where.place.no_grad):
-                for node in walked(where.node):
-                    if isinstance(node, ast.expr):
-                        yield function, where, node
-
-
-def operand(script: Script, node: ast.AST, name: str) -> ast.expr | None:
-    """Return x of ``torch.name(x)`` or ``x.name()``; None for other expressions."""
+def operand(script: Script, node: ast.AST | None, *names: str) -> ast.expr | None:
+    """Return x of ``torch.name(x)`` or ``x.name()``, for one of these names; None for other expressions."""
     if isinstance(node, ast.Call):
         called = script.called(node)
-        if called in (f"torch.{name}", f"torch.nn.functional.{name}") and node.args:
-            return node.args[0]
-        if (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr == name
-            and not called.startswith(("torch.", "numpy.", "math."))
-        ):
-            return node.func.value
+        if called.removeprefix("torch.nn.functional.").removeprefix("torch.") in names and called.startswith("torch."):
+            return node.args[0] if node.args else None
+        if isinstance(node.func, ast.Attribute) and node.func.attr in names:
+            return None if called.startswith(("torch.", "numpy.", "math.")) else node.func.value
     return None
 
 
 def _softmax_by_hand(script: Script) -> Iterator[Hit]:
-    for function, _, node in _each(script):
+    for function, _, node in _differentiated(script):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             continue
         summed = operand(script, node.right, "sum")
@@ -59,7 +48,7 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
 
 
 def _log_of_probability(script: Script) -> Iterator[Hit]:
-    for function, _, node in _each(script):
+    for function, _, node in _differentiated(script):
         inner = operand(script, node, "log")
         value = script.local(function, inner) if inner is not None else None
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub) and ast.unparse(value.left) in ("1", "1.0"):
@@ -72,7 +61,7 @@ def _log_of_probability(script: Script) -> Iterator[Hit]:
 
 
 def _mask_times_inf(script: Script) -> Iterator[Hit]:
-    for _, _, node in _each(script, grad=False):
+    for _, _, node in expressions(script):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for mask, other in ((node.left, node.right), (node.right, node.left)):
                 if _is_infinite(script, other) and _has_zeros(script, mask):
@@ -80,11 +69,11 @@ def _mask_times_inf(script: Script) -> Iterator[Hit]:
 
 
 def _is_infinite(script: Script, node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _is_infinite(script, node.operand)
-    if script.called(node) == "float" and isinstance(node, ast.Call) and node.args:
-        value = node.args[0]
-        return isinstance(value, ast.Constant) and str(value.value).strip("+-").lower() in ("inf", "infinity")
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=negated):
+            return _is_infinite(script, negated)
+        case ast.Call(args=[ast.Constant(value=value), *_]) if script.called(node) == "float":
+            return str(value).strip("+-").lower() in ("inf", "infinity")
     return script.name(node) in ("math.inf", "numpy.inf", "torch.inf")
 
 
@@ -95,22 +84,15 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Sub) and ast.unparse(node.left) in ("1", "1.0")
     if isinstance(node, ast.Call):
-        if operand(script, node, "triu") is not None or operand(script, node, "tril") is not None:
+        if operand(script, node, "triu", "tril") is not None:
             return not any(_is_infinite(script, n) for n in walked(node) if isinstance(n, ast.expr))
-        cast = isinstance(node.func, ast.Attribute) and node.func.attr in (
-            "float",
-            "to",
-            "type_as",
-            "int",
-            "bool",
-            "half",
-        )
+        cast = method(node) in ("float", "to", "type_as", "int", "bool", "half")
         return cast and isinstance(node.func, ast.Attribute) and _has_zeros(script, node.func.value)
     return "mask" in script.name(node).lower()
 
 
 def _hidden(script: Script) -> Iterator[Hit]:
-    for function, where, node in _each(script):
+    for function, where, node in _differentiated(script):
         if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
             continue
         if not _in_a_loss(script, function, where):
@@ -118,17 +100,15 @@ def _hidden(script: Script) -> Iterator[Hit]:
         test, *branches = node.args
         tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
         for inner in [n for branch in branches for n in walked(branch)]:
-            for name in ("log", "sqrt", "rsqrt"):
-                value = operand(script, inner, name)
-                text = ast.unparse(value) if value is not None else ""
-                if text in tested and not FIXED.search(text):
-                    yield Hit(
-                        node.lineno, f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
-                    )
+            value = operand(script, inner, "log", "sqrt", "rsqrt")
+            text = ast.unparse(value) if value is not None else ""
+            if text in tested and not FIXED.search(text):
+                what = f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
+                yield Hit(node.lineno, what)
 
 
 def _root_at_zero(script: Script) -> Iterator[Hit]:
-    for function, where, node in _each(script):
+    for function, where, node in _differentiated(script):
         inner = operand(script, node, "sqrt")
         if inner is None and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             inner = node.left if ast.unparse(node.right) in ("0.5", "1 / 2") else None
@@ -150,8 +130,8 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
             return True
         for node in walked(each.node):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
-                if names & _differentiable(node.func.value):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="backward", value=loss)) if names & _differentiable(loss):
                     return True
         if isinstance(each.node, (ast.Assign, ast.AugAssign)) and names & _differentiable(each.node.value):
             targets = each.node.targets if isinstance(each.node, ast.Assign) else [each.node.target]
@@ -161,11 +141,7 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
 
 def _differentiable(node: ast.AST) -> set[str]:
     """Return the names through which an expression has gradients: not those in comparisons or behind .item()."""
-    if isinstance(node, ast.Compare):
-        return set()
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (
-        "item", "detach", "numpy", "tolist", "argmax",
-    ):  # fmt: skip
+    if isinstance(node, ast.Compare) or method(node) in ("item", "detach", "numpy", "tolist", "argmax"):
         return set()
     if isinstance(node, ast.Name):
         return {node.id}
@@ -176,132 +152,26 @@ def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bo
     node = script.local(function, node)
     if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
-    for name in SUMS:
-        if (inner := operand(script, node, name)) is not None:
-            return _is_square(script, function, inner)
-    return False
+    inner = operand(script, node, "sum", "mean")
+    return inner is not None and _is_square(script, function, inner)
 
 
 def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
     node = script.local(function, node)
-    if operand(script, node, "square") is not None:
-        return True
-    if operand(script, node, "pow") is not None and isinstance(node, ast.Call):
-        return bool(node.args) and ast.unparse(node.args[-1]) in ("2", "2.0")
-    if isinstance(node, ast.BinOp):
-        text = ast.unparse(node.right)
-        return (isinstance(node.op, ast.Pow) and text in ("2", "2.0")) or (
-            isinstance(node.op, ast.Mult) and text == ast.unparse(node.left)
-        )
-    return False
+    match node:
+        case ast.Call(args=[*_, exponent]) if operand(script, node, "pow") is not None:
+            return ast.unparse(exponent) in ("2", "2.0")
+        case ast.BinOp(op=ast.Pow(), right=exponent):
+            return ast.unparse(exponent) in ("2", "2.0")
+        case ast.BinOp(op=ast.Mult(), left=left, right=right):
+            return ast.unparse(left) == ast.unparse(right)
+    return operand(script, node, "square") is not None
 
 
-NUMERIC_RULES = (
-    Rule(
-        code="HS039",
-        severity="warning",
-        title="a softmax by hand without its maximum",
-        why="exp overflows from 11.1 on in fp16, and from 88.8 on in bf16 and fp32: inf / inf is NaN.",
-        fix="Use torch.softmax, or subtract the row's maximum first.",
-        bad="""
-import torch
-
-def attend(scores, v):
-    weights = torch.exp(scores)
-    return weights / weights.sum(-1, keepdim=True) @ v
-""",
-        good="""
-import torch
-
-def attend(scores, v):
-    return torch.softmax(scores, -1) @ v
-""",
-        check=_softmax_by_hand,
-    ),
-    Rule(
-        code="HS040",
-        severity="warning",
-        title="the logarithm of a softmax or sigmoid",
-        why="A probability below the format's smallest number is 0 (below 3e-8 in fp16), and its logarithm is "
-        "-inf; the gradient is NaN.",
-        fix="Use log_softmax, logsigmoid(x), or logsigmoid(-x) for log(1 - sigmoid(x)).",
-        bad="""
-import torch
-
-def loss_fn(model, x, y):
-    p = torch.softmax(model(x), -1)
-    return -torch.log(p)[y].mean()
-""",
-        good="""
-import torch
-
-def loss_fn(model, x, y):
-    return -torch.log_softmax(model(x), -1)[y].mean()
-""",
-        check=_log_of_probability,
-    ),
-    Rule(
-        code="HS041",
-        severity="error",
-        title="a mask times infinity",
-        why="0 * inf is NaN: all elements that the mask lets through become NaN.",
-        fix="Use scores.masked_fill(mask, float('-inf')), or torch.where.",
-        bad="""
-import torch
-
-def bias(mask):
-    return (1 - mask) * float('-inf')
-""",
-        good="""
-import torch
-
-def bias(mask):
-    return torch.zeros_like(mask).masked_fill(mask == 0, float('-inf'))
-""",
-        check=_mask_times_inf,
-    ),
-    Rule(
-        code="HS042",
-        severity="warning",
-        title="a root of a sum of squares that can be 0",
-        why="The gradient of sqrt at 0 is inf, times the square's 0 it is NaN. Low formats reach 0 early: fp16 "
-        "squares below 2e-4 are 0.",
-        fix="Add a small number under the root, or use torch.linalg.vector_norm, whose gradient at 0 is 0.",
-        bad="""
-import torch
-
-def loss_fn(model, x, y):
-    return torch.sqrt(((model(x) - y) ** 2).mean())
-""",
-        good="""
-import torch
-
-def loss_fn(model, x, y):
-    return torch.sqrt(((model(x) - y) ** 2).mean() + 1e-6)
-""",
-        check=_root_at_zero,
-    ),
-    Rule(
-        code="HS050",
-        severity="warning",
-        title="torch.where behind a root or a logarithm",
-        why="The backward pass runs through both branches: 0 times the infinite gradient of the hidden one is NaN.",
-        fix="Guard the input as well: torch.where(x > 0, torch.sqrt(torch.where(x > 0, x, 1.0)), 0.0).",
-        bad="""
-import torch
-
-def loss_fn(model, a):
-    d = model(a).sum(-1)
-    return torch.where(d > 0, torch.sqrt(d), 0.0)
-""",
-        good="""
-import torch
-
-def loss_fn(model, a):
-    d = model(a).sum(-1)
-    safe = torch.where(d > 0, d, 1.0)
-    return torch.where(d > 0, torch.sqrt(safe), 0.0)
-""",
-        check=_hidden,
-    ),
-)
+NUMERIC_CHECKS: Mapping[str, Check] = {
+    "HS039": _softmax_by_hand,
+    "HS040": _log_of_probability,
+    "HS041": _mask_times_inf,
+    "HS042": _root_at_zero,
+    "HS050": _hidden,
+}

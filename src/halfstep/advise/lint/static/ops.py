@@ -1,7 +1,4 @@
-"""Operations: the calls of a script that matter to a training step, and what a path knows of its objects.
-
-Input: the statements and expressions of a `Script`. Output: `Op`s, noted in the `State` of a path.
-"""
+"""Operations: the calls of a script that matter to a training step, and what a path knows of its objects."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from halfstep.advise.lint.static.conditions import words
 from halfstep.advise.lint.static.regions import Place
-from halfstep.advise.lint.static.script import SCALERS, Script, calls_in, walked
+from halfstep.advise.lint.static.script import SCALERS, Script, calls_in, method, stored, walked
 
-__all__ = ["BACKWARDS", "MANAGERS", "Op", "Operations", "State", "ends_window", "in_each", "plain"]
+__all__ = ["BACKWARDS", "MANAGERS", "Op", "Operations", "State", "ends_window", "in_each", "plain", "words"]
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
+OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"}
 HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")
 
 
@@ -27,22 +24,22 @@ HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasa
 class Op:
     """One call that matters to a training step.
 
-    Attributes:
-        kind: "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update" or
-            "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads":
-            gradients changed by hand; "read": a scaled loss's value on the host; "escape": another function may do
-            anything with `scaler` or `target`; "iteration": a loop begins anew.
-        call: where it is.
-        place: what is around it.
-        scaler: the scaler; "" if none takes part.
-        target: the optimizer, scheduler or loss; of "clip" the source of what is clipped.
+    Its kind is "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update"
+    or "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients
+    changed by hand; "read": a scaled loss's value on the host; "escape": another function may do anything with `scaler`
+    or `target`; "iteration": a loop begins anew.
     """
 
     kind: str
     call: ast.AST
     place: Place
-    scaler: str = ""
-    target: str = ""
+    scaler: str = ""  # "" if none takes part
+    target: str = ""  # the optimizer, scheduler or loss; of "clip" the source of what is clipped
+
+
+def words(text: str) -> set[str]:
+    """Return the names in a condition."""
+    return set(re.findall(r"[A-Za-z_]\w*", text))
 
 
 WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
@@ -55,11 +52,10 @@ def ends_window(op: Op) -> bool:
 
 def in_each(op: Op, backward: Op) -> bool:
     """Return whether an operation runs in every iteration with that backward pass, or in none of them."""
-    loop = op.place.loops[-1] if op.place.loops else None
-    stored = {n.id for n in walked(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} if loop else set()
+    varying = stored(*op.place.loops[-1:])
     more = [branch for branch in op.place.branches if branch not in backward.place.branches]
     tests = [ast.unparse(choice.test) for choice, _ in more]
-    return not any("%" in test or "(" in test or words(test) & stored for test in tests)
+    return not any("%" in test or "(" in test or words(test) & varying for test in tests)
 
 
 def plain(key: str) -> str:
@@ -99,15 +95,14 @@ class Operations:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             return False
         for call in calls_in(node):
-            if isinstance(call.func, ast.Attribute):
-                method, owner = call.func.attr, self.script.name(call.func.value)
-                if method in ("backward", "zero_grad", "unscale_") or (method == "item" and self.script.keeps_scaled):
-                    return True
-                if method in METHODS and (owner in self.keys or owner in self.script.schedulers):
-                    return True
+            name, owner = method(call), self.script.owner(call)
+            if name in ("backward", "zero_grad", "unscale_") or (name == "item" and self.script.keeps_scaled):
+                return True
+            if name in METHODS and (owner in self.keys or owner in self.script.schedulers):
+                return True
             if CLIPPING.fullmatch(self.script.called(call)) or any(self.script.name(a) in self.keys for a in call.args):
                 return True
-        return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
+        return _has_grad(node)
 
     def expression(self, node: ast.AST, state: State, place: Place) -> None:
         """Note the operations in a statement without blocks, or in an expression."""
@@ -116,55 +111,43 @@ class Operations:
             for op in self._operations(call, state, place):
                 sure = id(call) not in perhaps or op.kind == "escape"
                 state.ops += (op if sure else replace(op, kind="escape"),)
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        if any(isinstance(n, ast.Attribute) and n.attr == "grad" for target in targets for n in walked(target)):
-            none = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
-            state.ops += (Op("zero" if none else "grads", node, place),)
+        match node:
+            case ast.Assign(targets=targets, value=ast.Constant(value=None)) if any(map(_has_grad, targets)):
+                state.ops += (Op("zero", node, place),)
+            case ast.Assign(targets=targets) if any(map(_has_grad, targets)):
+                state.ops += (Op("grads", node, place),)
+            case ast.AugAssign(target=target) if _has_grad(target):
+                state.ops += (Op("grads", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
         """Yield what a call is."""
-        name = self.script.called(call)
-        if CLIPPING.fullmatch(name):
+        script, called, name, owner = self.script, self.script.called(call), method(call), self.script.owner(call)
+        key = self._versioned(owner, state)
+        if CLIPPING.fullmatch(called):
             yield Op("clip", call, place, target=ast.unparse(call.args[0]) if call.args else "")
-            return
-        if name == "torch.autograd.backward":
+        elif called == "torch.autograd.backward":
             yield self._backward(call, call.args[0] if call.args else call, state, place)
-            return
-        if isinstance(call.func, ast.Attribute):
-            method, owner = call.func.attr, self.script.name(call.func.value)
-            key = self._versioned(owner, state)
-            first = self._versioned(self.script.key(call.args[0]), state) if call.args else ""
-            if owner in self.script.scalers:
-                kinds = {"unscale_": "unscale", "step": "scaler_step"}
-                kind = kinds.get(method, method)
-                if kind in ("scale", "unscale", "scaler_step", "update", "get_scale"):
-                    yield Op(kind, call, place, key, first)
-                return
-            if method == "backward":
-                if call.args or MANAGERS.search(owner):
-                    yield Op("managed_backward", call, place)
-                else:
-                    yield self._backward(call, call.func.value, state, place)
-                return
-            if owner in self.script.schedulers and method == "step":
-                yield Op("schedule", call, place, target=key)
-                return
-            if owner in self.script.optimizers and method in ("step", "first_step", "second_step"):
-                yield Op("step", call, place, target=key)
-                return
-            if method == "zero_grad":
-                yield Op("zero", call, place, target=key)
-                return
-            if method.endswith("_") and any(
-                isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(call.func)
-            ):
-                yield Op("grads", call, place)
-                return
-            if method in ("item", "tolist") and (scaler := state.scaled.get(owner)):
-                yield Op("read", call, place, scaler, owner)
-        yield from self._escapes(call, name, state, place)
+        elif name and owner in script.scalers:
+            kind = OF_SCALERS.get(name, name)
+            if kind in ("scale", "unscale", "scaler_step", "update", "get_scale"):
+                first = self._versioned(script.key(call.args[0]), state) if call.args else ""
+                yield Op(kind, call, place, key, first)
+        elif name == "backward" and (call.args or MANAGERS.search(owner)):
+            yield Op("managed_backward", call, place)
+        elif isinstance(call.func, ast.Attribute) and name == "backward":
+            yield self._backward(call, call.func.value, state, place)
+        elif name == "step" and owner in script.schedulers:
+            yield Op("schedule", call, place, target=key)
+        elif name in ("step", "first_step", "second_step") and owner in script.optimizers:
+            yield Op("step", call, place, target=key)
+        elif name == "zero_grad":
+            yield Op("zero", call, place, target=key)
+        elif name.endswith("_") and _has_grad(call.func):
+            yield Op("grads", call, place)
+        elif name in ("item", "tolist") and (scaler := state.scaled.get(owner)):
+            yield Op("read", call, place, scaler, owner)
+        else:
+            yield from self._escapes(call, called, state, place)
 
     def _backward(self, call: ast.Call, loss: ast.expr, state: State, place: Place) -> Op:
         scaler = self._scaled_by(loss, state)
@@ -173,9 +156,8 @@ class Operations:
     def _scaled_by(self, node: ast.expr, state: State) -> str:
         """Return the scaler by which a loss is scaled; "" if it is not."""
         for part in walked(node):
-            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
-                if (owner := self.script.name(part.func.value)) in self.script.scalers:
-                    return self._versioned(owner, state)
+            if method(part) == "scale" and (owner := self.script.owner(part)) in self.script.scalers:
+                return self._versioned(owner, state)
             if isinstance(part, (ast.Name, ast.Attribute)) and (found := state.scaled.get(self.script.name(part))):
                 return found
         return ""
@@ -203,15 +185,16 @@ class Operations:
 
     def assign(self, node: ast.stmt, state: State) -> None:
         """Note what a statement assigns."""
-        if isinstance(node, ast.AugAssign):
-            self.forget({self.script.key(node.target)}, state)
-            return
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
-        else:
-            return
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pass
+            case ast.AnnAssign(target=name, value=ast.expr() as value):
+                targets = [name]
+            case ast.AugAssign(target=name):
+                self.forget({self.script.key(name)}, state)
+                return
+            case _:
+                return
         scaler = self._scaled_by(value, state) if _is_arithmetic(value) else ""
         new = isinstance(value, ast.Call) and SCALERS.fullmatch(self.script.called(value))
         for target in targets:
@@ -225,8 +208,7 @@ class Operations:
     def rebind(self, target: ast.expr, state: State) -> None:
         """Note that names are assigned anew: they are other objects from here on."""
         keys = {self.script.key(n) for n in walked(target) if isinstance(n, (ast.Name, ast.Attribute))}
-        stored = {n.id for n in walked(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for name in stored:
+        for name in stored(target):
             state.versions[name] = state.versions.get(name, 0) + 1
         for key in keys:
             state.scaled.pop(key, None)
@@ -239,22 +221,25 @@ class Operations:
             del state.known[text]
 
 
+def _has_grad(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
+
+
 def _parts(node: ast.expr) -> Iterator[ast.expr]:
     """Yield an argument, or the elements of one that is a list or a dict."""
-    if isinstance(node, (ast.List, ast.Tuple)):
-        yield from node.elts
-    elif isinstance(node, ast.Dict):
-        yield from node.values
-    elif isinstance(node, ast.Starred):
-        yield node.value
-    else:
-        yield node
+    match node:
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(values=parts):
+            yield from parts
+        case ast.Starred(value=part):
+            yield part
+        case _:
+            yield node
 
 
 def _is_arithmetic(node: ast.expr) -> bool:
     """Return whether a value is a loss if its parts are: a sum, a quotient or a scaled loss."""
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr in ("scale", "mean", "sum")
+        return method(node) in ("scale", "mean", "sum")
     if isinstance(node, ast.BinOp):
         return _is_arithmetic(node.left) or _is_arithmetic(node.right)
     return isinstance(node, (ast.Name, ast.Attribute))

@@ -1,24 +1,30 @@
 """Paths: the orders in which a function can make the calls of a training step.
 
-Input: a `Script` and one of its functions. Output: its paths, each a tuple of `Op`s. A condition that is tested twice
-has one truth on a path, a loop runs twice, and a name that is assigned anew is another object. What a rule reports must
-hold on every path that reaches the place (`judged`), so a step that is right under some condition is never reported.
+A condition that is tested twice has one truth on a path, a loop runs twice, and a name that is assigned anew is another
+object. What a rule reports must hold on every path that reaches the place (`judged`), so a step that is right under
+some condition is never reported.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from halfstep.advise.lint.rule import Hit
-from halfstep.advise.lint.static.conditions import VARYING, assume, words
-from halfstep.advise.lint.static.ops import Op, Operations, State, plain
-from halfstep.advise.lint.static.regions import Place, blocks, entered
-from halfstep.advise.lint.static.script import Function, Script, walked
+from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.static.ops import Op, Operations, State, plain, words
+from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
+from halfstep.advise.lint.static.script import Function, Script, stored
 
-__all__ = ["judged", "paths"]
+__all__ = ["Verdicts", "judged", "on_paths"]
+
+Verdicts = Iterator[tuple[Op, str]]
+"""Operations of a path on which a rule decides: with what is wrong, or with "" if it is right or cannot be known."""
+
+VARYING = re.compile(r"[%<>]|==|!=|\(")
+"""Conditions whose truth is another one in the next iteration of a loop."""
 
 LIMIT = 256
 """The most paths of a function; one with more is left undecided."""
@@ -34,29 +40,22 @@ class _TooManyError(Exception):
 @lru_cache(maxsize=1024)
 def paths(script: Script, function: Function) -> tuple[tuple[Op, ...], ...]:
     """Return the paths of a function; none if there are too many."""
-    if not script.uses_torch or not any(Operations(script).relevant(statement) for statement in function.body):
+    walk, body = _Walk(script), function.node.body
+    if not script.uses_torch or not any(map(walk.relevant, body)):
         return ()
-    place = Place()
-    if not isinstance(function.node, ast.Module):
-        for decorator in function.node.decorator_list:
-            place = entered(script, place, decorator)
     try:
-        return tuple(state.ops for state in _Walk(script).block(function.body, [State()], place))
+        return tuple(state.ops for state in walk.block(body, [State()], place_of(script, function)))
     except _TooManyError:
         return ()
 
 
-def judged(
-    script: Script, judge: Callable[[Sequence[Op]], Iterable[tuple[Op, str]]], *, library: str = ""
-) -> Iterator[Hit]:
-    """Yield a hit for each operation that is wrong on every path on which it is judged.
+def on_paths(judge: Callable[[Sequence[Op]], Verdicts], *, library: str = "") -> Check:
+    """Return the check of `judge` on a script; `library` is "torch" for a rule of torch's scalers alone."""
+    return lambda script: judged(script, judge, library=library)
 
-    Args:
-        script: the script.
-        judge: yields the operations of a path on which a rule decides: with what is wrong, or with "" if it is right
-            or cannot be known.
-        library: "torch" for a rule that holds for the scalers of torch alone.
-    """
+
+def judged(script: Script, judge: Callable[[Sequence[Op]], Verdicts], *, library: str = "") -> Iterator[Hit]:
+    """Yield a hit for each operation that is wrong on every path on which it is judged."""
     for function in script.functions:
         found: dict[ast.AST, set[str]] = {}
         for path in paths(script, function):
@@ -140,7 +139,7 @@ class _Walk(Operations):
         if not any(self.relevant(statement) for statement in node.body):
             return states
         inner = replace(place, loops=(*place.loops, node))
-        changed = {n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        changed = stored(node)
         for number in range(2):
             if number and len(states) > FEW:
                 break
@@ -162,3 +161,26 @@ class _Walk(Operations):
         """Forget the conditions that may have another truth in the next iteration."""
         for text in [text for text in state.known if VARYING.search(text) or words(text) & changed]:
             del state.known[text]
+
+
+def assume(test: ast.expr, truth: bool, known: dict[str, bool]) -> bool:
+    """Note that a condition is `truth`; return False if that contradicts what is known."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return assume(test.operand, not truth, known)
+    if isinstance(test, ast.Constant):
+        return bool(test.value) is truth
+    if isinstance(test, ast.BoolOp) and truth is isinstance(test.op, ast.And):
+        return all(assume(value, truth, known) for value in test.values)
+    text = ast.unparse(test)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+        if ast.unparse(test.comparators[0]) == "None":
+            text, truth = f"{ast.unparse(test.left)} is None", truth is isinstance(test.ops[0], ast.Is)
+            if truth and not _note(ast.unparse(test.left), False, known):
+                return False
+    elif truth and not _note(f"{text} is None", False, known):
+        return False
+    return _note(text, truth, known)
+
+
+def _note(text: str, truth: bool, known: dict[str, bool]) -> bool:
+    return known.setdefault(text, truth) is truth

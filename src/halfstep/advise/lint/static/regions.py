@@ -1,7 +1,4 @@
-"""Regions: which blocks of a script autocast, in which format, and the place of each call among them.
-
-Input: a `Script`. Output: its `Site`s, the calls with the regions, loops and gradient-free blocks around them.
-"""
+"""Regions: which blocks of a script autocast, in which format, and the place of each call among them."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from halfstep.advise.lint.static.script import Function, Script, calls_in
+from halfstep.advise.lint.static.script import Function, Script, calls_in, walked
 
 __all__ = [
-    "Place", "Placed", "Region", "Site", "all_sites", "argument", "blocks", "entered", "placed", "region_of", "sites",
+    "Place", "Placed", "Region", "Site", "all_sites", "argument", "blocks", "entered", "expressions", "place_of",
+    "placed", "region_of", "sites",
 ]  # fmt: skip
 
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
@@ -30,25 +28,15 @@ DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One autocast.
+    """One autocast."""
 
-    Attributes:
-        node: the call that makes it.
-        library: "torch" or "halfstep".
-        device: its device type; "" if it is not a literal.
-        dtype: "fp16", "bf16", "fp32"; "" if it is not known.
-        enabled: False if it is off, None if that depends on a value, else True.
-        sure: whether the block is always in it: not with ``ctx`` that may be a null context.
-        loops: how many loops are around it.
-    """
-
-    node: ast.Call
-    library: str
-    device: str
-    dtype: str
-    enabled: bool | None
-    sure: bool = True
-    loops: int = 0
+    node: ast.Call  # that makes it
+    library: str  # "torch" or "halfstep"
+    device: str  # its type; "" if it is not a literal
+    dtype: str  # "fp16", "bf16", "fp32"; "" if it is not known
+    enabled: bool | None  # None if that depends on a value
+    sure: bool = True  # not with ``ctx`` that may be a null context
+    loops: int = 0  # around it
 
     @property
     def on(self) -> bool:
@@ -58,18 +46,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Place:
-    """What is around a statement, from the outside in.
-
-    Attributes:
-        regions: the autocasts.
-        loops: the for and while loops.
-        branches: the ifs, each with the truth of its condition there.
-        no_grad: whether gradients are off.
-    """
+    """What is around a statement, from the outside in."""
 
     regions: tuple[Region, ...] = ()
     loops: tuple[ast.stmt, ...] = ()
-    branches: tuple[tuple[ast.If, bool], ...] = ()
+    branches: tuple[tuple[ast.If, bool], ...] = ()  # each if with the truth of its condition there
     no_grad: bool = False
 
     @property
@@ -81,6 +62,11 @@ class Place:
     def torch_region(self) -> Region | None:
         """The innermost autocast if it is torch's and on, else None."""
         return self.region if self.region is not None and self.region.library == "torch" else None
+
+    @property
+    def low(self) -> str:
+        """The format of the innermost autocast if it is on for certain, else ""."""
+        return self.region.dtype if self.region is not None and self.region.sure and self.region.enabled else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +136,25 @@ class Placed:
     statement: ast.stmt
 
 
+def place_of(script: Script, function: Function) -> Place:
+    """Return the place of a function's statements, which its decorators enter."""
+    place = Place()
+    for decorator in [] if isinstance(function.node, ast.Module) else function.node.decorator_list:
+        place = entered(script, place, decorator)
+    return place
+
+
 @lru_cache(maxsize=4096)
 def placed(script: Script, function: Function) -> tuple[Placed, ...]:
     """Return the statements of a function in the order of the source, without those of functions defined in it."""
-    place = Place()
-    if not isinstance(function.node, ast.Module):
-        for decorator in function.node.decorator_list:
-            place = entered(script, place, decorator)
-    return tuple(_placed(script, function.body, place))
+    return tuple(_placed(script, function.node.body, place_of(script, function)))
+
+
+def expressions(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
+    """Yield the expressions of a file in the order of the source, if it uses torch, with function and statement."""
+    for function in script.functions if script.uses_torch else ():
+        for where in placed(script, function):
+            yield from ((function, where, node) for node in walked(where.node) if isinstance(node, ast.expr))
 
 
 @lru_cache(maxsize=4096)
@@ -181,11 +178,8 @@ def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Plac
             for item in statement.items:
                 yield Placed(item.context_expr, place, statement)
                 inner = entered(script, inner, item.context_expr)
-        elif isinstance(statement, (ast.For, ast.AsyncFor)):
-            yield Placed(statement.iter, place, statement)
-            inner = replace(place, loops=(*place.loops, statement))
-        elif isinstance(statement, ast.While):
-            yield Placed(statement.test, place, statement)
+        elif isinstance(statement, (ast.For, ast.AsyncFor, ast.While)):
+            yield Placed(statement.test if isinstance(statement, ast.While) else statement.iter, place, statement)
             inner = replace(place, loops=(*place.loops, statement))
         elif isinstance(statement, ast.If):
             yield Placed(statement.test, place, statement)

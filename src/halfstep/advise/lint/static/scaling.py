@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
+from halfstep.advise.lint.rule import Check, Hit
 from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
-from halfstep.advise.lint.static.paths import judged
-from halfstep.advise.lint.static.script import Script, walked
+from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
+from halfstep.advise.lint.static.script import Script, method, walked
 
-__all__ = ["SCALING_RULES"]
-
-Verdict = Iterator[tuple[Op, str]]
+__all__ = ["SCALING_CHECKS"]
 
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
 
 
-def _clip_scaled(path: Sequence[Op]) -> Verdict:
+def _clip_scaled(path: Sequence[Op]) -> Verdicts:
     scaler, known, waiting = "", False, []
     for op in path:
         if op.kind == "scaled_backward":
@@ -37,7 +34,7 @@ def _clip_scaled(path: Sequence[Op]) -> Verdict:
             scaler, known, waiting = "", False, []
 
 
-def _update_twice(path: Sequence[Op]) -> Verdict:
+def _update_twice(path: Sequence[Op]) -> Verdicts:
     state: dict[str, str] = {}
     for number, op in enumerate(path):
         if op.kind in ("scaler_step", "unscale"):
@@ -58,7 +55,7 @@ def _update_twice(path: Sequence[Op]) -> Verdict:
             state[op.scaler] = "updated"
 
 
-def _unscale_twice(path: Sequence[Op]) -> Verdict:
+def _unscale_twice(path: Sequence[Op]) -> Verdicts:
     done: dict[tuple[str, str], str] = {}
     backward: Op | None = None
     for op in path:
@@ -84,7 +81,7 @@ def _unscale_twice(path: Sequence[Op]) -> Verdict:
             done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target not in k[1:]}
 
 
-def _step_without_update(path: Sequence[Op]) -> Verdict:
+def _step_without_update(path: Sequence[Op]) -> Verdicts:
     done: set[tuple[str, str]] = set()
     for op in path:
         if op.kind == "scaler_step":
@@ -96,7 +93,7 @@ def _step_without_update(path: Sequence[Op]) -> Verdict:
             done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
 
 
-def _unprotected_step(path: Sequence[Op]) -> Verdict:
+def _unprotected_step(path: Sequence[Op]) -> Verdicts:
     scaler, sure, stepped = "", False, set[str]()
     for op in path:
         if op.kind == "scaled_backward":
@@ -114,7 +111,7 @@ def _unprotected_step(path: Sequence[Op]) -> Verdict:
             scaler, sure = "", False
 
 
-def _second_step(path: Sequence[Op]) -> Verdict:
+def _second_step(path: Sequence[Op]) -> Verdicts:
     stepped: set[str] = set()
     for op in path:
         if op.kind == "scaler_step":
@@ -126,20 +123,15 @@ def _second_step(path: Sequence[Op]) -> Verdict:
 
 
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
-    scales = [n for n in walked(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
-    dropped = [
-        node.value
-        for node in walked(script.tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.func in scales
-    ]
-    for call in dropped:
-        if (owner := script.called(call).rpartition(".")[0]) in script.scalers:
-            yield Hit(call.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
-    if not scales:
+    for node in walked(script.tree):
+        if isinstance(node, ast.Expr) and method(node.value) in ("scale", "scale_loss"):
+            if (owner := script.owner(node.value)) in script.scalers:
+                yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
+    if not any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree)):
         yield from judged(script, _never_scaled)
 
 
-def _never_scaled(path: Sequence[Op]) -> Verdict:
+def _never_scaled(path: Sequence[Op]) -> Verdicts:
     backward: Op | None = None
     for op in path:
         if op.kind == "plain_backward":
@@ -151,7 +143,7 @@ def _never_scaled(path: Sequence[Op]) -> Verdict:
             yield backward, what
 
 
-def _update_between(path: Sequence[Op]) -> Verdict:
+def _update_between(path: Sequence[Op]) -> Verdicts:
     scaled, updated = set[str](), set[str]()  # scalers by which a loss was scaled; those updated since
     stepped: set[str] = set()
     for op in path:
@@ -170,15 +162,14 @@ def _update_between(path: Sequence[Op]) -> Verdict:
 
 
 def _closure(script: Script) -> Iterator[Hit]:
-    for node in walked(script.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-            if script.scalers.get(owner := script.name(node.func.value)) == "torch":
-                named = any(keyword.arg == "closure" for keyword in node.keywords)
-                if named or (len(node.args) == 2 and not isinstance(node.args[1], ast.Starred)):
-                    yield Hit(node.lineno, f"`{owner}.step` is given a closure")
+    for call in script.calls:
+        if method(call) == "step" and script.scalers.get(owner := script.owner(call)) == "torch":
+            named = any(keyword.arg == "closure" for keyword in call.keywords)
+            if named or (len(call.args) == 2 and not isinstance(call.args[1], ast.Starred)):
+                yield Hit(call.lineno, f"`{owner}.step` is given a closure")
 
 
-def _scheduler(path: Sequence[Op]) -> Verdict:
+def _scheduler(path: Sequence[Op]) -> Verdicts:
     step: Op | None = None
     for op in path:
         if op.kind == "scaler_step":
@@ -192,70 +183,15 @@ def _scheduler(path: Sequence[Op]) -> Verdict:
             yield op, what if same and op.place.loops else ""
 
 
-ZEROS = "model.zero_grad()"
-
-SCALING_RULES = (
-    Rule.of(
-        "HS001",
-        bad=loop(FORWARD, SCALED, CLIP, STEP, UPDATE, ZERO),
-        good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _clip_scaled),
-    ),
-    Rule.of(
-        "HS002",
-        bad=loop(FORWARD, SCALED, STEP, UPDATE, UPDATE, ZERO),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _update_twice, library="torch"),
-    ),
-    Rule.of(
-        "HS003",
-        bad=loop(FORWARD, SCALED, UNSCALE, CLIP, UNSCALE, STEP, UPDATE, ZERO),
-        good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _unscale_twice, library="torch"),
-    ),
-    Rule.of(
-        "HS004",
-        bad=loop(FORWARD, SCALED, STEP, ZERO),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _step_without_update, library="torch"),
-    ),
-    Rule.of(
-        "HS005",
-        bad=loop(FORWARD, SCALED, "optimizer.step()", ZERO),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _unprotected_step),
-    ),
-    Rule.of(
-        "HS006",
-        bad=loop(FORWARD, SCALED, STEP, "optimizer.step()", UPDATE, ZERO),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=lambda script: judged(script, _second_step),
-    ),
-    Rule.of(
-        "HS007",
-        bad=loop(FORWARD, "scaler.scale(loss)", BACKWARD, STEP, UPDATE, ZERO),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=_forgotten_scale,
-    ),
-    Rule.of(
-        "HS008",
-        bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE, ZEROS),
-        good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE, ZEROS),
-        check=lambda script: judged(script, _update_between),
-    ),
-    Rule.of(
-        "HS009",
-        bad=loop(FORWARD, SCALED, "scaler.step(optimizer, closure)", UPDATE),
-        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
-        check=_closure,
-    ),
-    Rule.of(
-        "HS010",
-        bad=loop(FORWARD, SCALED, STEP, UPDATE, "scheduler.step()", ZERO),
-        good=loop(
-            FORWARD, SCALED, STEP, "before = scaler.get_scale()", UPDATE,
-            "if scaler.get_scale() >= before:\n        scheduler.step()", ZERO,
-        ),
-        check=lambda script: judged(script, _scheduler),
-    ),
-)  # fmt: skip
+SCALING_CHECKS: Mapping[str, Check] = {
+    "HS001": on_paths(_clip_scaled),
+    "HS002": on_paths(_update_twice, library="torch"),
+    "HS003": on_paths(_unscale_twice, library="torch"),
+    "HS004": on_paths(_step_without_update, library="torch"),
+    "HS005": on_paths(_unprotected_step),
+    "HS006": on_paths(_second_step),
+    "HS007": _forgotten_scale,
+    "HS008": on_paths(_update_between),
+    "HS009": _closure,
+    "HS010": on_paths(_scheduler),
+}

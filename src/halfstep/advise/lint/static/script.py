@@ -1,7 +1,8 @@
-"""A script as the static rules read it: its names, and the roles of its objects.
+"""A script as the static rules read it: its syntax tree, what its names stand for, and the roles of its objects.
 
-An object has a role (loss scaler, optimizer, scheduler, model) by the call that made it, or by methods that only such
-objects have.
+Nothing is imported or run. A name is resolved through the file's imports (``F.relu`` -> ``torch.nn.functional.relu``)
+or through what the file assigns to it. An object has a role (loss scaler, optimizer, scheduler, model) by the call that
+made it, or by methods that only such objects have.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
 
-from halfstep.advise.lint.static.names import Function, Names, Value, calls_in, walked
+from halfstep.errors import LintError
 
-__all__ = ["OPTIMIZERS", "SCALERS", "Function", "Script", "calls_in", "walked"]
+__all__ = ["OPTIMIZERS", "SCALERS", "Function", "Script", "calls_in", "method", "stored", "walked"]
+
+FORMATS = {
+    "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
+    "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
+}  # fmt: skip
+"""torch's names of formats -> this package's."""
 
 SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
 OPTIMIZERS = re.compile(
@@ -26,123 +35,294 @@ SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w+|(.*\.)?get_\w*sch
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
 
-class Script(Names):
-    """One Python file."""
+@lru_cache(maxsize=16384)
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all nodes below it; rules walk through the same ones again and again."""
+    return tuple(ast.walk(node))
+
+
+def method(node: ast.AST | None) -> str:
+    """Return the method that `node` calls; "" if it calls none."""
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+
+
+def stored(*nodes: ast.AST) -> set[str]:
+    """Return the names that are assigned in `nodes`."""
+    return {n.id for node in nodes for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls in `node` in the order in which they are made, without those in functions it defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from calls_in(child)
+    if isinstance(node, ast.Call):
+        yield node
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function, a method, or the top level of a file, whose name is ""."""
+
+    name: str
+    node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+
+    @property
+    def arguments(self) -> set[str]:
+        """The names of its arguments."""
+        if isinstance(self.node, ast.Module):
+            return set()
+        every = self.node.args
+        return {argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs)}
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is assigned to a name: an expression, or the part `index` of one that is unpacked."""
+
+    node: ast.expr
+    index: int | None = None
+
+
+class Script:
+    """One Python file: its source `text` and its syntax `tree`.
+
+    Raises:
+        LintError: `text` is no Python of this version.
+    """
+
+    def __init__(self, text: str, path: str = "<script>") -> None:
+        self.text = text
+        try:
+            self.tree = ast.parse(text)
+        except (SyntaxError, ValueError) as error:
+            line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise LintError(f"{path}{line} cannot be parsed: {reason}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Script:
+        """Return the script in a file."""
+        try:
+            return cls(path.read_text(encoding="utf-8-sig"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise LintError(f"file {str(path)!r} cannot be read: {error}") from error
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call of the file."""
+        return [node for node in walked(self.tree) if isinstance(node, ast.Call)]
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        """The top level, then every function and method."""
+        found = [node for node in walked(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return [Function("", self.tree), *(Function(node.name, node) for node in found)]
+
+    # ------------------------------------------------------------------ names
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Name in the file -> the module or object it was imported as; the first import of a name counts."""
+        found: dict[str, str] = {}
+        for node in walked(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    root = alias.name.partition(".")[0]
+                    found.setdefault(alias.asname or root, alias.name if alias.asname else root)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}")
+        return found
+
+    @cached_property
+    def uses_torch(self) -> bool:
+        """Whether the file imports torch or halfstep, and no framework whose scaler has methods of the same names."""
+        roots = {target.lstrip(".").partition(".")[0] for target in self.imports.values()}
+        return bool(roots & {"torch", "halfstep"}) and not roots & {"paddle", "megengine", "mindspore", "tensorflow"}
+
+    def name(self, node: ast.AST) -> str:
+        """Return the dotted name of an expression with its imports resolved, such as "torch.half"; "" if it is none."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
+
+    def key(self, node: ast.AST) -> str:
+        """Return what identifies an object in the file: its dotted name, or its source (``optimizers[0]``)."""
+        return self.name(node) or ast.unparse(node)
+
+    def called(self, node: ast.AST) -> str:
+        """Return the dotted name of the function that `node` calls; "" if it is no call or has no such name."""
+        return self.name(node.func) if isinstance(node, ast.Call) else ""
+
+    def owner(self, node: ast.AST) -> str:
+        """Return the dotted name of the object whose method `node` calls; "" if it is none or has no such name."""
+        return self.called(node).rpartition(".")[0]
+
+    def operator(self, node: ast.AST) -> str:
+        """Return the function that `node` calls, or the class whose instance it calls: ``loss = nn.MSELoss()``."""
+        made = self.constant(node.func) if isinstance(node, ast.Call) else None
+        return self.called(made) if isinstance(made, ast.Call) else self.called(node)
+
+    @cached_property
+    def assigned(self) -> dict[str, list[Value]]:
+        """Name or attribute -> every value that the file assigns to it."""
+        found: dict[str, list[Value]] = {}
+        for node in walked(self.tree):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+                targets = [node.target]
+            for target in targets:
+                for key, value in self._bound(target, node.value):  # type: ignore[attr-defined]  # it is one of them
+                    found.setdefault(key, []).append(value)
+        return found
+
+    def _bound(self, target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, Value]]:
+        if value is None:
+            return
+        if not isinstance(target, (ast.Tuple, ast.List)):
+            yield self.key(target), Value(value)
+        elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+            for part, each in zip(target.elts, value.elts, strict=True):
+                yield from self._bound(part, each)
+        else:
+            yield from ((self.key(part), Value(value, index)) for index, part in enumerate(target.elts))
+
+    def constant(self, node: ast.expr | None) -> ast.expr | None:
+        """Return `node`, or what it was assigned if it is a name with one value in the file that is no argument."""
+        if isinstance(node, (ast.Name, ast.Attribute)) and (key := self.key(node)) not in self._arguments:
+            values = self.assigned.get(key, [])
+            if len(values) == 1 and values[0].index is None:
+                return values[0].node
+        return node
+
+    def local(self, function: Function, node: ast.expr) -> ast.expr:
+        """Return `node`, or the one value that a function assigns to it if it is a name."""
+        if not isinstance(node, ast.Name) or node.id in function.arguments:
+            return node
+        every = walked(function.node)
+        named = [n for n in every if isinstance(n, ast.Name) and n.id == node.id and isinstance(n.ctx, ast.Store)]
+        values = [
+            n.value
+            for n in every
+            if isinstance(n, ast.Assign)
+            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in walked(target))
+        ]
+        return values[0] if len(values) == len(named) == 1 and not isinstance(values[0], ast.Tuple) else node
+
+    @cached_property
+    def _arguments(self) -> set[str]:
+        return set().union(*(function.arguments for function in self.functions))
+
+    def format_of(self, node: ast.expr | None) -> str:
+        """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
+        found = self.constant(node)
+        return FORMATS.get(self.name(found), "") if found is not None else ""
+
+    def low_format(self, call: ast.AST) -> str:
+        """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
+        if not isinstance(call, ast.Call):
+            return ""
+        if method(call) in ("half", "bfloat16") and not call.args:
+            return "fp16" if method(call) == "half" else "bf16"
+        given = [*call.args, *(k.value for k in call.keywords if k.arg == "dtype")] if method(call) == "to" else []
+        return next((form for a in given if (form := self.format_of(a)) in ("fp16", "bf16")), "")
+
+    @cached_property
+    def mentions(self) -> dict[str, set[str]]:
+        """Name of a function of the file -> the names and attributes that its body mentions."""
+        return {
+            f.name: {self.name(n) for n in walked(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
+            for f in self.functions
+            if f.name
+        }
+
+    # ------------------------------------------------------------------ roles
+
+    def makers(self, key: str) -> set[str]:
+        """Return the names of the functions whose results an object may be; "" for one without a name."""
+        nodes = [value.node for value in self.assigned.get(key, []) if value.index is None]
+        for node in nodes:
+            if isinstance(node, ast.IfExp):
+                nodes += [node.body, node.orelse]
+        return {self.called(node) for node in nodes if isinstance(node, ast.Call)}
+
+    def _made_by(self, pattern: re.Pattern[str]) -> set[str]:
+        return {key for key in self.assigned if any(map(pattern.fullmatch, self.makers(key)))}
 
     @cached_property
     def scalers(self) -> dict[str, str]:
         """Loss scaler -> the library it is from, "torch" or "halfstep"."""
-        if not self.uses_torch:
-            return {}
         found: dict[str, str] = {}
-        for key, values in self.assigned.items():
-            made = [name for value in values for name in self._made(value)]
-            if any(SCALERS.fullmatch(name) for name in made):
-                others = [name for name in made if name and not SCALERS.fullmatch(name)]
-                if not others:
-                    found[key] = "halfstep" if any(name.startswith("halfstep.") for name in made) else "torch"
-            elif any(value.index == 2 and self.called(value.node) == "halfstep.prepare" for value in values):
+        for key, values in self.assigned.items() if self.uses_torch else ():
+            made = self.makers(key) - {""}
+            own = set(filter(SCALERS.fullmatch, made))
+            if own == made and own:
+                found[key] = "halfstep" if any(name.startswith("halfstep.") for name in made) else "torch"
+            elif not own and any(v.index == 2 and self.called(v.node) == "halfstep.prepare" for v in values):
                 found[key] = "halfstep"
-        strangers = {key for key, values in self.assigned.items() if key not in found and any(map(self._calls, values))}
-        for node in walked(self.tree):
-            if (
-                isinstance(node, ast.arg)
-                and node.annotation is not None
-                and "GradScaler" in ast.unparse(node.annotation)
-            ):
-                found.setdefault(node.arg, "torch")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                owner = node.func.value
-                if node.func.attr == "backward" and isinstance(owner, ast.Call) and self._is_scale(owner):
-                    owner = owner.func.value  # type: ignore[attr-defined]  # a scale call's function is an attribute
-                elif node.func.attr != "unscale_" or len(node.args) != 1:
-                    continue
-                if (key := self.name(owner)) and key not in strangers:
-                    found.setdefault(key, "torch")
+        called = {key for key, values in self.assigned.items() if any(isinstance(v.node, ast.Call) for v in values)}
+        strangers = called - found.keys()
+        for node in walked(self.tree) if self.uses_torch else ():
+            match node:
+                case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
+                    found.setdefault(node.arg, "torch")
+                case (
+                    ast.Call(func=ast.Attribute(attr="unscale_", value=owner), args=[_])
+                    | ast.Call(
+                        func=ast.Attribute(
+                            attr="backward", value=ast.Call(func=ast.Attribute(attr="scale", value=owner), args=[_])
+                        )
+                    )
+                ):
+                    if (key := self.name(owner)) and key not in strangers:
+                        found.setdefault(key, "torch")
         return found
 
     @cached_property
     def keeps_scaled(self) -> bool:
         """Whether a name of the file is assigned a scaled loss."""
-        return any(
-            isinstance(value.node, ast.Call) and self.called(value.node).rpartition(".")[::2] == (key, "scale")
-            for values in self.assigned.values()
-            for value in values
-            for key in self.scalers
-        )
-
-    def _calls(self, value: Value) -> bool:
-        return isinstance(value.node, ast.Call)
-
-    @staticmethod
-    def _is_scale(node: ast.Call) -> bool:
-        return isinstance(node.func, ast.Attribute) and node.func.attr == "scale" and len(node.args) == 1
-
-    def _made(self, value: Value) -> Iterator[str]:
-        """Yield the names of the functions whose results a value may be."""
-        if value.index is None:
-            nodes = [value.node]
-            while nodes:
-                node = nodes.pop()
-                if isinstance(node, ast.IfExp):
-                    nodes += [node.body, node.orelse]
-                elif isinstance(node, ast.Call):
-                    yield self.called(node)
+        values = [value.node for values in self.assigned.values() for value in values]
+        return any(method(node) == "scale" and self.owner(node) in self.scalers for node in values)
 
     @cached_property
     def optimizers(self) -> set[str]:
         """Optimizers: made by an optimizer's class, stepped or unscaled by a scaler, or named as one."""
-        found = {
-            key
-            for key, values in self.assigned.items()
-            if any(OPTIMIZERS.fullmatch(name) for value in values for name in self._made(value))
-        }
-        for node in walked(self.tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                owner, method = self.name(node.func.value), node.func.attr
-                if method in ("step", "unscale_") and owner in self.scalers and node.args:
-                    found.add(self.key(node.args[0]))
-                elif method in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
-                    found.add(owner)
+        found = self._made_by(OPTIMIZERS)
+        for call in self.calls:
+            owner = self.owner(call)
+            if method(call) in ("step", "unscale_") and owner in self.scalers and call.args:
+                found.add(self.key(call.args[0]))
+            elif method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
+                found.add(owner)
         return found - self.schedulers
+
+    @cached_property
+    def schedulers(self) -> set[str]:
+        """Learning-rate schedulers: made by one of torch's classes or a ``get_..._schedule...``, or named as one."""
+        steps = {self.owner(call) for call in self.calls if method(call) == "step"}
+        return self._made_by(SCHEDULERS) | set(filter(SCHEDULER_NAME.search, steps))
 
     @cached_property
     def models(self) -> set[str]:
         """Modules: objects whose parameters or mode the file asks for."""
         methods = ("parameters", "named_parameters", "train", "eval", "modules")
-        owners = {
-            self.name(node.func.value)
-            for node in self.calls
-            if isinstance(node.func, ast.Attribute) and node.func.attr in methods
-        }
+        owners = {self.owner(call) for call in self.calls if method(call) in methods}
         return owners - {"", "self", "super"} - self.imports.keys()
 
     def methods_of(self, key: str) -> Iterator[ast.Call]:
         """Yield the calls of methods of an object: in the source, and on the value that it is assigned."""
-        for call in self.calls:
-            if isinstance(call.func, ast.Attribute) and self.name(call.func.value) == key:
-                yield call
+        yield from (call for call in self.calls if method(call) and self.owner(call) == key)
         for value in self.assigned.get(key, []):
             node: ast.AST = value.node if value.index is None else ast.Pass()
             while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if self.name(node.func.value) != key:  # else it was yielded above
+                if self.owner(node) != key:  # else it was yielded above
                     yield node
                 node = node.func.value
-
-    def makers(self, key: str) -> set[str]:
-        """Return the names of the functions whose results an object may be; "" for one without a name."""
-        return {name for value in self.assigned.get(key, []) for name in self._made(value)}
-
-    @cached_property
-    def schedulers(self) -> set[str]:
-        """Learning-rate schedulers: made by one of torch's classes or a ``get_..._schedule...``, or named as one."""
-        found = {
-            key
-            for key, values in self.assigned.items()
-            if any(SCHEDULERS.fullmatch(name) for value in values for name in self._made(value))
-        }
-        for node in walked(self.tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-                if SCHEDULER_NAME.search(owner := self.name(node.func.value)):
-                    found.add(owner)
-        return found

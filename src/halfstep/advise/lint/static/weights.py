@@ -1,20 +1,18 @@
-"""Rules on low weights: a model that is made low by hand and trained as it is."""
+"""Rules on weights: models that are made low by hand, low copies of them, and optimizers of other parameters."""
 
 from __future__ import annotations
 
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import FORWARD, SCALED, STEP, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.optimizers import ADAMW, parameters_of, trains
+from halfstep.advise.lint.rule import Check, Hit
 from halfstep.advise.lint.static.regions import Site, all_sites, argument, sites
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
 
-__all__ = ["WEIGHT_RULES"]
+__all__ = ["WEIGHT_CHECKS"]
 
 PRECISE_BEHIND = re.compile(
     r"hs\.|halfstep|apex|master_?(param|weight|cop)|deepspeed|peft|get_peft_model|lora|bitsandbytes|8bit|kahan|stochastic_round|FSDP|fully_shard"
@@ -23,40 +21,31 @@ PRECISE_BEHIND = re.compile(
 )
 """Words in a file in which something may keep precise values behind low weights, or train others than those."""
 
-LOW = ("fp16", "bf16")
-
-WITH_EPS = {
-    "Adam": 1e-8,
-    "AdamW": 1e-8,
-    "NAdam": 1e-8,
-    "RAdam": 1e-8,
-    "RMSprop": 1e-8,
-    "Adamax": 1e-8,
-    "FusedAdam": 1e-8,
-}
-"""Class of an optimizer that divides by a root plus eps -> its default."""
+WITH_EPS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "FusedAdam"})
+"""Classes of optimizers that divide by a root plus eps, 1e-8 unless it is given."""
 
 ROUNDS_TO_ZERO = 2.0**-25
 """The largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24."""
 
+REPLACES = re.compile(
+    r"(.*\.)?get_peft_model|torch\.nn\.utils\.weight_norm"
+    r"|torch\.distributed\.(_composable\.)?fsdp\.(fully_shard|FullyShardedDataParallel)"
+)
+"""Functions that give a model parameters that an optimizer made before does not have."""
+
+WRAPPERS = re.compile(r"torch\.nn\.(parallel\.)?(DistributedDataParallel|DataParallel)")
+AVERAGE_NAME = re.compile(r"(^|[._])(ema|avg|average|averaged|shadow|swa)(_\w+)?$|_(ema|avg|shadow)$", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class _LowModel:
-    """A model that a function makes low and then trains by an optimizer over all its parameters.
-
-    Attributes:
-        model: the model.
-        lowered: the call that makes it low.
-        form: "fp16" or "bf16".
-        optimizer: its optimizer.
-        made: the call that makes the optimizer.
-    """
+    """A model that a function makes low and then trains by an optimizer over all its parameters."""
 
     model: str
-    lowered: ast.Call
-    form: str
+    lowered: ast.Call  # makes it low
+    form: str  # "fp16" or "bf16"
     optimizer: str
-    made: ast.Call
+    made: ast.Call  # makes the optimizer
 
 
 def _low_models(script: Script) -> Iterator[_LowModel]:
@@ -65,25 +54,23 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
     for function in script.functions if script.uses_torch else ():
         calls = sites(script, function)
         for made in calls:
-            model = parameters_of(script, made.call)
+            model = _parameters_of(script, made.call)
             if not model or not isinstance(made.statement, ast.Assign) or made.place.branches:
                 continue
             optimizer = script.key(made.statement.targets[0])
-            used = [site.call.lineno for site in calls if _uses(script, site, made, {model, optimizer})]
-            if any(isinstance(c.func, ast.Attribute) and c.func.attr == "float" for c in script.methods_of(model)):
+            used = [  # calls that train: behind the optimizer, in a loop or with the model as an argument
+                site.call.lineno
+                for site in calls
+                if site.call.lineno > made.call.lineno
+                and (site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args))
+            ]
+            if any(method(call) == "float" for call in script.methods_of(model)):
                 continue  # made fp32 again in some place
             for site in calls:
                 form = script.low_format(site.call) or _low_when_loaded(script, site.call)
                 before = site.call.lineno < min(used, default=math.inf) and not site.place.branches
                 if form and before and _made_low(script, site) == model:
                     yield _LowModel(model, site.call, form, optimizer, made.call)
-
-
-def _uses(script: Script, site: Site, made: Site, keys: set[str]) -> bool:
-    """Return whether a call trains: it stands behind the optimizer, in a loop or with the model as an argument."""
-    if site.call.lineno <= made.call.lineno:
-        return False
-    return bool(site.place.loops) or any(script.name(a) in keys for a in site.call.args)
 
 
 def _made_low(script: Script, site: Site) -> str:
@@ -102,7 +89,7 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
     if not script.called(call).endswith("from_pretrained"):
         return ""
     forms = [script.format_of(keyword.value) for keyword in call.keywords if keyword.arg in ("torch_dtype", "dtype")]
-    return forms[0] if forms and forms[0] in LOW else ""
+    return forms[0] if forms and forms[0] in ("fp16", "bf16") else ""
 
 
 def _half(script: Script) -> Iterator[Hit]:
@@ -112,59 +99,135 @@ def _half(script: Script) -> Iterator[Hit]:
 
 def _eps(script: Script) -> Iterator[Hit]:
     for low in _low_models(script):
-        name = script.called(low.made).rpartition(".")[2]
-        if low.form == "fp16" and name in WITH_EPS:
-            given = script.constant(argument(low.made, None, "eps"))
-            value = given.value if isinstance(given, ast.Constant) else None if given is not None else WITH_EPS[name]
-            if isinstance(value, float) and 0 < value <= ROUNDS_TO_ZERO:
-                what = f"eps={value:g} of `{low.optimizer}` is 0 in fp16, the format of `{low.model}`"
-                yield Hit(low.made.lineno, what)
+        if low.form == "fp16" and script.called(low.made).rpartition(".")[2] in WITH_EPS:
+            given = argument(low.made, None, "eps")
+            match script.constant(given) if given is not None else ast.Constant(1e-8):
+                case ast.Constant(value=float(eps)) if 0 < eps <= ROUNDS_TO_ZERO:
+                    what = f"eps={eps:g} of `{low.optimizer}` is 0 in fp16, the format of `{low.model}`"
+                    yield Hit(low.made.lineno, what)
 
 
 def _unscaled_fp16(script: Script) -> Iterator[Hit]:
     low = {each.optimizer: each.model for each in _low_models(script) if each.form == "fp16"}
     for site in all_sites(script):
-        owner, _, method = script.called(site.call).rpartition(".")
-        if script.scalers.get(owner) == "torch" and method in ("step", "unscale_") and site.call.args:
-            if model := low.pop(script.key(site.call.args[0]), ""):
-                yield Hit(site.call.lineno, f"`{script.key(site.call.args[0])}` has the fp16 gradients of `{model}`")
+        if method(site.call) in ("step", "unscale_") and script.scalers.get(script.owner(site.call)) == "torch":
+            key = script.key(site.call.args[0]) if site.call.args else ""
+            if model := low.pop(key, ""):
+                yield Hit(site.call.lineno, f"`{key}` has the fp16 gradients of `{model}`")
 
 
-WEIGHT_RULES = (
-    Rule(
-        code="HS028",
-        severity="warning",
-        title="a model is made low by hand and trained",
-        why="An update smaller than half an ulp of its weight changes nothing: in bf16 2**-9 of the weight. In "
-        "fp16, Adam's second moment of gradients below 0.005 is 0 too.",
-        fix="Keep fp32 weights and autocast, or let hs.prepare(model, optimizer, policy='O2') keep precise values "
-        "behind low weights.",
-        bad=trains("model.bfloat16()", ADAMW),
-        good=trains(ADAMW),
-        check=_half,
-    ),
-    Rule(
-        code="HS029",
-        severity="error",
-        title="eps that is zero in fp16",
-        why="Where the second moment is 0, Adam divides 0 by 0 (or a gradient by 0): the weights become NaN in "
-        "the first steps.",
-        fix="Keep fp32 weights and autocast; if weights must be fp16, eps from 1e-7 on is not zero and 1e-4 is "
-        "safe.",
-        bad=trains("model.half()", ADAMW),
-        good=trains(ADAMW),
-        check=_eps,
-    ),
-    Rule(
-        code="HS030",
-        severity="error",
-        title="fp16 gradients under a GradScaler",
-        why="torch raises 'Attempting to unscale FP16 gradients': the scaler expects fp32 weights.",
-        fix="Delete .half() and keep autocast; hs.GradScaler unscales fp16 gradients too.",
-        bad="import torch\n\nmodel = Net().cuda().half()\n" + ADAMW + "\n"
-        + loop(FORWARD, SCALED, STEP, UPDATE, ZERO).partition("\n\n")[2],
-        good="import torch\n\nmodel = Net().cuda()\n" + ADAMW + "\n"
-        + loop(FORWARD, SCALED, STEP, UPDATE, ZERO).partition("\n\n")[2],
-        check=_unscaled_fp16,
-    ),
-)  # fmt: skip
+def _made_early(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        made: dict[str, tuple[str, int]] = {}
+        found: dict[str, Hit] = {}
+        for site in sites(script, function):
+            call, statement = site.call, site.statement
+            if isinstance(statement, ast.Assign) and (model := _parameters_of(script, call)):
+                found.pop(model, None)  # it is made again
+                if not site.place.branches and not site.place.loops:
+                    made[model] = (script.key(statement.targets[0]), call.lineno)
+            elif script.called(call).endswith("add_param_group"):
+                found.clear()
+            elif (replaced := _replaced(script, call, statement, set(made))) and not site.place.branches:
+                model, how = replaced
+                optimizer, line = made.pop(model)
+                what = f"`{optimizer}` has the parameters of `{model}` before line {call.lineno}: {how}"
+                found[model] = Hit(line, what)
+        yield from found.values()
+
+
+def _parameters_of(script: Script, call: ast.Call) -> str:
+    """Return the model that an optimizer is made for with ``Class(model.parameters(), ...)``; "" for other calls."""
+    first = argument(call, 0, "params") if OPTIMIZERS.fullmatch(script.called(call)) else None
+    return script.owner(first) if first is not None and method(first) == "parameters" else ""
+
+
+def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[str]) -> tuple[str, str] | None:
+    """Return (model, how) if a call gives one of `models` other parameters."""
+    name = script.called(call)
+    owner = name.rpartition(".")[0]
+    if REPLACES.fullmatch(name):
+        first = script.name(call.args[0]) if call.args else ""
+        for model in (owner, first):
+            if model in models:
+                return model, f"`{name}` makes new ones"
+    if name.endswith("load_state_dict") and owner in models:
+        assign = argument(call, 2, "assign")
+        if isinstance(assign, ast.Constant) and assign.value:
+            return owner, "load_state_dict(assign=True) puts others in their place"
+    if isinstance(statement, ast.Assign) and statement.value is call and name.startswith("torch.nn."):
+        target = statement.targets[0]
+        root = script.name(target).rpartition(".")[0] if isinstance(target, ast.Attribute) else ""
+        for model in models:
+            if root == model or root.startswith(f"{model}."):
+                return model, f"`{script.name(target)}` is a new layer"
+    return None
+
+
+def _wrapped_first(script: Script) -> Iterator[Hit]:
+    for function in script.functions:
+        wrapped: dict[str, int] = {}
+        for site in sites(script, function):
+            name, statement = script.called(site.call), site.statement
+            if site.place.branches:
+                continue
+            if WRAPPERS.fullmatch(name) and isinstance(statement, ast.Assign) and statement.value is site.call:
+                wrapped[script.key(statement.targets[0])] = site.call.lineno
+            elif name in ("halfstep.prepare", "apex.amp.initialize") and site.call.args:
+                given = site.call.args[0]
+                for part in given.elts if isinstance(given, (ast.List, ast.Tuple)) else [given]:
+                    if (line := wrapped.get(script.key(part))) is not None:
+                        yield Hit(site.call.lineno, f"`{script.key(part)}` was wrapped in line {line}, before `{name}`")
+
+
+def _low_average(script: Script) -> Iterator[Hit]:
+    if not re.search(r"\.(mul_|lerp_|update|update_parameters|update_ema)\(|lerp|EMA|AveragedModel", script.text):
+        return
+    for function in script.functions if script.uses_torch else ():
+        for site in sites(script, function):
+            statement, call = site.statement, site.call
+            form = script.low_format(call)
+            if not form or site.place.loops:
+                continue
+            if isinstance(statement, ast.Assign) and statement.value is call:
+                name = script.key(statement.targets[0])
+            elif isinstance(statement, ast.Expr) and statement.value is call:
+                name = script.owner(call)
+            else:
+                continue
+            if AVERAGE_NAME.search(name) and _is_updated(script, name):
+                yield Hit(call.lineno, f"the running average `{name}` is kept in {form}")
+
+
+def _is_updated(script: Script, name: str) -> bool:
+    """Return whether a loop of the file goes through the parameters of an average, or calls its update."""
+    for node in walked(script.tree):
+        if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
+            return True
+        if method(node) in ("update", "update_parameters", "lerp_", "mul_") and script.owner(node) == name:
+            return True
+    return False
+
+
+def _low_checkpoint(script: Script) -> Iterator[Hit]:
+    if not re.search(r"load_state_dict|resume", script.text):
+        return
+    for node in walked(script.tree) if script.uses_torch else ():
+        if isinstance(node, ast.Dict):
+            values = [n for value in node.values for n in walked(value)]
+            if any(method(n) == "state_dict" and script.owner(n) in script.optimizers for n in values):
+                low = [value for value in node.values if any(map(script.low_format, walked(value)))]
+                if low:
+                    texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
+                    yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
+
+
+WEIGHT_CHECKS: Mapping[str, Check] = {
+    "HS028": _half,
+    "HS029": _eps,
+    "HS030": _unscaled_fp16,
+    "HS031": _made_early,
+    "HS032": _wrapped_first,
+    "HS033": _low_average,
+    "HS048": _low_checkpoint,
+}

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from halfstep.advise.lint.tracing.numbers import shown
+from halfstep.formats import LOW_DTYPES
 from halfstep.lens import OperatorCall, OperatorSink, user_frame
+from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
-__all__ = ["HostRead", "StepSink", "TracedCall"]
+__all__ = [
+    "CAST_OVERFLOW", "INFINITE_DERIVATIVE", "MASKED_ROW", "NOT_FINITE", "ROUNDED_INTEGERS", "StepSink", "TracedCall",
+]  # fmt: skip
 
 READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal"}
@@ -33,45 +37,41 @@ MAKES = frozenset(
 )
 """Functions whose result stands for their argument where a formula of several operators is looked for."""
 
+MASKED_ROW = "masked row"
+"""A softmax over values that are all -inf."""
+INFINITE_DERIVATIVE = "infinite derivative"
+"""An argument at a point where the operator's derivative is infinite or nan."""
+NOT_FINITE = "not finite"
+"""A result with inf or nan from finite arguments."""
+CAST_OVERFLOW = "cast overflow"
+"""A cast to a low format that makes inf of finite numbers."""
+ROUNDED_INTEGERS = "rounded integers"
+"""Whole numbers, such as positions, of which a low format makes different ones equal."""
+
+SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
+BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}
+"""Operator -> magnitude at which its derivative is infinite."""
+MASKS = frozenset({"masked_fill", "masked_scatter", "where", "pad", "to", "cat", "stack", "full_like"})
+OF_POSITIONS = frozenset({"matmul", "mm", "bmm", "mul", "einsum", "outer", "linear", "to"})
+MOST_ELEMENTS = 1 << 22
+"""Elements up to which values are examined: a reading costs a pass over memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
-    """One call of an operator.
-
-    Attributes:
-        op: public short name.
-        module: dotted name of the innermost module that runs.
-        file: path of the innermost file that is neither torch's nor halfstep's; "" if there is none.
-        line: its line; 0 if there is none.
-        in_place: whether it writes into its first argument.
-        inputs: floating tensors among its arguments, as the user's code gives them.
-        outputs: floating tensors that it returns.
-        numbers: floats among its arguments.
-        function: name of the torch.autograd.Function whose forward calls it; "" outside.
-        gradients: whether autograd records.
-        shows: what the values show, see `numbers`.
-    """
+    """One call of an operator, with its floating tensors as the user's code gives them."""
 
     op: str
     module: str
-    file: str
+    file: str  # of the innermost frame that is neither torch's nor halfstep's, "" and line 0 if there is none
     line: int
     in_place: bool
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     numbers: tuple[float, ...]
-    function: str
-    gradients: bool
-    shows: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """A place where the host waits for a value of a tensor."""
-
-    function: str
-    file: str
-    line: int
+    function: str  # the torch.autograd.Function whose forward calls it
+    gradients: bool  # autograd records
+    shows: frozenset[str]  # what its numbers show: "masked row", ...
 
 
 class StepSink(OperatorSink):
@@ -80,7 +80,7 @@ class StepSink(OperatorSink):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[TracedCall] = []
-        self.reads: list[HostRead] = []
+        self.reads: list[tuple[str, str, int]] = []  # where the host waits for a value: function, file, line
         self._origins: dict[int, int] = {}
         self._kept: list[Any] = []
 
@@ -97,9 +97,8 @@ class StepSink(OperatorSink):
         self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operator and record it."""
-        inputs = _floating((args, kwargs))
-        before = shown(call.op, args, kwargs)
-        function = self._function()
+        inputs, function = _floating((args, kwargs)), self._function()
+        before = _shown(call.op, args, kwargs)
         result = func(*args, **kwargs)
         outputs = _floating(result)
         file, _, line = call.line.rpartition(":")
@@ -115,7 +114,7 @@ class StepSink(OperatorSink):
                 numbers=tuple(a for a in (*args, *kwargs.values()) if type(a) is float),
                 function=function,
                 gradients=torch.is_grad_enabled(),
-                shows=frozenset(shown(call.op, args, kwargs, outputs, before)),
+                shows=frozenset(_shown(call.op, args, kwargs, outputs, before)),
             )
         )
         self._follow(call.op, func, args, result)
@@ -131,7 +130,7 @@ class StepSink(OperatorSink):
         name = getattr(func, "__name__", "")
         if name in READS or op in READS or (name == "__getitem__" and _by_mask(args)):
             file, _, line = self.line().rpartition(":")
-            self.reads.append(HostRead("x[mask]" if name == "__getitem__" else name or op, file, int(line)))
+            self.reads.append(("x[mask]" if name == "__getitem__" else name or op, file, int(line)))
         if not isinstance(result, Tensor):
             return
         self._kept.append(result)
@@ -158,3 +157,70 @@ def _floating(tree: Any) -> tuple[Tensor, ...]:
 
 def _by_mask(args: tuple[Any, ...]) -> bool:
     return any(t.dtype in {torch.bool, torch.uint8} for t in tensors(args[1:]))
+
+
+# ------------------------------------------------------------------ what numbers show
+
+
+def _shown(
+    op: str, args: Any, kwargs: Any, outputs: tuple[Tensor, ...] = (), before: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Return what the arguments show, or, given the results and what was found `before`, what the call shows."""
+    inputs = [t for t in tensors((args, kwargs)) if t.is_floating_point() and t.layout is torch.strided]
+    if any(t.numel() > MOST_ELEMENTS for t in (*inputs, *outputs)) or any(t.is_meta for t in inputs):
+        return frozenset()
+    with DisableTorchFunction(), torch.no_grad():
+        if not outputs:
+            return frozenset(_of_arguments(op, inputs, args, kwargs))
+        return frozenset(_of_results(op, outputs, before))
+
+
+def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iterator[str]:
+    if op in OF_POSITIONS:
+        for tensor in tensors((args, kwargs)):
+            if not tensor.requires_grad and tensor.layout is torch.strided:
+                yield from (f"whole {dtype}" for dtype in _merging(tensor))
+    first = inputs[0].detach() if inputs else None
+    if first is None or not first.numel():
+        return
+    if op in SOFTMAXES and first.dim():
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
+        if isinstance(dim, int) and bool((first == -math.inf).all(dim).any()):
+            yield MASKED_ROW
+    if inputs[0].requires_grad and _at_boundary(op, first, args):
+        yield INFINITE_DERIVATIVE
+    if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and _finite_numbers(args, kwargs):
+        yield "finite"
+
+
+def _at_boundary(op: str, values: Tensor, args: Any) -> bool:
+    if op in BOUNDARY:
+        return bool((values.abs() == BOUNDARY[op]).any())
+    power = args[1] if op == "pow" and len(args) > 1 else None
+    return isinstance(power, float) and 0 < power < 1 and bool((values == 0).any())
+
+
+def _finite_numbers(args: Any, kwargs: Any) -> bool:
+    return all(math.isfinite(a) for a in (*args, *kwargs.values()) if type(a) is float)
+
+
+def _merging(values: Tensor) -> Iterator[torch.dtype]:
+    """Yield the low formats in which different ones of `values`, if they are whole numbers, become equal."""
+    if values.dtype in LOW_DTYPES or values.dtype is torch.bool or values.is_complex() or values.numel() < 2:
+        return
+    wide = values.double()
+    if bool(torch.isfinite(wide).all()) and bool((wide == wide.round()).all()):
+        different = wide.unique()
+        yield from (d for d in LOW_DTYPES if different.to(d).unique().numel() < different.numel())
+
+
+def _of_results(op: str, outputs: tuple[Tensor, ...], before: frozenset[str]) -> Iterator[str]:
+    low = outputs[0].dtype in LOW_DTYPES
+    yield from before & {MASKED_ROW, INFINITE_DERIVATIVE}
+    if "finite" in before and not all(bool(torch.isfinite(t.detach()).all()) for t in outputs):
+        if op == "to" and low:
+            yield CAST_OVERFLOW
+        elif op not in MASKS and any(t.requires_grad for t in outputs):
+            yield NOT_FINITE
+    if f"whole {outputs[0].dtype}" in before:
+        yield ROUNDED_INTEGERS

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,107 +14,111 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.lint.tracing.calls import HostRead, StepSink, TracedCall
-from halfstep.advise.lint.tracing.functions import GraphFunction, functions_of
+from halfstep.advise.lint.rule import Hit
+from halfstep.advise.lint.tracing.calls import StepSink, TracedCall
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens import Tracer
 from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
 from halfstep.trees import tensors
 
-__all__ = ["Trace", "Weight", "trace_step"]
+__all__ = ["Trace", "Weight", "place_of", "trace_step"]
 
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight:
-    """A parameter or buffer of the model.
-
-    Attributes:
-        name: dotted name.
-        trained: whether it requires gradients; no buffer does.
-        stepped: whether the optimizer has it.
-        made: dtype in which the task made it.
-        stored: dtype in which it is stored while the policy is in force.
-        precise: whether fp32 values are kept of it: it is stored in fp32, or a strategy keeps what the format lacks.
-        gradient: whether a gradient arrived.
-        moved: whether the step changed any of its bits.
-        unmoved: of the elements with a gradient other than 0, the share that the step left as they were; -1 if unknown.
-    """
+class GraphFunction:
+    """A torch.autograd.Function of the user in the graph of the loss."""
 
     name: str
-    trained: bool
-    stepped: bool
-    made: torch.dtype
-    stored: torch.dtype
-    precise: bool
-    gradient: bool
-    moved: bool
-    unmoved: float
+    place: Hit
+    ruled: bool  # custom_fwd of torch.amp, or hs.operator, gives its forward a rule for formats
+    low: bool  # one of its outputs is
+
+
+def place_of(target: Any, what: str) -> Hit:
+    """Return a hit where a function is defined, or a method of a class; without a place if that is not known."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if isinstance(target, type):
+        target = next((vars(target)[name] for name in ("forward", "__init__") if name in vars(target)), target)
+    code = getattr(inspect.unwrap(getattr(target, "__func__", target)), "__code__", None)
+    return Hit(code.co_firstlineno, what, code.co_filename) if code is not None else Hit(0, what)
+
+
+def _functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
+    """Return the autograd Functions that are written in Python outside torch and halfstep, in the graph of `loss`."""
+    found: dict[str, GraphFunction] = {}
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        made = getattr(node, "_forward_cls", None)
+        if made is None or made.__module__.startswith(("torch.", "halfstep.")):
+            continue
+        name = made.__name__
+        low = any(meta.dtype in LOW_DTYPES for meta in getattr(node, "_input_metadata", ()))
+        low = low or (name in found and found[name].low)
+        ruled = hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")
+        found[name] = GraphFunction(name=name, place=place_of(made, name), ruled=ruled, low=low)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """A parameter or floating buffer of the model."""
+
+    name: str
+    trained: bool  # requires gradients; no buffer does
+    stepped: bool  # the optimizer has it
+    made: torch.dtype  # by the task
+    stored: torch.dtype  # while the policy is in force
+    precise: bool  # it is stored in fp32, or a strategy keeps what its format lacks
+    gradient: bool  # a gradient arrived
+    moved: bool  # the step changed one of its bits
+    unmoved: float  # share of the elements with a gradient that the step left as they were; -1 if unknown
 
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
-    """One traced step.
-
-    Attributes:
-        task: what was trained.
-        policy: under which policy, with nothing "auto" left if the step could be prepared.
-        weights: parameters and buffers; those of a model that could not be prepared are known in part.
-        foreign: what the optimizer steps and the model does not have, in words.
-        optimizer: its class.
-        groups: the options of its groups, with the names of their parameters under "names".
-        generic: why the update went through ``optimizer.step()``; "" if halfstep's operators made it in fp32.
-        calls: operators of forward pass and loss.
-        origin: returns the identity of what a tensor is a view or a cast of.
-        reads: where the host waited.
-        functions: autograd Functions of the user.
-        loss: dtype of what loss_fn returned; None if it did not return.
-        loss_finite: whether it was finite.
-        rules: operator -> its rule under the policy; others run in the formats of their inputs.
-        names: identity of a parameter or buffer -> its name.
-        differs: what is different when the same step is made again; "" if nothing is.
-        problem: the exception that ended the step, None if it ran.
-    """
+    """One traced step; what comes behind an error is not known."""
 
     task: Task
-    policy: hs.Policy
+    policy: hs.Policy  # with nothing "auto" left if the step could be prepared
     weights: tuple[Weight, ...] = ()
-    foreign: tuple[str, ...] = ()
-    optimizer: str = ""
-    groups: tuple[Mapping[str, Any], ...] = ()
-    generic: str = ""
+    foreign: tuple[str, ...] = ()  # what the optimizer steps and the model does not have, in words
+    optimizer: str = ""  # its class
+    groups: tuple[Mapping[str, Any], ...] = ()  # of the optimizer, with the names of their parameters under "names"
+    generic: str = ""  # why the update went through optimizer.step(); "" if halfstep's operators made it in fp32
     calls: tuple[TracedCall, ...] = ()
-    origin: Callable[[Tensor], int] = id
-    reads: tuple[HostRead, ...] = ()
+    origin: Callable[[Tensor], int] = id  # the identity of what a tensor is a view or a cast of
+    reads: tuple[tuple[str, str, int], ...] = ()  # where the host waited: function, file, line
     functions: tuple[GraphFunction, ...] = ()
     loss: torch.dtype | None = None
     loss_finite: bool = False
-    rules: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[int, str] = field(default_factory=dict)
-    differs: str = ""
+    rules: Mapping[str, str] = field(default_factory=dict)  # of operators; others run in the formats of their inputs
+    names: Mapping[int, str] = field(default_factory=dict)  # identity of a parameter or buffer -> its name
+    differs: str = ""  # what is different when the same step is made again
     problem: Exception | None = None
 
 
-def trace_step(task: Task, policy: hs.Policy | str = "mixed", device: str = "cpu") -> Trace:
-    """Train the first step of `task` twice from the same start and return what the first one did.
+def trace_step(task: Task, policy: hs.Policy) -> Trace:
+    """Train the first step of `task` twice from the same start, on the CPU, and return what the first one did.
 
     Generators of random numbers go on as if it had not run. An error of the task is in `Trace.problem`.
-
-    Args:
-        task: makes its own model, optimizer and batch.
-        policy: preset name or Policy.
-        device: where to train.
     """
-    trace = Trace(task=task, policy=hs.Policy.of(policy))
-    first = _Run(task, trace.policy, device)
+    trace = Trace(task=task, policy=policy)
+    first = _Run(task, policy)
     with generators_kept():
         try:
             first.make()
             first.describe(trace)  # before a step may refuse the optimizer
             first.step(trace)
-            again = _Run(task, trace.policy, device)
+            again = _Run(task, trace.policy)
             again.make()
             trace.differs = first.differs(again)
         except Exception as error:  # the task's own: it is what the trace shows
@@ -124,18 +131,18 @@ def trace_step(task: Task, policy: hs.Policy | str = "mixed", device: str = "cpu
 class _Run:
     """One step of a task."""
 
-    def __init__(self, task: Task, policy: hs.Policy, device: str) -> None:
-        self.task, self.policy, self.device = task, policy, device
+    def __init__(self, task: Task, policy: hs.Policy) -> None:
+        self.task, self.policy = task, policy
         self.loss: Tensor | None = None
-        self.graph: Any = None
+        self.graph: tuple[GraphFunction, ...] = ()
         self.sink: StepSink | None = None
         self.gradients: dict[str, Tensor] = {}
 
     def make(self) -> None:
         torch.manual_seed(SEED)
-        self.model: nn.Module = self.task.model().to(self.device)
+        self.model: nn.Module = self.task.model().to("cpu")
         self.optimizer: Optimizer = self.task.optimizer(self.model)
-        self.batch = self.task.batch_on(self.device, SEED, 0)
+        self.batch = self.task.batch_on("cpu", SEED, 0)
         self.start = {name: t.detach().clone() for name, t in _state(self.model).items()}
 
     def describe(self, trace: Trace, low: frozenset[str] = frozenset()) -> None:
@@ -154,10 +161,6 @@ class _Run:
             | {"names": [names.get(id(p), "") for p in group["params"]]}
             for group in groups
         )
-        trace.weights = self._weights(trace, low)
-
-    def _weights(self, trace: Trace, low: frozenset[str]) -> tuple[Weight, ...]:
-        """Return what is known of parameters and buffers; `low` are those that the policy lowers."""
         stepped = {name for group in trace.groups for name in group["names"]}
         found = []
         for name, tensor in _state(self.model).items():
@@ -177,7 +180,7 @@ class _Run:
                     unmoved=float(still[gradient].double().mean()) if known else -1.0,
                 )
             )
-        return tuple(found)
+        trace.weights = tuple(found)
 
     def step(self, trace: Trace | None = None) -> None:
         """Train the step; with a `trace`, watch it."""
@@ -211,15 +214,12 @@ class _Run:
         return arrive
 
     def _loss_fn(self, model: nn.Module, *batch: Any) -> Any:
-        if self.sink is None:
+        with Tracer(self.sink, self.model) if self.sink is not None else nullcontext():
             returned = self.task.loss_fn(model, *batch)
-        else:
-            with Tracer(self.sink, self.model):
-                returned = self.task.loss_fn(model, *batch)
         loss = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(loss, Tensor):
             self.loss = loss.detach().clone()
-            self.graph = functions_of(loss) if self.sink is not None else ()
+            self.graph = _functions_of(loss) if self.sink is not None else ()
         return returned
 
     def differs(self, again: _Run) -> str:
@@ -241,7 +241,7 @@ class _Run:
             return
         trace.calls, trace.reads = tuple(self.sink.calls), tuple(self.sink.reads)
         trace.origin = self.sink.origin
-        trace.functions = tuple(self.graph or ())
+        trace.functions = self.graph
         if self.loss is not None:
             trace.loss, trace.loss_finite = self.loss.dtype, bool(torch.isfinite(self.loss).all())
 

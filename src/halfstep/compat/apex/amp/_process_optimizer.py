@@ -1,8 +1,8 @@
-"""What `initialize` adds to an optimizer: a stash with amp's state, and steps that can be skipped.
+"""The state of the process, and what `initialize` adds to an optimizer: a stash with its state, steps that are skipped.
 
-The instance's class is swapped for a cached subclass; none of its functions is replaced. Pickle and deepcopy see the
-original class. torch's schedulers replace ``optimizer.step`` by a function that counts; one made before `initialize`
-is taken off, because the subclass's step tells schedulers itself.
+Optimizers keep the state they were initialised with. The instance's class is swapped for a cached subclass; none of its
+functions is replaced. Pickle and deepcopy see the original class. torch's schedulers replace ``optimizer.step`` by a
+function that counts; one made before `initialize` is taken off, because the subclass's step tells schedulers itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -21,47 +21,113 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import halfstep as hs
-from halfstep.compat.apex.amp._amp_state import maybe_print
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
-__all__ = ["AmpOptimizerState", "Session", "process_optimizer", "release_optimizer"]
+__all__ = [
+    "AmpOptimizerState", "Session", "_amp_state", "master_params", "maybe_print", "process_optimizer",
+    "release_optimizer", "warn_or_err",
+]  # fmt: skip
 
 OWN_STEP = "_amp_own_step"
 ADDED = ("_amp_stash", "_lazy_init_maybe_master_weights", "_prepare_amp_backward", "_post_amp_backward")
-TRIES = 64
-"""How often step(closure) evaluates again after an overflow; each try halves the scale, and 2**24 is 38 halvings above
-the floor."""
+TRIES = 64  # of step(closure) after overflows: each halves the scale, and 2**24 is 38 halvings above the floor
+
+
+class AmpState:
+    """What code in the wild reads and writes."""
+
+    def __init__(self) -> None:
+        self.hard_override = False  # conflicting options are printed as warnings and go through
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1  # 0 prints nothing, 2 prints every cast
+        self.opt_properties: Any = None  # the options of the last `initialize`; None before it
+        self.handle: Any = None  # of the last `init`, or of an `initialize` with O1
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float = 2.0**24
+        self.loaded: dict[str, Any] = {}  # a state_dict loaded while amp was off; `state_dict` gives it back
+        self._sessions: list[weakref.ref[Session]] = []  # held by their optimizers
+        self._without: list[LossScaler] = []  # of a call without optimizers
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The calls of `initialize` whose optimizers are in use, the last one first."""
+        return [session for made in self._sessions if (session := made()) is not None and session.in_use]
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The scalers of `sessions`; where there is none, those of a call without optimizers."""
+        return [scaler for session in self.sessions for scaler in session.loss_scalers] or self._without
+
+    def begin(self, properties: Any, session: Session | None, scalers: list[LossScaler]) -> None:
+        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off.
+
+        `session` is what it made; None without optimizers, which use its `scalers`.
+        """
+        self.opt_properties, self.loaded, self._without = properties, {}, scalers
+        for other in self.sessions:
+            if not properties.enabled or (session is not None and other.models and other.models <= session.models):
+                other.in_use = False
+        if session is not None:
+            session.earlier.update(other for other in self.sessions if other.trained)
+            for other in session.earlier:
+                other.trained = False
+            self._sessions = [weakref.ref(session), *(made for made in self._sessions if made() is not None)]
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise RuntimeError, or print `msg` if `AmpState.hard_override` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print(f"Warning:  {msg}")
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print unless verbosity is 0; with `rank0`, on the first process only."""
+    if _amp_state.verbosity <= 0:
+        return
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank0 and several and torch.distributed.get_rank() != 0:
+        return
+    print(msg)
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Iterate over what `optimizer` steps: fp32 masters where its parameters are low, else the parameters.
+
+    After a `scale_loss` block their ``.grad`` is the unscaled fp32 gradient: clip these.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"amp.master_params takes an optimizer and got {type(optimizer).__name__}")
+    stash = getattr(optimizer, "_amp_stash", None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter if stash is None else stash.master(parameter)
 
 
 class Session:
     """What one call of `initialize` made.
 
-    Attributes:
-        properties: its options.
-        loss_scalers: one for each loss.
-        models: its models.
-        in_use: whether its scales are saved. What ends that: a call for the same models, amp switched off, a loaded
-            state without them, and a later call whose models train alone. The next `scale_loss` begins it again.
-        trained: whether its models have trained since the last call.
-        earlier: calls whose models had trained when it was made, up to its own first `scale_loss`.
-        masters: id of a low parameter -> (the parameter, its fp32 master).
-        casts_off: makes a context in which O1's casts are off.
-        casts_on: makes a context in which they are on.
+    The scales of a session that is not `in_use` are not saved. What ends the use: a call for the same models, amp
+    switched off, a loaded state without them, and a later call whose models train alone. The next `scale_loss` begins
+    it again.
     """
 
     def __init__(self, properties: Any, loss_scalers: list[LossScaler], models: Iterable[nn.Module] = ()) -> None:
         self.properties = properties
-        self.loss_scalers = loss_scalers
+        self.loss_scalers = loss_scalers  # one for each loss
         self.models = weakref.WeakSet(models)
         self.in_use = True
-        self.trained = False
-        self.earlier = weakref.WeakSet[Session]()
-        self.masters: dict[int, tuple[Tensor, Tensor]] = {}
-        self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.trained = False  # whether its models have trained since the last call
+        self.earlier = weakref.WeakSet[Session]()  # had trained when this was made; until its own first `scale_loss`
+        self.masters: dict[int, tuple[Tensor, Tensor]] = {}  # id of a low parameter -> (it, its fp32 master)
+        self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext  # O1's casts
         self.casts_on: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def train(self) -> None:
@@ -111,29 +177,18 @@ class StateOfMasters(defaultdict[Any, Any]):
 
 
 class AmpOptimizerState:
-    """amp's state of one optimizer (``optimizer._amp_stash``).
-
-    Attributes:
-        session: the call of `initialize` it was passed through.
-        params_have_scaled_gradients: a pass with delay_unscale=True left scaled gradients.
-        scaled_with: the mark of the scale those gradients have; None if the flag was set by hand.
-        lazy_init_called: whether masters exist; they do from the beginning.
-        overflow: why the next step is to be skipped; "" if it is not.
-        skipped: whether the last step was.
-        scaling: whether a `scale_loss` block with this optimizer is open.
-        hook: makes a loaded ``optimizer.state`` accept masters as keys; None without masters.
-    """
+    """amp's state of one optimizer (``optimizer._amp_stash``)."""
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self._optimizer = weakref.ref(optimizer)  # no cycle: a session ends with its last optimizer
         self.session = session
-        self.params_have_scaled_gradients = False
-        self.scaled_with: tuple[object, int, Tensor] | None = None
-        self.lazy_init_called = True
-        self.overflow = ""
-        self.skipped = False
-        self.scaling = False
-        self.hook: RemovableHandle | None = None
+        self.params_have_scaled_gradients = False  # by a pass with delay_unscale=True
+        self.scaled_with: tuple[object, int, Tensor] | None = None  # their mark; None: the flag was set by hand
+        self.lazy_init_called = True  # masters exist from the beginning
+        self.overflow = ""  # why the next step is to be skipped
+        self.skipped = False  # whether the last step was
+        self.scaling = False  # whether a `scale_loss` block with this optimizer is open
+        self.hook: RemovableHandle | None = None  # makes a loaded ``optimizer.state`` accept masters as keys
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     # ------------------------------------------------------------------ parameters
@@ -159,15 +214,8 @@ class AmpOptimizerState:
         both = ((p, self.master(p)) for p in self.parameters())
         return [(parameter, master) for parameter, master in both if master is not parameter]
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer steps masters."""
-        return bool(self.session.properties.master_weights)
-
-    @property
-    def already_patched(self) -> bool:
-        """Whether the next step will be skipped."""
-        return bool(self.overflow)
+    has_masters = property(lambda self: bool(self.session.properties.master_weights))
+    already_patched = property(lambda self: bool(self.overflow), doc="Whether the next step will be skipped.")
 
     def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:
         return [[p for p in g["params"] if (self.master(p) is not p) == masters] for g in self.param_groups]
@@ -330,6 +378,24 @@ class AmpOptimizerState:
         self.drop_master_grads()
 
 
+@contextmanager
+def backward_pass(loss: Tensor, scaler: LossScaler, stashes: list[AmpOptimizerState]) -> Iterator[Tensor]:
+    """Yield the scaled loss; unscaled gradients are set aside, and restored if the block raises."""
+    for stash in stashes:
+        stash.rescale(scaler)
+        stash.prepare()
+        stash.scaling = True
+    try:
+        yield scaler.scale(loss)
+    except BaseException:
+        for stash in stashes:
+            stash.restore()
+        raise
+    finally:
+        for stash in stashes:
+            stash.scaling = False
+
+
 def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     """Give `optimizer` its stash, and a class whose steps are skipped after an overflow."""
     own = optimizer.__dict__.pop("step", None)
@@ -386,9 +452,6 @@ def amp_class(original: Any) -> type[Optimizer]:
         made: Any = original.__reduce_ex__(self, max(int(protocol), 2))
         return (_bare, (original,), *made[2:])
 
-    def prepare_amp_backward(self: Any) -> None:
-        self._amp_stash.prepare()
-
     def post_amp_backward(self: Any, loss_scaler: LossScaler) -> None:
         stash = self._amp_stash
         loss_scaler.unscale_and_check(self.param_groups, masters=stash.has_masters)
@@ -404,7 +467,7 @@ def amp_class(original: Any) -> type[Optimizer]:
 
     body = {
         "step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__reduce_ex__": reduce_ex,
-        "_prepare_amp_backward": prepare_amp_backward, "_post_amp_backward": post_amp_backward,
+        "_prepare_amp_backward": lambda self: self._amp_stash.prepare(), "_post_amp_backward": post_amp_backward,
         "_amp_lazy_init": lazy_init, "_lazy_init_maybe_master_weights": lazy_init,
         "_master_params_to_model_params": to_model, "__module__": original.__module__,
         "__qualname__": original.__qualname__, "__doc__": original.__doc__,
@@ -418,10 +481,7 @@ def _bare(kind: Any) -> Any:
 
 
 def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> None:
-    """Give low parameters that belong to no prepared model fp32 masters, if the options want masters.
-
-    They are prepared as the parameters of a module of their own, whose only purpose is that.
-    """
+    """Give low parameters of no prepared model fp32 masters, if wanted, as the parameters of a module of their own."""
     if not session.properties.master_weights:
         return
     for low, name in LOW_NAMES.items():

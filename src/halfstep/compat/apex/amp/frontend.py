@@ -1,42 +1,83 @@
-"""initialize: Apex's options, their defaults by opt_level, overrides and conflicts; state_dict and load_state_dict."""
+"""initialize: options by opt_level, overrides and conflicts; a policy for each model and `hs.prepare`; states."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from halfstep.compat.apex.amp import _initialize
-from halfstep.compat.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
+import halfstep as hs
+from halfstep.compat.apex.amp._process_optimizer import (
+    ADDED,
+    Session,
+    _amp_state,
+    adopt,
+    attach,
+    masters_of,
+    maybe_print,
+    process_optimizer,
+    release_optimizer,
+    warn_or_err,
+)
+from halfstep.compat.apex.amp.handle import close_casts, switch_on
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.apex.parallel import LARC
+from halfstep.compat.shared import LOW_NAMES
+from halfstep.errors import BindError
+from halfstep.formats import POLICY_DTYPES
+from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 __all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
-_OPTIONS = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
+_START: dict[str, Any] = {
+    "enabled": False,
+    "opt_level": None,
+    "cast_model_type": None,
+    "patch_torch_functions": False,
+    "keep_batchnorm_fp32": None,
+    "master_weights": None,
+    "loss_scale": 1.0,
+}
+"""Options before a level sets them, in the order they are printed."""
+
+_OPTIONS = tuple(_START)[2:]  # those that an argument sets
+_WORDS = {"True": True, "False": False}  # text from a command line, where "False" would count as true
+_FLAGS = "True, False, their text 'True' or 'False', or None"
+
+_WITH_O1: dict[str, tuple[tuple[Any, ...], str]] = {
+    "cast_model_type": (
+        (None, False, torch.float32, torch.bfloat16),
+        "opt_level='O1' casts around functions and leaves the model's weights in fp32. To cast the model, use "
+        "opt_level='O2' or 'O3'; O1 takes torch.bfloat16 alone, as the format of its casts",
+    ),
+    "keep_batchnorm_fp32": (
+        (None,),
+        "with opt_level='O1' batchnorm's weights are fp32 as all others are, so keep_batchnorm_fp32 should be None",
+    ),
+    "master_weights": (
+        (None,),
+        "master_weights make no sense with opt_level='O1', under which the model's weights are fp32 themselves",
+    ),
+}
+"""Option -> the values that go with O1, and why no others do."""
 
 
 class Properties:
-    """The options in force; an assignment is checked against the others.
-
-    Attributes:
-        options: all of them by name, in the order they are printed.
-    """
+    """The options in force; an assignment is checked against the others."""
 
     options: dict[str, Any]
 
     def __init__(self) -> None:
-        start: dict[str, Any] = {"enabled": False, "opt_level": None, "cast_model_type": None}
-        start |= {"patch_torch_functions": False, "keep_batchnorm_fp32": None, "master_weights": None}
-        object.__setattr__(self, "options", {**start, "loss_scale": 1.0})
+        object.__setattr__(self, "options", dict(_START))
 
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options", {})
@@ -47,8 +88,10 @@ class Properties:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
             raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(self.options)}")
-        check = getattr(self, f"_check_{name}", None)
-        self.options[name] = value if check is None else check(value)
+        allowed, reason = _WITH_O1.get(name, ((value,), ""))
+        if self.opt_level == "O1" and value not in allowed:
+            warn_or_err(f"{reason}. {name} was {value}")
+        self.options[name] = self._checked(name, value)
 
     def _update_options_dict(self, new_options: Mapping[str, Any]) -> None:
         """Set several options without checks; an unknown one is an error."""
@@ -65,95 +108,49 @@ class Properties:
         kind = self.cast_model_type
         return kind if isinstance(kind, torch.dtype) and kind is not torch.float32 else None
 
-    def _check_cast_model_type(self, value: Any) -> Any:
-        if self.opt_level == "O1" and value not in (None, False, torch.float32, torch.bfloat16):
-            warn_or_err(
-                "opt_level='O1' casts around functions and leaves the model's weights in fp32. To cast the model, use "
-                "opt_level='O2' or 'O3'; O1 takes torch.bfloat16 alone, as the format of its casts. cast_model_type "
-                f"was {value}"
-            )
-        kinds = (None, False, torch.float32, torch.float16, torch.bfloat16)
-        if not any(value is kind for kind in kinds):
-            raise ValueError(
-                f"cast_model_type={value!r}; expected torch.float16, torch.bfloat16, torch.float32, or False to leave "
-                "the model's parameters as they are"
-            )
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a value of an option as it is kept."""
+        found = _WORDS.get(value, value) if isinstance(value, str) else value
+        if name == "cast_model_type":
+            if not any(value is kind for kind in (None, False, torch.float32, torch.float16, torch.bfloat16)):
+                raise ValueError(
+                    f"cast_model_type={value!r}; expected torch.float16, torch.bfloat16, torch.float32, or False to "
+                    "leave the model's parameters as they are"
+                )
+        elif name == "keep_batchnorm_fp32":
+            if found not in (True, False, None):
+                raise AssertionError(f"{name}={value!r}; expected {_FLAGS}")
+            return found
+        elif name in ("patch_torch_functions", "master_weights"):
+            if found is not None and not isinstance(found, bool):
+                raise ValueError(f"{name}={value!r}; expected {_FLAGS}")
+            if name == "patch_torch_functions" and found and self.opt_level != "O1":
+                warn_or_err(f"{name}=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
+            return found
+        elif name == "loss_scale" and value != "dynamic":
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"loss_scale={value!r}; expected 'dynamic', or a number or text of one") from None
         return value
 
-    def _check_patch_torch_functions(self, value: Any) -> Any:
-        value = _flag("patch_torch_functions", value)
-        if self.opt_level != "O1" and value:
-            warn_or_err(f"patch_torch_functions=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
-        return value
 
-    def _check_keep_batchnorm_fp32(self, value: Any) -> Any:
-        if self.opt_level == "O1" and value is not None:
-            warn_or_err(
-                "with opt_level='O1' batchnorm's weights are fp32 as all others are, so keep_batchnorm_fp32 should be "
-                f"None. keep_batchnorm_fp32 was {value}"
-            )
-        words = {"True": True, "False": False}
-        if value not in (True, False, None, *words):
-            raise AssertionError(
-                f"keep_batchnorm_fp32={value!r}; expected True, False, their text 'True' or 'False', or None"
-            )
-        return words.get(value, value) if isinstance(value, str) else value
+@dataclass(frozen=True)
+class Level:
+    """What an opt_level means: a line about it, and the defaults of the options."""
 
-    def _check_master_weights(self, value: Any) -> Any:
-        if self.opt_level == "O1" and value is not None:
-            warn_or_err(
-                "master_weights make no sense with opt_level='O1', under which the model's weights are fp32 "
-                f"themselves. master_weights was {value}"
-            )
-        return _flag("master_weights", value)
-
-    def _check_loss_scale(self, value: Any) -> Any:
-        if value == "dynamic":
-            return value
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"loss_scale={value!r}; expected 'dynamic', or a number or text of one") from None
+    brief: str
+    defaults: tuple[Any, ...]
 
 
-def _flag(name: str, value: Any) -> bool | None:
-    """Return a flag that may come as text from a command line, where "False" would count as true."""
-    words = {"True": True, "False": False}
-    found = words.get(value) if isinstance(value, str) else value
-    if value is not None and not isinstance(found, bool):
-        raise ValueError(f"{name}={value!r}; expected True, False, their text 'True' or 'False', or None")
-    return found
+O0 = Level("O0: everything in fp32.\n", (torch.float32, False, None, False, 1.0))
+O1 = Level("O1: casts around functions and methods of PyTorch.\n", (None, True, None, None, "dynamic"))
+O2 = Level(
+    "O2: a low model, with batchnorm and master weights in fp32.\n", (torch.float16, False, True, True, "dynamic")
+)
+O3 = Level("O3: everything low.\n", (torch.float16, False, False, False, 1.0))
 
-
-class O0:
-    """Pure FP32 training."""
-
-    brief = "O0: everything in fp32.\n"
-    defaults = (torch.float32, False, None, False, 1.0)
-
-
-class O1:
-    """Casts around operators."""
-
-    brief = "O1: casts around functions and methods of PyTorch.\n"
-    defaults = (None, True, None, None, "dynamic")
-
-
-class O2:
-    """Low model, fp32 batchnorm, fp32 masters."""
-
-    brief = "O2: a low model, with batchnorm and master weights in fp32.\n"
-    defaults = (torch.float16, False, True, True, "dynamic")
-
-
-class O3:
-    """Everything low."""
-
-    brief = "O3: everything low.\n"
-    defaults = (torch.float16, False, False, False, 1.0)
-
-
-opt_levels: dict[str, type[O0] | type[O1] | type[O2] | type[O3]] = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
+opt_levels = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
 
 
 def initialize(
@@ -196,7 +193,7 @@ def initialize(
         TypeError: models or optimizers of another kind.
     """
     if not enabled:
-        _initialize.close_casts()
+        close_casts()
         _amp_state.verbosity = verbosity
         _amp_state.begin(Properties(), None, [])
         return models if optimizers is None else (models, optimizers)
@@ -221,7 +218,7 @@ def initialize(
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    result = _initialize.initialize(models, optimizers, properties, scalers, cast_model_outputs, loud=verbosity > 1)
+    result = _apply(models, optimizers, properties, scalers, cast_model_outputs, loud=verbosity > 1)
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     maybe_print(f"Selected optimization level {level.brief}", True)
@@ -308,3 +305,231 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             continue
         scalers[index]._loss_scale = saved["loss_scale"]
         scalers[index]._unskipped = saved["unskipped"]
+
+
+# ---------------------------------------------------------------------- models and optimizers
+
+
+def _apply(
+    models: Any, optimizers: Any, properties: Any, loss_scalers: list[LossScaler],
+    cast_model_outputs: torch.dtype | None, *, loud: bool,
+) -> Any:  # fmt: skip
+    """Prepare models and optimizers by `properties`, and return them in the shape they came in."""
+    model_list = _listed(models, nn.Module, "models", "model")
+    without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
+    optimizer_list = [] if without else _listed(optimizers, (Optimizer, LARC), "optimizers", "optimizer")
+    for model in model_list:
+        _check_model(model)
+    inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
+    _check_optimizers(inner)
+
+    session = Session(properties, loss_scalers, model_list)
+    close_casts()
+    policy = None
+    if properties.patch_torch_functions:
+        handle = switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
+        session.casts_off, session.casts_on, policy = handle._disable_casts, handle.casts_again, handle.policy
+    for model in model_list:
+        _release(model)
+    done: list[Optimizer] = []
+    try:
+        for optimizer in inner:
+            process_optimizer(optimizer, session)
+            done.append(optimizer)
+        for model in model_list:
+            _prepare(model, inner, session, policy, loud=loud)
+            _cast_at_the_door(model, properties, cast_model_outputs)
+        for optimizer in inner:
+            for group in optimizer.param_groups:
+                adopt(optimizer, session, group["params"])
+    except BaseException:
+        close_casts()
+        for model in model_list:
+            _release(model)
+        for optimizer in done:
+            release_optimizer(optimizer)
+        raise
+    _amp_state.begin(properties, session if inner else None, loss_scalers)
+    for model in model_list:
+        for scaler in loss_scalers:
+            scaler._scaler.name_parameters(model.named_parameters())
+    return models if without else (models, optimizers)
+
+
+def _prepare(
+    model: nn.Module, optimizers: list[Optimizer], session: Session, o1: hs.Policy | None, *, loud: bool
+) -> None:
+    properties = session.properties
+    if o1 is not None:
+        # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
+        # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
+        if not loud and not any(p.dtype in LOW_NAMES for p in model.parameters()):
+            attach(model, optimizers, o1)
+        return
+    low = properties.low
+    if low is None:
+        if properties.cast_model_type is torch.float32:
+            model.to(torch.float32)
+        return
+    names = dict(model.named_parameters())
+    attach(model, optimizers, cast_policy(model, properties, low))
+    if properties.master_weights:
+        session.masters |= masters_of(model, names)
+    for module in model.modules():
+        module.register_state_dict_post_hook(_state_in_fp32)
+
+
+def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Policy:
+    """Return the policy of a model whose parameters are cast: O2 and O3 with their overrides.
+
+    Normalisation layers are told one by one, because Apex keeps BatchNorm with weights in fp32 and nothing else.
+    """
+    keep = bool(properties.keep_batchnorm_fp32)
+    rules = []
+    for path, module in model.named_modules():
+        kept = keep and isinstance(module, BatchNormBase) and module.affine
+        if "Norm" in type(module).__name__ and not kept and not list(module.children()):
+            rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
+    return hs.Policy(
+        name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
+        dtype=LOW_NAMES[low],
+        params="low",
+        master="master" if properties.master_weights else "none",
+        table="mixed" if properties.opt_level == "O2" else "all-low",
+        residual="low",
+        inputs="low",
+        outputs="fp32",
+        loss="fp32" if properties.opt_level == "O2" else "keep",
+        scale="none",
+        modules=tuple(rules),
+    )
+
+
+def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Turn low entries of a state_dict into fp32, as O2 and O3 promise."""
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_NAMES:
+            state_dict[name] = value.float()
+
+
+class _Cast:
+    """A forward hook that casts inputs or outputs: floating tensors, and objects of other classes by their own `to`."""
+
+    def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
+        self.cast = partial(_cast, dtype=dtype, tensors=tensors)
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tuple(map(self.cast, args)), {name: self.cast(value) for name, value in kwargs.items()}
+
+    def outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.cast(output)
+
+
+def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
+    """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if tensors and value.dtype in POLICY_DTYPES else value
+    if isinstance(value, (nn.Module, type)):  # a module would be changed for good
+        return value
+    opened = hs.trees.opened(value)
+    if opened is not None:
+        items = [item for _, item in opened[0]]
+        made = [_cast(item, dtype, tensors=tensors) for item in items]
+        if not all(map(is_, made, items)):
+            value = opened[1](made)
+    own = getattr(value, "to", None)
+    return own(dtype) if callable(own) and not isinstance(value, (list, tuple, Mapping)) else value
+
+
+def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:
+    """Cast where `model` is entered and left what its policy does not cast there."""
+    cast = properties.cast_model_type
+    if cast and not properties.patch_torch_functions:  # O0, O2, O3; False casts nothing
+        own = properties.low is not None  # the policy casts tensors
+        model.register_forward_pre_hook(_Cast(cast, tensors=not own).inputs, with_kwargs=True)
+        outputs = outputs or (None if own else torch.float32)
+    if outputs is not None:
+        model.register_forward_hook(_Cast(outputs).outputs)
+
+
+def _release(model: nn.Module) -> None:
+    """Take off what an earlier `initialize` did to `model`: its weights are fp32 again, bit for bit."""
+    for module in model.modules():
+        for hooks in (forward_pre_hooks(module), forward_hooks(module), state_dict_hooks(module)):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), _Cast) or hook is _state_in_fp32:
+                    del hooks[key]
+    with contextlib.suppress(BindError):  # not prepared
+        hs.unprepare(model)
+
+
+def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    if all(isinstance(item, kind) for item in items):
+        return list(items)
+    if one == "optimizer":
+        items = [item for item in items if not isinstance(item, kind)]
+        if isinstance(value, list) and type(items[0]).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                f"amp.initialize: an incoming optimizer is an instance of {type(items[0])}, which keeps masters of its "
+                "own; pass bare optimizers of PyTorch or of apex.optimizers"
+            )
+    remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, (tuple, dict)) else ""
+    if isinstance(value, dict):
+        remedy = f"; write amp.initialize(..., list({plural}.values()))"
+    raise TypeError(f"{plural} must be either a single {one} or a list of {plural}. It is {_described(value)}{remedy}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a wrapper, what the user has given to hs.prepare, and parameters and buffers that are low already."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise RuntimeError(
+            f"Incoming model is an instance of {kind}: parallel wrappers come AFTER amp.initialize. Pass the model "
+            "itself, then wrap what amp.initialize returns"
+        )
+    policy = hs.prepared_policy(model)
+    if policy is not None and not policy.name.startswith("apex "):
+        raise RuntimeError(
+            f"amp.initialize: {type(model).__name__} was given to hs.prepare with policy {policy.name!r}; use one "
+            "way of saying precision: leave amp.initialize out, or hs.unprepare(model) first"
+        )
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    low: list[tuple[str, str, Tensor]] = [("buffer", name, buffer) for name, buffer in model.named_buffers()]
+    if policy is None:  # else its parameters are low because an earlier call made them so
+        low = [("param", name, parameter) for name, parameter in model.named_parameters()] + low
+    for what, name, tensor in low:
+        if tensor.dtype in LOW_NAMES:
+            raise RuntimeError(
+                f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize makes models low "
+                "itself, at every opt_level, so leave out .half(). To start from a low checkpoint, use .float(), "
+                "or set amp._amp_state.allow_incoming_model_not_fp32 = True"
+            )
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
+            raise RuntimeError(
+                f"This {type(optimizer).__name__} was passed through amp.initialize before, which an optimizer can be "
+                "only once; make a new one for another amp.initialize"
+            )
+        seen.add(id(optimizer))
+        for name in ADDED:
+            if hasattr(optimizer, name):
+                raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.is_floating_point():
+                    raise TypeError(
+                        "amp steps parameters of floating formats (float32, float16, bfloat16) and "
+                        f"{parameter.type()} is none; take it out of the optimizer"
+                    )

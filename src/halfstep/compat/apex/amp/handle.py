@@ -1,24 +1,43 @@
-"""scale_loss, disable_casts, and the handles of O1's casts."""
+"""scale_loss, disable_casts, init and its handles, the old API's optimizer, and rules for functions of one's own."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
-from halfstep.compat.apex.amp._amp_state import _amp_state
-from halfstep.compat.apex.amp._process_optimizer import AmpOptimizerState, Session
-from halfstep.compat.apex.amp.casts import Casts
-from halfstep.compat.apex.amp.opt import OptimWrapper
+from halfstep.compat.apex.amp._process_optimizer import (
+    AmpOptimizerState,
+    Session,
+    _amp_state,
+    backward_pass,
+    maybe_print,
+)
+from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.apex.amp.scaler import LossScaler
-from halfstep.compat.shared import alias
+from halfstep.compat.shared import LOW_NAMES
+from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
+from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
-__all__ = ["AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "scale_loss", "step_was_skipped"]
+__all__ = [
+    "AmpHandle", "NoOpHandle", "OptimWrapper", "close_casts", "disable_casts", "float_function", "half_function",
+    "init", "promote_function", "register_float_function", "register_half_function", "register_promote_function",
+    "scale_loss", "step_was_skipped", "switch_on",
+]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: list[tuple[Any, str, str]] = []
+"""(module, name, rule) since the last `init`, which takes them."""
+
+WORDS = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
 @contextlib.contextmanager
@@ -69,19 +88,8 @@ def scale_loss(
             raise RuntimeError(
                 "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
             )
-    for stash in stashes:
-        stash.rescale(scaler)
-        stash.prepare()
-        stash.scaling = True
-    try:
-        yield scaler.scale(loss)
-    except BaseException:
-        for stash in stashes:
-            stash.restore()
-        raise
-    finally:
-        for stash in stashes:
-            stash.scaling = False
+    with backward_pass(loss, scaler, stashes) as scaled:
+        yield scaled
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True
@@ -167,40 +175,140 @@ class _Open(threading.local):
 _open = _Open()
 
 
-def close_own_casts() -> None:
-    """Switch off the casts that this thread has switched on.
-
-    Raises:
-        RuntimeError: inside a region that was entered since; nothing changed.
-    """
+def close_casts() -> None:
+    """Switch off the casts that this thread has switched on; refused inside a region that was entered since."""
     if _open.handle is not None:
         _open.handle._deactivate()
+    _amp_state.handle = None
+
+
+# ---------------------------------------------------------------------- O1
+
+
+IN_PLACE = {
+    getattr(space, f"{name}_"): f"{kind} {name}_"
+    for space, kind, overrides in ((torch, "function", torch_overrides), (Tensor, "method", tensor_overrides))
+    for name in overrides.FP32_FUNCS
+    if callable(getattr(space, f"{name}_", None))
+}
+"""In-place forms of fp32 functions -> how Apex calls them."""
+
+GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add_, which keeps its format
+
+
+class _Quirks(TorchFunctionMode):
+    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in GIVES_FP32 or func in IN_PLACE:
+            tensor: Any = args[0] if args else None
+            low = isinstance(tensor, Tensor) and tensor.dtype in LOW_NAMES
+            if low and torch.is_autocast_enabled(tensor.device.type):
+                if func in GIVES_FP32:
+                    return func(tensor.float(), *args[1:], **(kwargs or {}))
+                how = IN_PLACE[func]
+                raise BannedOperatorError(
+                    f"Cannot call in-place {how} with {str(tensor.dtype).removeprefix('torch.')} arguments: its result "
+                    "is fp32 and cannot be written into them. Use the form without the underscore, or call it on "
+                    "x.float()"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+class _Loud(TorchFunctionMode):
+    """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
+
+    def __init__(self, policy: hs.Policy) -> None:
+        super().__init__()
+        plan = hs.resolve(policy, torch.nn.Module(), "cpu")
+        self.rules = {name: decision.rule for name, decision in plan.operators}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [
+            t for t in hs.trees.tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)
+        ]
+        rule = self.rules.get(hs.policy.operator_name(func) or "")
+        target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
+        for tensor in tensors:
+            if target is not None and tensor.dtype is not target:
+                print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+def _nesting() -> int:
+    """Return how many regions are open in this thread, torch's and halfstep's."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def refuse_inside() -> None:
+    """Raise RuntimeError inside any region: casts that are switched on there would end with it."""
+    if _nesting():
+        here = torch.accelerator.current_accelerator()
+        kinds = ("cpu",) if here is None else ("cpu", here.type)
+        on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        raise RuntimeError(
+            f"amp's O1 casts were switched on inside an autocast region ({', '.join(on) or 'switched off'}), whose "
+            "end would switch them off again; call amp.initialize or amp.init outside of `with torch.autocast(...)`, "
+            "`hs.autocast(...)` and `amp.disable_casts()`"
+        )
+
+
+@contextlib.contextmanager
+def _lifted(below: int = 0) -> Iterator[None]:
+    """Take all function modes but the `below` lowest off their stack meanwhile."""
+    above = list(current_function_mode_stack())[below:]
+    for _ in above:
+        pop_mode()
+    try:
+        yield
+    finally:
+        for mode in above:
+            push_mode(mode)
 
 
 class AmpHandle:
-    """Owner of O1's casts: they are on from its construction until `_deactivate`.
+    """Owner of O1's casts for a thread: a region of `policy`, open from construction until `_deactivate`.
+
+    It lies at the bottom of torch's stack of function modes, below what a ``with`` around `initialize` may have put
+    there. It keeps no low copies of weights (models do, while they run), so none can be stale. Models are bound to the
+    same policy besides and cast in every thread.
 
     Args:
-        casts: the open region.
+        policy: of the region.
+        functions: (module, name, replacement) of registered functions.
         loss_scale: of the old API, `wrap_optimizer`.
         enable_caching: kept for Apex's signature: outside of a model's call no low copy of a weight is ever kept.
         verbose: whether casts are printed.
     """
 
-    def __init__(
-        self, casts: Casts, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False
-    ) -> None:
-        self._casts: Casts | None = casts
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
-        self._is_active = True
-        self._loss_scale = loss_scale
-        _open.handle = self
+    has_cache = True
+    verbose = False
+    cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
 
-    has_cache = alias("_enable_caching", "Whether caching was asked for.")
-    cache = alias("_cache", "Casts that are kept: none, so that none is stale.")
-    verbose = alias("_verbose", "Whether casts are printed.")
+    def __init__(
+        self, policy: hs.Policy, functions: Iterable[tuple[Any, str, Callable[..., Any]]],
+        loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    ) -> None:  # fmt: skip
+        self.policy = policy
+        self.has_cache, self.verbose = enable_caching, verbose
+        self._loss_scale = loss_scale
+        self._is_active = True
+        self._thread = threading.get_ident()
+        self._region: hs.autocast | None = hs.autocast(policy=policy, cache_enabled=False)
+        self._modes = [_Quirks(), *([_Loud(policy)] if verbose else [])]
+        with _lifted():
+            self._region.__enter__()
+            for mode in self._modes:
+                push_mode(mode)
+        self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
+        for module, name, function in functions:
+            setattr(module, name, function)
+        _open.handle = self
 
     def is_active(self) -> bool:
         """Return whether casts are on."""
@@ -215,6 +323,10 @@ class AmpHandle:
         finally:
             self._is_active = before
 
+    def casts_again(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which casts are on where `hs.suspended` has switched them off."""
+        return hs.autocast(policy=self.policy, cache_enabled=False)
+
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return the old API's wrapper: with methods ``scale_loss`` (a context, as here) and ``step``."""
         return OptimWrapper(optimizer, self, num_loss, self._loss_scale)
@@ -227,19 +339,38 @@ class AmpHandle:
         )
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
-
-    def _deactivate(self) -> None:
-        """Switch the casts off for good; functions that were registered are the original ones again."""
-        if self._casts is not None:
-            self._casts.close()
-            self._casts = None
-            _open.handle = None
-        self._is_active = False
+        self.cache.clear()
 
     def remove_cache(self, param: Any) -> None:
         """Forget the cast of `param`, if there were one."""
-        self._cache.pop(param, None)
+        self.cache.pop(param, None)
+
+    def _deactivate(self) -> None:
+        """Switch the casts off for good; functions that were registered are the original ones again.
+
+        Raises:
+            RuntimeError: called from another thread than the one that opened it, or inside a region that was entered
+                since; nothing changed.
+        """
+        if self._region is not None:
+            if threading.get_ident() != self._thread:
+                raise RuntimeError(
+                    "amp's O1 casts belong to the thread that switched them on; switch them off from there"
+                )
+            if _nesting() != 1:  # more than their own region is open
+                raise RuntimeError(
+                    "amp's O1 casts were to be switched off inside a region that was entered after them; call "
+                    "amp.initialize or amp.init outside of `with torch.autocast(...)`, `hs.autocast(...)` and "
+                    "`amp.disable_casts()`"
+                )
+            for module, name, original in self._originals:
+                setattr(module, name, original)
+            with _lifted(below=len(self._modes) + 1):
+                for _ in self._modes:
+                    pop_mode()
+                self._region.__exit__(None, None, None)
+            self._region = _open.handle = None
+        self._is_active = False
 
 
 class NoOpHandle:
@@ -268,3 +399,185 @@ class NoOpHandle:
 
     def _deactivate(self) -> None:
         """There is nothing to switch off."""
+
+
+class OptimWrapper:
+    """An optimizer whose losses are scaled one after the other, each by its own scaler.
+
+    All else (state_dict, zero_grad, add_param_group, ...) is the wrapped optimizer's.
+
+    Args:
+        optimizer: wrapped.
+        amp_handle: where it was made; nothing is scaled while it is not active.
+        num_loss: how many times `scale_loss` is called before `step`.
+        loss_scale: "dynamic" or a number.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int,
+        loss_scale: str | float = "dynamic",
+    ) -> None:  # fmt: skip
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._skip_next = [False] * num_loss
+        self._loss_scaler = [LossScaler(loss_scale) for _ in range(num_loss)]
+        self._stash = AmpOptimizerState(optimizer, Session(None, self._loss_scaler))
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the loss scaled by the next scaler; gradients are unscaled and added up at the end of the block.
+
+        Raises:
+            RuntimeError: called more often than `num_loss` times since the last step.
+        """
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._loss_idx + 1} times since the last step() and the optimizer was wrapped "
+                f"for {self._num_loss}: wrap_optimizer(optimizer, num_loss={self._loss_idx + 1})"
+            )
+        scaler = self._loss_scaler[self._loss_idx]
+        with backward_pass(loss, scaler, [self._stash]) as scaled:
+            yield scaled
+        scaler.clear_overflow_state()
+        scaler.unscale_and_check(self._optimizer.param_groups)
+        self._skip_next[self._loss_idx] = scaler.update_scale()
+        self._loss_idx += 1
+        self._stash.add_up()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer with O1's casts off, unless a loss since the last step overflowed."""
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure)
+        if closure is not None:
+            raise UnbuiltError(
+                "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
+                "step(), or use amp.initialize with opt_level='O1'"
+            )
+        self._loss_idx = 0
+        skip, self._skip_next = any(self._skip_next), [False] * self._num_loss
+        if skip:
+            maybe_print("Gradient overflow, skipping update")
+            return None
+        with self._amp_handle._disable_casts():
+            return self._optimizer.step()
+
+    def __getattr__(self, attr: str) -> Any:
+        if attr == "_optimizer":  # copy and pickle look it up before it exists
+            raise AttributeError(attr)
+        return getattr(self._optimizer, attr)
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("this wrapper cannot be pickled; save its state_dict()")
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+# ---------------------------------------------------------------------- init, and functions of one's own
+
+
+def half_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the low format while O1's casts are on; a decorator."""
+    return _ruled(fn, "low")
+
+
+def float_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to fp32 while O1's casts are on; a decorator."""
+    return _ruled(fn, "fp32")
+
+
+def promote_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the widest of their formats while O1's casts are on; a decorator."""
+    return _ruled(fn, "widest")
+
+
+def _ruled(fn: F, rule: str) -> F:
+    if not callable(fn):
+        raise TypeError(f"amp's decorators take a function and got {fn!r}")
+    made: F = hs.operator(rule)(fn)
+    return made
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take low tensors from the next `initialize` or `init` on."""
+    _register(module, name, "low")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take fp32 tensors from the next `initialize` or `init` on."""
+    _register(module, name, "fp32")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take tensors of the widest of their formats from the next `initialize` or `init` on."""
+    _register(module, name, "widest")
+
+
+def _register(module: Any, name: str, rule: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    _registered.append((module, name, rule))
+
+
+def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Callable[..., Any]]]]:
+    """Return and forget what was registered: rules for operators of torch, and replacements for other functions."""
+    rules: list[tuple[str, str]] = []
+    functions: list[tuple[Any, str, Callable[..., Any]]] = []
+    for module, name, rule in _registered:
+        original = getattr(module, name)
+        operator = hs.policy.operator_name(original) if module in (torch, torch.Tensor, torch.nn.functional) else None
+        if operator is not None:
+            rules.append((operator, rule))
+            continue
+        title = f"{getattr(module, '__name__', type(module).__name__)}::{name}"
+        try:
+            functions.append((module, name, hs.operator(rule, name=title)(original)))
+        except PolicyError:  # the name is taken by a function from elsewhere
+            functions.append((module, name, hs.operator(rule, name=f"{title}@{id(original):x}")(original)))
+    _registered.clear()
+    return rules, functions
+
+
+def init(
+    enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:  # fmt: skip
+    """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: of optimizers wrapped by the handle's ``wrap_optimizer``.
+        enable_caching: kept for Apex's signature; see `AmpHandle`.
+        verbose: print every cast.
+        allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
+    """
+    if enabled:
+        return switch_on(
+            torch.float16, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
+            allow_banned=allow_banned,
+        )  # fmt: skip
+    close_casts()
+    _registered.clear()
+    _amp_state.handle = handle = NoOpHandle()
+    return handle
+
+
+def switch_on(
+    low: torch.dtype, *, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:  # fmt: skip
+    """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
+    close_casts()
+    refuse_inside()
+    rules, functions = take_registered()
+    if allow_banned:
+        rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]
+    name = LOW_NAMES[low]
+    policy = hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=tuple(rules))
+    _amp_state.handle = handle = AmpHandle(policy, functions, loss_scale, enable_caching, verbose)
+    return handle

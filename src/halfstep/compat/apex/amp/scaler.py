@@ -1,13 +1,9 @@
-"""LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``.
-
-What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` is given, with one warning that names the
-parameters; a static scale looks for inf and nan too; `scale_factor` counts.
-"""
+"""LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +52,6 @@ class LossScaler:
             )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))
-        self._names: list[tuple[str, Tensor]] = []
         self._scaler = hs.GradScaler(rule=rule)
 
     def loss_scale(self) -> float:
@@ -74,12 +69,11 @@ class LossScaler:
             rule = hs.ScaleRule.static(value)
         else:
             rule = dataclasses.replace(rule, floor=min(rule.floor, value), ceiling=max(rule.ceiling, value))
-        keep = self._scaler.host_reads
-        self._scaler = hs.GradScaler(rule=rule)
-        self._scaler.host_reads = keep
+        before, self._scaler = self._scaler, hs.GradScaler(rule=rule)
+        self._scaler.host_reads = before.host_reads
         self._scaler.load_state_dict({**state, "scale": value})
+        self._scaler.name_parameters(before.named_parameters())
         self._updates += 1
-        self.name_parameters(())
 
     @property
     def _unskipped(self) -> int:
@@ -102,37 +96,22 @@ class LossScaler:
         """Return the loss in fp32, multiplied by the scale."""
         return self._scaler.scale(loss.float())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle keeps; parameters and their names are not part of it."""
-        return {**self.__dict__, "_names": []}
-
-    def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Remember names for messages; the parameters stay alive as long as their optimizers do anyway."""
-        self._names += named
-        self._scaler.name_parameters(self._names)
-
     def clear_overflow_state(self) -> None:
         """Forget whether the last pass overflowed."""
         self._has_overflow = False
 
-    def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
-        """Unscale the gradients of `param_groups` in place; return whether one was not finite (one wait).
+    def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+        """Unscale the gradients of `param_groups` in place, and note whether one was not finite (one wait).
 
-        `update_scale` then updates the scale.
-
-        Args:
-            param_groups: of one optimizer or several.
-            masters: low parameters get a new fp32 gradient instead of an unscaled low one.
+        With `masters` low parameters get a new fp32 gradient instead of an unscaled low one.
         """
-        gate: Any = Gate(param_groups, masters=masters)
         if all(p.grad is None for group in param_groups for p in group["params"]):
-            return False
+            return
+        gate: Any = Gate(param_groups, masters=masters)
         self._scaler.unscale_(gate)
         self._scaler.step(gate)
         self._checked = True
-        if not gate.passed:
-            self._has_overflow = True
-        return not gate.passed
+        self._has_overflow |= not gate.passed
 
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,

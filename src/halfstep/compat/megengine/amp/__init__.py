@@ -30,7 +30,7 @@ def _setting(name: str, doc: str) -> Any:
     """Return a property that reads and sets the field `name` of the frame in force."""
 
     def change(module: ModuleType, value: Any) -> None:
-        settings.change(**{name: value})
+        settings.change(name, bool(value) if name == "enabled" else value)
 
     return property(lambda module: getattr(settings.now(), name), change, doc=doc)
 

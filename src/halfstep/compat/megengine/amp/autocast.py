@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 import halfstep as hs
-from halfstep.compat.megengine.amp.lists import MEGENGINE, for_formats
+from halfstep.compat.megengine.amp.lists import MEGENGINE, NO_LOW_KERNEL
 from halfstep.compat.megengine.tensor import dtype_of
 from halfstep.errors import RegionError
 from halfstep.formats import DTYPE_NAMES
@@ -51,8 +51,7 @@ class Frame:
         """Close the region."""
         region, self.region = self.region, None
         if region is not None:
-            error = RegionError if failing else None
-            region.__exit__(error, None, None)
+            region.__exit__(RegionError if failing else None, None, None)
 
 
 class _Frames(threading.local):
@@ -68,23 +67,13 @@ def now() -> Frame:
     return _frames.stack[-1]
 
 
-def change(
-    *, enabled: bool | None = None, low: object = None, high: object = None, policy: hs.Policy | str | None = None
-) -> None:
-    """Change the settings in force up to the end of the innermost `autocast`; an error changes nothing.
-
-    Raises:
-        RegionError: a format that is none of float16, bfloat16, float32, or a pair that cannot be.
-        PolicyError: an unknown policy.
-    """
+def change(name: str, value: Any) -> None:
+    """Change a field of the frame in force up to the end of the innermost `autocast`; an error changes nothing."""
+    if name in ("low", "high"):
+        value = precision(value, f"{name}_prec_dtype")
+    given: dict[str, Any] = {name: hs.Policy.of(value) if name == "policy" else value}
     frame = now()
-    wanted = Frame(
-        enabled=frame.enabled if enabled is None else bool(enabled),
-        low=frame.low if low is None else precision(low, "low_prec_dtype"),
-        high=frame.high if high is None else precision(high, "high_prec_dtype"),
-        policy=frame.policy if policy is None else hs.Policy.of(policy),
-        owner=frame.owner,
-    )
+    wanted = replace(frame, region=None, **given)
     if wanted == frame:
         return
     if wanted.enabled:
@@ -92,24 +81,6 @@ def change(
     frame.close()
     _frames.stack[-1] = wanted
     wanted.open()
-
-
-def push(owner: object, *, enabled: bool, low: str, high: str) -> None:
-    """Push a frame, with the policy that is in force."""
-    frame = replace(now(), enabled=enabled, low=low, high=high, owner=owner, region=None)
-    frame.open()
-    _frames.stack.append(frame)
-
-
-def pop(owner: object, *, failing: bool = False) -> None:
-    """Remove the innermost frame of `owner`."""
-    stack = _frames.stack
-    index = next((i for i in range(len(stack) - 1, 0, -1) if stack[i].owner is owner), None)
-    if index is None:
-        if failing:
-            return
-        raise RegionError("amp.autocast was left in a thread in which it is not open; enter and leave it in one thread")
-    stack.pop(index).close(failing=failing)
 
 
 def precision(dtype: object, where: str) -> str:
@@ -128,7 +99,10 @@ def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
             f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
             f"or {low!r} to lower sensitive operators too"
         )
-    return for_formats(policy, SHORT[low], SHORT[high]).replace(scale="auto")  # scaling is `amp.GradScaler`'s
+    if high != "float32":
+        lowered = ((op, "low" if rule == "fp32" and op not in NO_LOW_KERNEL else rule) for op, rule in policy.ops)
+        policy = policy.replace(ops=tuple(lowered), loss="keep")
+    return policy.replace(dtype=SHORT[low], scale="auto")  # scaling is `amp.GradScaler`'s
 
 
 class autocast:
@@ -150,12 +124,22 @@ class autocast:
         policy_for(now().policy, self.low_prec_dtype, self.high_prec_dtype)  # refuses a pair that cannot be
 
     def __enter__(self) -> None:
-        push(self, enabled=self.enabled, low=self.low_prec_dtype, high=self.high_prec_dtype)
+        low, high = self.low_prec_dtype, self.high_prec_dtype
+        frame = Frame(enabled=self.enabled, low=low, high=high, policy=now().policy, owner=self)
+        frame.open()
+        _frames.stack.append(frame)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        pop(self, failing=exc_type is not None)
+        stack, failing = _frames.stack, exc_type is not None
+        index = next((i for i in range(len(stack) - 1, 0, -1) if stack[i].owner is self), None)
+        if index is not None:
+            stack.pop(index).close(failing=failing)
+        elif not failing:
+            raise RegionError(
+                "amp.autocast was left in a thread in which it is not open; enter and leave it in one thread"
+            )
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region, under torch.compile by the lists in force now."""

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.megengine.autodiff.grad_manager import GradManager, GradManagerGroup, managers_of
-from halfstep.compat.megengine.marks import SCALED, UNSCALED, Scale, mark, marked, scale_of
+from halfstep.compat.megengine.autodiff.grad_manager import (
+    MARK,
+    SCALE,
+    SCALED,
+    UNSCALED,
+    GradManager,
+    GradManagerGroup,
+    managers_of,
+    marked,
+)
 from halfstep.compat.shared import Gate, listed
 from halfstep.errors import ScaleError
 
@@ -25,7 +33,8 @@ def _number(name: str, kind: Callable[[Any], Any], doc: str) -> Any:
     """Return a property for one of the rule's numbers."""
 
     def change(scaler: GradScaler, value: Any) -> None:
-        scaler._change(**{name: value})
+        core = scaler._core.state_dict()
+        scaler._go_on({**scaler._numbers, name: value}, core["scale"], core["_growth_tracker"])
 
     return property(lambda scaler: kind(scaler._numbers[name]), change, doc=doc)
 
@@ -115,10 +124,12 @@ class GradScaler:
         scaled = self._core.scale([torch.ones_like(one) for one in ys] if dy is None else listed(dy))
         self._rescale(gm.attached_tensors())
         for one in scaled:
-            mark(one, SCALED)
+            setattr(one, MARK, SCALED)
         gm.backward(ys, scaled)
         for tensor in gm.attached_tensors():
-            mark(tensor.grad, SCALED, None if unscale_grad or tensor.grad is None else self._present(tensor.grad))
+            if tensor.grad is not None:
+                setattr(tensor.grad, MARK, SCALED)
+                setattr(tensor.grad, SCALE, None if unscale_grad else self._present(tensor.grad))
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
@@ -160,24 +171,26 @@ class GradScaler:
             if bad:
                 tensor.grad = None
             else:
-                mark(tensor.grad, UNSCALED)
+                setattr(tensor.grad, MARK, UNSCALED)
+                setattr(tensor.grad, SCALE, None)
         for manager in managers_of(attached):
-            manager.statistics.restore() if bad else manager.statistics.forget()
+            manager.statistics.settle(bad=bad)
         self._found = bool(self._found) or bad
         return self
 
     def _rescale(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
-            made = scale_of(tensor.grad)
+            made = getattr(tensor.grad, SCALE, None)
             if tensor.grad is None or made is None or made[0] is self._epoch:
                 continue
             present = self._present(tensor.grad)
             tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
-            mark(tensor.grad, SCALED, present)
+            setattr(tensor.grad, MARK, SCALED)
+            setattr(tensor.grad, SCALE, present)
 
-    def _present(self, gradient: Tensor) -> Scale:
-        """Return the present scale, and a mark that is replaced whenever it may move."""
+    def _present(self, gradient: Tensor) -> tuple[object, Tensor]:
+        """Return what is replaced whenever the scale may move, and a copy of the scale."""
         return self._epoch, self._core.scale_on(gradient.device).clone()
 
     def update(self, new_scale: float | None = None) -> None:
@@ -189,27 +202,25 @@ class GradScaler:
         Raises:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
         """
-        found, core = self._found, self._core
         self._epoch = object()
-        static = _static(**self._numbers)
         if new_scale is not None:
-            if static:
+            if self.growth_interval == 0 or self.growth_factor == 0:
                 warnings.warn(
                     f"update(new_scale={new_scale!r}) does nothing: with growth_interval={self.growth_interval} and "
                     f"growth_factor={self.growth_factor} the scale never moves; set scaler.scale_factor",
                     stacklevel=2,
                 )
             else:
-                core.update(new_scale)
+                self._core.update(new_scale)
             self._found = None
             return
-        if found is None:
+        if self._found is None:
             raise ScaleError(
                 "update(): no gradient has been unscaled since the last update; call "
                 "scaler.unscale(gm.attached_tensors()) first (scaler.backward does both)"
             )
-        core.record(torch.tensor(found))
-        core.update()
+        self._core.record(torch.tensor(self._found))
+        self._core.update()
         self._found = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,39 +239,25 @@ class GradScaler:
         missing = [key for key in KEYS if key not in state]
         if missing:
             raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
-        numbers = {key: state[key] for key in KEYS[1:4]}
-        self._core = self._with(numbers, state["scale_factor"], state["_growth_tracker"])
-        self._numbers, self._found = numbers, None
-        self._epoch = object()
+        self._go_on({key: state[key] for key in KEYS[1:4]}, state["scale_factor"], state["_growth_tracker"])
+        self._epoch, self._found = object(), None
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
         return f"GradScaler(init_scale={self._core.rule.init!r}, {numbers})"
 
-    def _change(self, **numbers: Any) -> None:
-        """Go on with other numbers."""
-        wanted, core = {**self._numbers, **numbers}, self._core.state_dict()
-        self._core = self._with(wanted, core["scale"], core["_growth_tracker"])
-        self._numbers = wanted
-
-    def _with(self, numbers: Mapping[str, Any], scale: Any, tracker: Any) -> hs.GradScaler:
-        rule = _rule(scale, **numbers)
-        core = hs.GradScaler(rule=rule)
-        saved = core.state_dict()
-        core.load_state_dict({**saved, "scale": scale, "_growth_tracker": tracker})
-        return core
-
-
-def _static(growth_factor: float, backoff_factor: float, growth_interval: int) -> bool:
-    """Return whether the numbers mean a scale that never moves."""
-    return growth_interval == 0 or growth_factor == 0
+    def _go_on(self, numbers: dict[str, Any], scale: Any, tracker: Any) -> None:
+        """Replace the rule's numbers, the scale and the good steps counted so far; nothing if one makes no sense."""
+        core = hs.GradScaler(rule=_rule(scale, **numbers))
+        core.load_state_dict({**core.state_dict(), "scale": scale, "_growth_tracker": tracker})
+        self._core, self._numbers = core, numbers
 
 
 def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, growth_interval: int) -> hs.ScaleRule:
     """Return the preset "megengine" with other numbers; zeros make a scale that never moves."""
     preset = hs.GradScaler(rule="megengine").rule
-    if _static(growth_factor, backoff_factor, growth_interval):
-        return dataclasses.replace(preset, init=init_scale, growth=1.0, backoff=1.0, interval=1)
+    if growth_interval == 0 or growth_factor == 0:
+        growth_factor, backoff_factor, growth_interval = 1.0, 1.0, 1
     return dataclasses.replace(
         preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import halfstep as hs
 
-__all__ = ["AS_SHIPPED", "MEGENGINE", "for_formats"]
+__all__ = ["AS_SHIPPED", "MEGENGINE", "NO_LOW_KERNEL"]
 
 PRODUCTS = (
     "conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d", "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot",
@@ -57,11 +57,3 @@ AS_SHIPPED = (
 
 MEGENGINE = AS_SHIPPED.replace(name="megengine").with_ops(low=VOLUMES, fp32=("softmax", "softmin", *SUMS))
 """The default: `AS_SHIPPED`, softmax in fp32 as MegEngine's document promises, and sums that do not overflow."""
-
-
-def for_formats(policy: hs.Policy, low: str, high: str) -> hs.Policy:
-    """Return `policy` with other formats in place of fp16 and fp32."""
-    if high != "fp32":
-        lowered = ((op, "low" if rule == "fp32" and op not in NO_LOW_KERNEL else rule) for op, rule in policy.ops)
-        policy = policy.replace(ops=tuple(lowered), loss="keep")
-    return policy.replace(dtype=low)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import halfstep as hs
-from halfstep.compat.megengine.marks import SCALED, marked
 from halfstep.compat.shared import listed
 from halfstep.errors import StepError
 from halfstep.torch_private.modules import NormBase
@@ -36,6 +34,17 @@ Self = TypeVar("Self", bound="_Recorder")
 Callback = Callable[[Tensor, Any], Tensor | None]
 """(attached tensor, its gradient of this backward) -> the gradient to accumulate; None: nothing is accumulated, and
 further callbacks get None."""
+
+SCALED, UNSCALED = "scaled", "unscaled"
+MARK, SCALE = "_halfstep_gradient", "_halfstep_scale"
+"""Attributes of a gradient: `SCALED` or `UNSCALED` (adding to it keeps the mark, `clear_grad` drops both); and
+(what the scaler replaces whenever its scale may move, a copy of the scale) of one that waits to be unscaled."""
+
+
+def marked(gradient: Tensor | None, what: str) -> bool:
+    """Return whether `gradient` is known to be `SCALED` or `UNSCALED`."""
+    return getattr(gradient, MARK, None) == what
+
 
 _owners = WeakTensorKeyDictionary()
 """Attached tensor -> the managers it is attached to."""
@@ -54,21 +63,14 @@ def nested() -> bool:
     return len(_recording.groups) > 1
 
 
-@dataclass(slots=True)
-class _Attached:
-    tensor: TensorWeakRef
-    callbacks: list[Callback] = field(default_factory=list)
-
-
 class NormBuffers:
-    """Buffers of norms as they were before the first forward pass since `forget` or `restore`.
+    """Buffers of norms as they were before the first forward pass since `settle`.
 
     A forward pass with an inf in it turns the running mean and variance of a BatchNorm to NaN for good, even where the
     update itself is skipped.
     """
 
     def __init__(self) -> None:
-        """Save nothing yet."""
         self._saved: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
         self._thread = 0
@@ -85,14 +87,10 @@ class NormBuffers:
             self._hook.remove()
             self._hook = None
 
-    def forget(self) -> None:
-        """Drop what was saved: the steps so far were good."""
-        self._saved.clear()
-
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the buffers, in place."""
-        for norm, buffers in self._saved.items():
+    def settle(self, *, bad: bool) -> None:
+        """Forget what was saved; after bad steps restore it first, in place."""
+        for norm, buffers in self._saved.items() if bad else ():
             for name, value in buffers.items():
                 getattr(norm, name).copy_(value)
         self._saved.clear()
@@ -106,12 +104,11 @@ class NormBuffers:
 class _Recorder:
     """What a manager and a group share: they record between ``with`` and `backward`, and are joined by ``|``."""
 
-    def _members(self) -> list[GradManager]:
-        raise NotImplementedError
+    _members: list[GradManager]
 
     def attached_tensors(self) -> list[Tensor]:
         """Return the attached tensors that are still alive, in the order of their attachment."""
-        return [tensor for manager in self._members() for tensor in manager._alive()]
+        return [tensor for manager in self._members for tensor in manager._attached]
 
     def record(self) -> None:
         """Begin: `backward` is possible from here on, once.
@@ -119,18 +116,20 @@ class _Recorder:
         Raises:
             StepError: it is recording already.
         """
-        members = self._members()
-        if any(manager._recording for manager in members):
+        if any(manager._recording for manager in self._members):
             raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
-        for manager in members:
+        for manager in self._members:
             manager._recording = True
-            manager._statistics.watch()
-        _recording.groups.append(list(members))
+            manager.statistics.watch()
+        _recording.groups.append(list(self._members))
 
     def release(self) -> None:
         """End without gradients; also after `backward`. Nothing happens if it is not recording."""
-        for manager in self._members():
-            manager._release()
+        for manager in self._members:
+            manager._recording = False
+            manager.statistics.unwatch()
+        groups = [[other for other in group if other not in self._members] for group in _recording.groups]
+        _recording.groups = [group for group in groups if group]
 
     def backward(self, y: Any = None, dy: Any = None) -> None:
         """Accumulate the gradients of `y` into ``.grad`` of the attached tensors that it depends on, and end recording.
@@ -143,7 +142,23 @@ class _Recorder:
             StepError: not recording (also a second backward), `dy` does not fit `y`, or `y` depends on nothing that has
                 a gradient.
         """
-        _backward(self._members(), y, dy)
+        if not any(marked(seed, SCALED) for seed in listed(dy)):
+            for tensor in self.attached_tensors():
+                if marked(tensor.grad, SCALED):
+                    raise StepError(
+                        f"GradManager.backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} "
+                        "waits to be unscaled, and one that is not scaled would be added to it; go backward with "
+                        "scaler.backward(gm, y) too, or unscale and clear it first"
+                    )
+        if not all(manager._recording for manager in self._members):
+            raise StepError(
+                "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
+                "release(), and after the forward pass"
+            )
+        try:
+            _differentiate(self._members, _pairs(y, dy))
+        finally:
+            self.release()
 
     def __enter__(self: Self) -> Self:
         self.record()
@@ -157,13 +172,16 @@ class _Recorder:
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
         if not isinstance(other, _Recorder):
             raise StepError(f"gm | {other!r}: expected another GradManager")
-        return GradManagerGroup([*self._members(), *other._members()])
+        return GradManagerGroup([*self._members, *other._members])
 
 
 class GradManager(_Recorder):
     """Compute gradients of what happens between `record` (or ``with gm:``) and `backward`.
 
     Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
+
+    Attributes:
+        statistics: the buffers of norms before the steps since the last check of a GradScaler.
 
     Examples:
         >>> gm = GradManager().attach(net.parameters())
@@ -172,17 +190,14 @@ class GradManager(_Recorder):
     """
 
     def __init__(self) -> None:
-        """Attach nothing yet."""
-        self._attached: dict[int, _Attached] = {}
+        self._attached = WeakTensorKeyDictionary()  # tensor -> its callbacks
         self._recording = False
         self._going = False  # whether its backward pass runs
-        self._statistics = NormBuffers()
+        self.statistics = NormBuffers()
 
-    def _members(self) -> list[GradManager]:
+    @property
+    def _members(self) -> list[GradManager]:  # type: ignore[override]  # no attribute: it would be a circle
         return [self]
-
-    def _alive(self) -> list[Tensor]:
-        return [tensor for entry in self._attached.values() if (tensor := entry.tensor()) is not None]
 
     def attach(
         self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Sequence[Callback] | None = None
@@ -204,125 +219,68 @@ class GradManager(_Recorder):
             raise StepError(f"GradManager.attach: got {tensors!r}; expected a tensor or several, as net.parameters()")
         if not (callbacks is None or callable(callbacks) or isinstance(callbacks, Iterable)):
             raise StepError(f"GradManager.attach(callbacks={callbacks!r}): expected a function or several")
-        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        found = listed(tensors)
         for tensor in found:
             if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
                 what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
                 raise StepError(f"GradManager.attach: got {what}; only floating tensors have gradients")
         calls = [callbacks] if callable(callbacks) else list(callbacks or ())
-        self._attached = {key: entry for key, entry in self._attached.items() if entry.tensor() is not None}
         for tensor in found:
             if not tensor.requires_grad:
                 tensor.requires_grad_()
             elif not tensor.is_leaf:
                 tensor.retain_grad()  # without it, reading .grad of an intermediate result warns
-            self._attached.setdefault(id(tensor), _Attached(TensorWeakRef(tensor))).callbacks.extend(calls)
+            self._attached.setdefault(tensor, []).extend(calls)
             _owners.setdefault(tensor, weakref.WeakSet()).add(self)
         return self
 
-    def _release(self) -> None:
-        self._recording = False
-        self._statistics.unwatch()
-        for group in _recording.groups:
-            group[:] = [other for other in group if other is not self]
-        _recording.groups[:] = [group for group in _recording.groups if group]
-
-    @property
-    def statistics(self) -> NormBuffers:
-        """The buffers of norms before the steps since the last check of a GradScaler."""
-        return self._statistics
-
-    def _take(
-        self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int], stop: Callable[..., Any]
-    ) -> None:
-        """Send gradients through the callbacks and accumulate them.
+    def _take(self, tensor: Tensor, gradient: Tensor | None, taken: set[int], stop: Callable[..., Any]) -> None:
+        """Send a gradient through the callbacks and accumulate it.
 
         Args:
-            gradients: one for each tensor; several may be one and the same.
-            tensors: attached.
+            tensor: an attached one.
+            gradient: its gradient, which may be that of other tensors too.
             taken: addresses of memory that is in use already; a gradient there is copied.
             stop: the hook of note [visibility], for gradients that can be differentiated.
-
-        Raises:
-            StepError: a callback returned neither None nor a tensor of the gradient's shape.
         """
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            if gradient is None:
-                continue
-            for callback in self._attached[id(tensor)].callbacks:
-                gradient = callback(tensor, gradient)
-            if gradient is None:
-                continue
-            if not isinstance(gradient, Tensor) or gradient.shape != tensor.shape:
-                what = f"a tensor of shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
-                raise StepError(
-                    f"GradManager.backward: a callback returned {what} for a tensor of shape {tuple(tensor.shape)}; "
-                    "expected its gradient, or None to drop it"
-                )
-            if gradient.requires_grad:  # an outer manager will differentiate it
-                gradient.register_hook(stop)
-                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-            elif tensor.grad is not None:
-                tensor.grad += gradient
-            else:
-                tensor.grad = _own(gradient, tensor, taken)
+        for callback in self._attached[tensor] if gradient is not None else ():
+            gradient = callback(tensor, gradient)
+        if gradient is None:
+            return
+        if not isinstance(gradient, Tensor) or gradient.shape != tensor.shape:
+            what = f"a tensor of shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
+            raise StepError(
+                f"GradManager.backward: a callback returned {what} for a tensor of shape {tuple(tensor.shape)}; "
+                "expected its gradient, or None to drop it"
+            )
+        if gradient.requires_grad:  # an outer manager will differentiate it
+            gradient.register_hook(stop)
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+        elif tensor.grad is not None:
+            tensor.grad += gradient
+        elif gradient.layout is not torch.strided:
+            tensor.grad = gradient.clone()
+        else:  # in memory of its own, laid out as `tensor`: it will be changed in place
+            if gradient.stride() != tensor.stride() or gradient.untyped_storage().data_ptr() in taken:
+                gradient = torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            taken.add(gradient.untyped_storage().data_ptr())
+            tensor.grad = gradient
 
 
 class GradManagerGroup(_Recorder):
     """Several managers that record and go backward together: ``gm1 | gm2``."""
 
     def __init__(self, managers: Iterable[GradManager]) -> None:
-        """Group `managers`."""
-        self._managers = list(managers)
-
-    def _members(self) -> list[GradManager]:
-        return self._managers
+        self._members = list(managers)
 
 
 def managers_of(tensors: Iterable[Tensor]) -> list[GradManager]:
     """Return the managers that any of `tensors` is attached to."""
-    found: dict[GradManager, None] = {}
-    for tensor in tensors:
-        found.update(dict.fromkeys(_owners.get(tensor, ())))
-    return list(found)
+    return list(dict.fromkeys(manager for tensor in tensors for manager in _owners.get(tensor, ())))
 
 
-def _own(gradient: Tensor, tensor: Tensor, taken: set[int]) -> Tensor:
-    """Return `gradient` in memory of its own, laid out as `tensor`: it will be changed in place."""
-    if gradient.layout is not torch.strided:
-        return gradient.clone()
-    if gradient.stride() != tensor.stride() or gradient.untyped_storage().data_ptr() in taken:
-        gradient = torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-    taken.add(gradient.untyped_storage().data_ptr())
-    return gradient
-
-
-def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
-    seeds = listed(dy)
-    if not any(marked(seed, SCALED) for seed in seeds if isinstance(seed, Tensor)):
-        for tensor in (tensor for manager in managers for tensor in manager.attached_tensors()):
-            if marked(tensor.grad, SCALED):
-                raise StepError(
-                    f"GradManager.backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} waits to "
-                    "be unscaled, and one that is not scaled would be added to it; go backward with "
-                    "scaler.backward(gm, y) too, or unscale and clear it first"
-                )
-    if not all(manager._recording for manager in managers):
-        raise StepError(
-            "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
-            "release(), and after the forward pass"
-        )
-    try:
-        ys, dys = _pairs(y, dy)
-        if ys:
-            _differentiate(managers, ys, dys)
-    finally:
-        for manager in managers:
-            manager.release()
-
-
-def _pairs(y: Any, dy: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return outputs and their gradients as lists of equal length."""
+def _pairs(y: Any, dy: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs that have a gradient, each with what it starts from."""
     ys = listed(y)
     dys = [torch.ones_like(one) for one in ys] if dy is None else listed(dy)
     if len(ys) != len(dys):
@@ -337,15 +295,15 @@ def _pairs(y: Any, dy: Any) -> tuple[list[Tensor], list[Tensor]]:
             "GradManager.backward: y depends on no attached tensor; attach before the forward pass, and look for "
             "no_grad() or detach() in it. A gradient made by one manager is a constant to those inside it or beside it"
         )
-    pairs = [(one, its.to(one)) for one, its in zip(ys, dys, strict=True) if one.requires_grad]
-    return [one for one, _ in pairs], [its for _, its in pairs]
+    return [(one, its.to(one)) for one, its in zip(ys, dys, strict=True) if one.requires_grad]
 
 
-def _differentiate(managers: Sequence[GradManager], ys: list[Tensor], dys: list[Tensor]) -> None:
-    wanted = [manager.attached_tensors() for manager in managers]
-    inputs = [tensor for tensors in wanted for tensor in tensors]
-    if not inputs:
+def _differentiate(managers: Sequence[GradManager], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    wanted = [(manager, tensor) for manager in managers for tensor in manager.attached_tensors()]
+    if not wanted or not pairs:
         return
+    ys, dys = [one for one, _ in pairs], [its for _, its in pairs]
+    inputs = [tensor for _, tensor in wanted]
     groups = _recording.groups
     first = next(place for place, group in enumerate(groups) if any(one in managers for one in group))
     around = weakref.WeakSet(other for group in groups[:first] for other in group)
@@ -365,9 +323,8 @@ def _differentiate(managers: Sequence[GradManager], ys: list[Tensor], dys: list[
             )
             for tensor, gradient in intermediate:  # torch has put something there, because they retain
                 tensor.grad = gradient
-            for manager, tensors in zip(managers, wanted, strict=True):
-                manager._take(gradients[: len(tensors)], tensors, taken, stop)
-                gradients = gradients[len(tensors) :]
+            for (manager, tensor), gradient in zip(wanted, gradients, strict=True):
+                manager._take(tensor, gradient, taken, stop)
     finally:
         for manager in managers:
             manager._going = False

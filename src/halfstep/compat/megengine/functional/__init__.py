@@ -4,7 +4,6 @@ A wrong argument raises StepError, whose message has the value and what was expe
 """
 
 from halfstep.compat.megengine.functional import elemwise, loss, math, metric, nn, tensor, vision
-from halfstep.compat.megengine.functional.conv import *  # noqa: F403
 from halfstep.compat.megengine.functional.elemwise import *  # noqa: F403 - the original's flat names
 from halfstep.compat.megengine.functional.math import *  # noqa: F403
 from halfstep.compat.megengine.functional.metric import *  # noqa: F403

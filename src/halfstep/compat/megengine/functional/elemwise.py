@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.compat.shared import public
 from halfstep.errors import StepError
 
 __all__ = [
@@ -23,15 +23,7 @@ __all__ = [
 
 
 def _of_one(function: Callable[..., Any]) -> Callable[[Any], Tensor]:
-    """Return `function` under MegEngine's name of its argument."""
-
-    @wraps(function)
-    def call(x: Any) -> Tensor:
-        result: Tensor = function(x)
-        return result
-
-    del call.__wrapped__  # so that a signature shows `x`
-    return call
+    return public(function, lambda x: function(x))
 
 
 abs, acos, asin, atan = _of_one(torch.abs), _of_one(torch.acos), _of_one(torch.asin), _of_one(torch.atan)
@@ -56,9 +48,6 @@ def round(x: Tensor) -> Tensor:
 
 
 def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
-    """Return `function` taking numbers in either place."""
-
-    @wraps(function)
     def call(x: Any, y: Any) -> Tensor:
         if not isinstance(x, Tensor) and isinstance(y, Tensor):
             x = torch.as_tensor(x, device=y.device).to(torch.result_type(y, x))
@@ -68,7 +57,7 @@ def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
         result: Tensor = function(x, y)
         return result
 
-    return call
+    return public(function, call)
 
 
 def _remainder(x: Tensor, y: Tensor) -> Tensor:

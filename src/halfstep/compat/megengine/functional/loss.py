@@ -61,7 +61,7 @@ def hinge_loss(pred: Tensor, label: Tensor, norm: str = "L1", reduction: str = "
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
-    _reduction(reduction)
+    reduction = _reduction(reduction)
     return values if reduction == "none" else values.mean() if reduction == "mean" else values.sum()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional import conv, loss
-from halfstep.compat.megengine.functional.conv import *  # noqa: F403  # each file lists its functions
+from halfstep.compat.megengine.functional import loss
 from halfstep.compat.megengine.functional.elemwise import (
     gelu,
     hsigmoid,
@@ -21,43 +21,116 @@ from halfstep.compat.megengine.functional.elemwise import (
     silu,
     softplus,
 )  # fmt: skip
-from halfstep.compat.megengine.functional.loss import *  # noqa: F403
+from halfstep.compat.megengine.functional.loss import *  # noqa: F403  # the file lists its functions
 from halfstep.compat.megengine.functional.vision import interpolate
+from halfstep.compat.shared import public
 from halfstep.errors import StepError
 
 __all__ = [
-    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "dropout", "embedding", "gelu",
-    "group_norm", "hsigmoid", "hswish", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
-    "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu",
-    "relu6", "sigmoid", "silu", "softmax", "softplus",
+    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv2d", "conv3d",
+    "conv_transpose2d", "conv_transpose3d", "dropout", "embedding", "gelu", "group_norm", "hsigmoid", "hswish",
+    "instance_norm", "interpolate", "layer_norm", "leaky_relu", "linear", "local_response_norm", "logsigmoid",
+    "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax",
+    "softplus",
 ]  # fmt: skip
-__all__ += conv.__all__
 __all__ += loss.__all__
+
+
+def check_modes(where: str, compute_mode: object, conv_mode: object = "cross_correlation") -> None:
+    """Refuse other modes than MegEngine has; products of low formats are summed in fp32 in either compute mode."""
+    if str(conv_mode).lower() != "cross_correlation":
+        raise StepError(f"{where}(conv_mode={conv_mode!r}): expected 'cross_correlation'; flip the kernel for others")
+    if str(compute_mode).lower() not in ("default", "float32"):
+        raise StepError(f"{where}(compute_mode={compute_mode!r}): expected 'default' or 'float32'")
+
+
+def linear(inp: Tensor, weight: Tensor, bias: Tensor | None = None, compute_mode: str = "default") -> Tensor:
+    """Return ``inp @ weight.T + bias``."""
+    check_modes("linear", compute_mode)
+    return F.linear(inp, weight, bias)
+
+
+def _joined(weight: Tensor, bias: Tensor | None, dims: int) -> tuple[Tensor, Tensor | None]:
+    """Return a weight whose groups, if they are an axis of their own, are joined with the channels, and a flat bias."""
+    weight = weight.flatten(0, 1) if weight.dim() == dims + 3 else weight
+    return weight, bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
+
+
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Any]:
+    def convolve(
+        inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1, conv_mode: str = "cross_correlation", compute_mode: str = "default",
+    ) -> Tensor:  # fmt: skip
+        """Return the convolution of sequences, images or volumes (batch, channels, size of each axis).
+
+        Args:
+            inp: the input.
+            weight: (out, in, kernel), or (groups, out / groups, in / groups, kernel) in either spelling of groups.
+            bias: one number for each output channel, of shape (1, out, 1, ...) or (out,).
+            stride: number of elements between two windows.
+            padding: zeros before and after.
+            dilation: distance of the window's elements.
+            groups: groups of channels that do not see each other.
+            conv_mode: "cross_correlation".
+            compute_mode: "default" or "float32".
+        """
+        check_modes(function.__name__, compute_mode, conv_mode)
+        return function(inp, *_joined(weight, bias, dims), stride, padding, dilation, groups)
+
+    return public(function, convolve)
+
+
+conv1d = _convolution(F.conv1d, 1)
+conv2d = _convolution(F.conv2d, 2)
+
+
+def conv3d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1, conv_mode: str = "cross_correlation",
+) -> Tensor:  # fmt: skip
+    """Return the convolution of volumes; as `conv1d`, the bias of shape (1, out, 1, 1, 1) or (out,)."""
+    check_modes("conv3d", "default", conv_mode)
+    return F.conv3d(inp, *_joined(weight, bias, 3), stride, padding, dilation, groups)
+
+
+def conv_transpose2d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, dilation: Any = 1, groups: int = 1, conv_mode: str = "cross_correlation",
+    compute_mode: str = "default",
+) -> Tensor:  # fmt: skip
+    """Return the transposed convolution of images; MegEngine puts `dilation` before `groups`.
+
+    The weight is (in, out, height, width), or (groups, in / groups, out / groups, height, width).
+    """
+    check_modes("conv_transpose2d", compute_mode, conv_mode)
+    return F.conv_transpose2d(inp, *_joined(weight, bias, 2), stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose3d(
+    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the transposed convolution of volumes; as `conv_transpose2d`."""
+    return F.conv_transpose3d(inp, *_joined(weight, bias, 3), stride, padding, output_padding, groups, dilation)
+
+
+leaky_relu = public(F.leaky_relu, lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope))
+logsumexp = public(torch.logsumexp, lambda inp, axis, keepdims=False: torch.logsumexp(inp, axis, keepdim=keepdims))
+one_hot = public(F.one_hot, lambda inp, num_classes: F.one_hot(inp.long(), num_classes).to(inp.dtype))
+max_pool2d = public(
+    F.max_pool2d, lambda inp, kernel_size, stride=None, padding=0: F.max_pool2d(inp, kernel_size, stride, padding)
+)
+adaptive_avg_pool2d = public(F.adaptive_avg_pool2d, lambda inp, oshp: F.adaptive_avg_pool2d(inp, _listed(oshp)))
+adaptive_max_pool2d = public(F.adaptive_max_pool2d, lambda inp, oshp: F.adaptive_max_pool2d(inp, _listed(oshp)))
+
+
+def _listed(oshp: Any) -> Any:
+    return oshp.tolist() if isinstance(oshp, Tensor) else oshp
 
 
 def prelu(x: Tensor, y: Tensor) -> Tensor:
     """Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1)."""
     return torch.where(x > 0, x, x * y)
-
-
-def adaptive_avg_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return means of `oshp` windows: a number or (height, width)."""
-    return F.adaptive_avg_pool2d(inp, _output_size(oshp))
-
-
-def adaptive_max_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return the largest elements of `oshp` windows: a number or (height, width)."""
-    largest: Tensor = F.adaptive_max_pool2d(inp, _output_size(oshp))
-    return largest
-
-
-def _output_size(oshp: Any) -> Any:
-    return oshp.tolist() if isinstance(oshp, Tensor) else oshp
-
-
-def max_pool2d(inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
-    """Return the largest element of each window."""
-    return F.max_pool2d(inp, kernel_size, stride, padding)
 
 
 def avg_pool2d(
@@ -83,16 +156,6 @@ def logsoftmax(inp: Tensor, axis: Any) -> Tensor:
     return inp - torch.logsumexp(inp, tuple(axis), keepdim=True)
 
 
-def logsumexp(inp: Tensor, axis: Any, keepdims: bool = False) -> Tensor:
-    """Return the logarithm of the sum of exponentials."""
-    return torch.logsumexp(inp, axis, keepdim=keepdims)
-
-
-def leaky_relu(inp: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """Return `inp`, and `negative_slope` times it where it is negative."""
-    return F.leaky_relu(inp, negative_slope)
-
-
 def dropout(inp: Tensor, drop_prob: float, training: bool = True) -> Tensor:
     """Set elements to zero with probability `drop_prob` and enlarge the others."""
     if not 0 <= drop_prob < 1:
@@ -116,11 +179,6 @@ def embedding(
     if max_norm is not None or norm_type is not None:
         raise StepError("embedding: rows are not scaled to a norm (MegEngine refuses it too); leave out max_norm")
     return F.embedding(inp, weight, padding_idx)
-
-
-def one_hot(inp: Tensor, num_classes: int) -> Tensor:
-    """Return one row for each label, with a one at its place, in the labels' dtype."""
-    return F.one_hot(inp.long(), num_classes).to(inp.dtype)
 
 
 def pad(src: Tensor, pad_width: Any, mode: str = "constant", constant_value: float = 0.0) -> Tensor:
@@ -190,9 +248,8 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalise over the last axes; with `affine` by `weight` and `bias` too."""
-    _check_affine("layer_norm", affine, weight, bias)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    return F.layer_norm(inp, shape, weight if affine else None, bias if affine else None, eps)
+    return F.layer_norm(inp, shape, *_affine("layer_norm", affine, weight, bias), eps)
 
 
 def group_norm(
@@ -200,16 +257,14 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalise over groups of channels; with `affine` by `weight` and `bias` too."""
-    _check_affine("group_norm", affine, weight, bias)
-    return F.group_norm(inp, num_groups, weight if affine else None, bias if affine else None, eps)
+    return F.group_norm(inp, num_groups, *_affine("group_norm", affine, weight, bias), eps)
 
 
 def instance_norm(
     inp: Tensor, affine: bool, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Normalise each channel of each sample; with `affine` by `weight` and `bias` too."""
-    _check_affine("instance_norm", affine, weight, bias)
-    return F.instance_norm(inp, weight=weight if affine else None, bias=bias if affine else None, eps=eps)
+    return F.instance_norm(inp, None, None, *_affine("instance_norm", affine, weight, bias), eps=eps)
 
 
 def local_response_norm(
@@ -219,6 +274,9 @@ def local_response_norm(
     return F.local_response_norm(inp.float(), kernel_size, alpha * kernel_size, beta, k).to(inp.dtype)
 
 
-def _check_affine(where: str, affine: bool, weight: Tensor | None, bias: Tensor | None) -> None:
+def _affine(
+    where: str, affine: bool, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     if affine and (weight is None or bias is None):
         raise StepError(f"{where}(affine=True): pass weight and bias, or affine=False")
+    return (weight, bias) if affine else (None, None)

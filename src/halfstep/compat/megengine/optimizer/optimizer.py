@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep.compat.megengine.marks import SCALED, marked
+from halfstep.compat.megengine.autodiff.grad_manager import SCALED, marked
 from halfstep.compat.shared import listed
 from halfstep.errors import ScaleError, StepError
 

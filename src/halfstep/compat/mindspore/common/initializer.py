@@ -5,9 +5,8 @@ Names and formulas: MindSpore 2.10, https://www.mindspore.cn. They are carried o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,108 +36,46 @@ class Initializer:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-@dataclass(repr=False, eq=False)
-class Constant(Initializer):
-    """One number everywhere."""
+def _kind(name: str, meaning: str, function: Callable[..., object], **settings: Any) -> Any:
+    """Return a class of initializers: `function` takes a tensor and the values of the settings, which have defaults."""
 
-    value: float
+    def fill(self: Any, arr: Tensor) -> None:
+        function(arr, *[getattr(self, key) for key in settings])
 
-    def _fill(self, arr: Tensor) -> None:
-        init.constant_(arr, self.value)
-
-
-class Zero(Initializer):
-    """Zeros."""
-
-    def _fill(self, arr: Tensor) -> None:
-        init.zeros_(arr)
+    fields = [(key, Any, dataclasses.field(default=value)) for key, value in settings.items()]
+    body = {"__doc__": meaning, "__module__": __name__, "_fill": fill}
+    return dataclasses.make_dataclass(name, fields, bases=(Initializer,), namespace=body, repr=False, eq=False)
 
 
-class One(Initializer):
-    """Ones."""
-
-    def _fill(self, arr: Tensor) -> None:
-        init.ones_(arr)
-
-
-@dataclass(repr=False, eq=False)
-class Normal(Initializer):
-    """Normal numbers of a deviation and a mean."""
-
-    sigma: float = 0.01
-    mean: float = 0.0
-
-    def _fill(self, arr: Tensor) -> None:
-        init.normal_(arr, self.mean, self.sigma)
-
-
-@dataclass(repr=False, eq=False)
-class TruncatedNormal(Initializer):
-    """Normal numbers between `a` and `b`."""
-
-    sigma: float = 0.01
-    mean: float = 0.0
-    a: float = -2.0
-    b: float = 2.0
-
-    def _fill(self, arr: Tensor) -> None:
-        init.trunc_normal_(arr, self.mean, self.sigma, self.a, self.b)
-
-
-@dataclass(repr=False, eq=False)
-class Uniform(Initializer):
-    """Uniform numbers from ``-scale`` to ``scale``."""
-
-    scale: float = 0.07
-
-    def _fill(self, arr: Tensor) -> None:
-        init.uniform_(arr, -self.scale, self.scale)
-
-
-@dataclass(repr=False, eq=False)
-class XavierUniform(Initializer):
-    """Uniform numbers of deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
-
-    gain: float = 1
-
-    def _fill(self, arr: Tensor) -> None:
-        init.xavier_uniform_(arr, self.gain)
-
-
-class XavierNormal(XavierUniform):
-    """Normal numbers of deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
-
-    def _fill(self, arr: Tensor) -> None:
-        init.xavier_normal_(arr, self.gain)
-
-
-@dataclass(repr=False, eq=False)
-class HeUniform(Initializer):
-    """Uniform numbers of deviation ``gain / sqrt(fan)``, the gain being that of the nonlinearity."""
-
-    negative_slope: float = 0
-    mode: Any = "fan_in"
-    nonlinearity: Any = "leaky_relu"
-
-    def _fill(self, arr: Tensor) -> None:
-        init.kaiming_uniform_(arr, self.negative_slope, self.mode, self.nonlinearity)
-
-
-class HeNormal(HeUniform):
-    """Normal numbers of deviation ``gain / sqrt(fan)``."""
-
-    def _fill(self, arr: Tensor) -> None:
-        init.kaiming_normal_(arr, self.negative_slope, self.mode, self.nonlinearity)
-
-
-NAMED: Mapping[str, type[Initializer]] = MappingProxyType(
-    {
-        "zeros": Zero, "zero": Zero, "ones": One, "one": One, "normal": Normal, "truncatednormal": TruncatedNormal,
-        "uniform": Uniform, "xavier_uniform": XavierUniform, "xavieruniform": XavierUniform,
-        "xavier_normal": XavierNormal, "xaviernormal": XavierNormal, "he_uniform": HeUniform, "heuniform": HeUniform,
-        "he_normal": HeNormal, "henormal": HeNormal,
-    }
+Constant = _kind("Constant", "One number everywhere.", init.constant_, value=dataclasses.MISSING)
+Zero = _kind("Zero", "Zeros.", init.zeros_)
+One = _kind("One", "Ones.", init.ones_)
+Normal = _kind(
+    "Normal", "Normal numbers of a deviation and a mean.",
+    lambda arr, sigma, mean: init.normal_(arr, mean, sigma), sigma=0.01, mean=0.0,
 )  # fmt: skip
+TruncatedNormal = _kind(
+    "TruncatedNormal", "Normal numbers between `a` and `b`.",
+    lambda arr, sigma, mean, a, b: init.trunc_normal_(arr, mean, sigma, a, b), sigma=0.01, mean=0.0, a=-2.0, b=2.0,
+)  # fmt: skip
+Uniform = _kind(
+    "Uniform", "Uniform numbers from ``-scale`` to ``scale``.",
+    lambda arr, scale: init.uniform_(arr, -scale, scale), scale=0.07,
+)  # fmt: skip
+XAVIER = "{} numbers of deviation ``gain * sqrt(2 / (fan_in + fan_out))``."
+XavierUniform = _kind("XavierUniform", XAVIER.format("Uniform"), init.xavier_uniform_, gain=1)
+XavierNormal = _kind("XavierNormal", XAVIER.format("Normal"), init.xavier_normal_, gain=1)
+HE = "{} numbers of deviation ``gain / sqrt(fan)``, the gain being that of the nonlinearity."
+FAN = {"negative_slope": 0, "mode": "fan_in", "nonlinearity": "leaky_relu"}
+HeUniform = _kind("HeUniform", HE.format("Uniform"), init.kaiming_uniform_, **FAN)
+HeNormal = _kind("HeNormal", HE.format("Normal"), init.kaiming_normal_, **FAN)
+
+NAMED: dict[str, Callable[[], Initializer]] = {
+    "zeros": Zero, "zero": Zero, "ones": One, "one": One, "normal": Normal, "truncatednormal": TruncatedNormal,
+    "uniform": Uniform, "xavier_uniform": XavierUniform, "xavieruniform": XavierUniform,
+    "xavier_normal": XavierNormal, "xaviernormal": XavierNormal, "he_uniform": HeUniform, "heuniform": HeUniform,
+    "he_normal": HeNormal, "henormal": HeNormal,
+}  # fmt: skip
 
 
 def chosen(where: str, value: Any) -> Initializer:
@@ -153,7 +90,8 @@ def chosen(where: str, value: Any) -> Initializer:
             )
         return NAMED[value.lower()]()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Constant(value)
+        made: Initializer = Constant(value)
+        return made
     raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected a name, a number or a tensor")
 
 

@@ -2,9 +2,7 @@
 
 from halfstep.compat.mindspore.nn import layers, loss
 from halfstep.compat.mindspore.nn.cell import Cell, CellList, SequentialCell
-from halfstep.compat.mindspore.nn.layers.basic import *  # noqa: F403  # each file lists its names
-from halfstep.compat.mindspore.nn.layers.normalization import *  # noqa: F403
-from halfstep.compat.mindspore.nn.layers.windows import *  # noqa: F403
+from halfstep.compat.mindspore.nn.layers import *  # noqa: F403  # each file lists its names
 from halfstep.compat.mindspore.nn.loss import *  # noqa: F403
 from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from halfstep.compat.mindspore.nn.optim import SGD, Adam, AdamWeightDecay, Momentum, Optimizer

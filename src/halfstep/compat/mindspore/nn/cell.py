@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.shared import public
 from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
 
@@ -60,14 +60,15 @@ class Cell(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""
-        mark = precision.mark_of(self)
-        if mark is not None and mark.casts:
+        if precision.mark_of(self).casts:
             inputs, named = hs.trees.map_tensors(
                 (inputs, named), lambda x: x.float() if x.dtype is torch.float64 else x
             )
         if self._recomputed and torch.is_grad_enabled():
-            contexts = partial(_recomputing, self)
-            return checkpoint(self.construct, *inputs, use_reentrant=False, context_fn=contexts, **named)
+            return checkpoint(
+                self.construct, *inputs, use_reentrant=False,
+                context_fn=lambda: (nullcontext(), _keep_statistics(self)), **named,
+            )  # fmt: skip
         return self.construct(*inputs, **named)
 
     def recompute(self, **kwargs: bool) -> None:
@@ -86,21 +87,8 @@ class Cell(nn.Module):
             check_bool(f"recompute: {name}", value)
         self._recomputed = True
 
-    def to_float(self: Self, dst_type: torch.dtype) -> Self:
-        """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
-        return precision.to_float(self, dst_type)
-
-    def add_flags(self: Self, **flags: bool) -> Self:
-        """Set the precision flags of this cell; see `halfstep.compat.mindspore.add_flags`."""
-        return precision.add_flags(self, **flags)
-
-    def add_flags_recursive(self: Self, **flags: bool) -> Self:
-        """Set the precision flags of this cell and all in it; see `halfstep.compat.mindspore.add_flags_recursive`."""
-        return precision.add_flags_recursive(self, **flags)
-
-    def get_flags(self) -> dict[str, bool]:
-        """Return the precision flags of this cell."""
-        return precision.flags_of(self)
+    to_float, get_flags = precision.to_float, precision.flags_of
+    add_flags, add_flags_recursive = precision.add_flags, precision.add_flags_recursive
 
     def set_train(self: Self, mode: bool = True) -> Self:
         """Set training mode, here and below."""
@@ -112,6 +100,10 @@ class Cell(nn.Module):
             parameter.requires_grad_(False)
         return self
 
+    def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Yield (name, cell) for this cell and all in it."""
+        yield from self.named_modules(prefix=name_prefix)
+
     def trainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
         """Return the parameters that require gradients."""
         return [p for p in self.parameters(recurse) if p.requires_grad]
@@ -120,42 +112,25 @@ class Cell(nn.Module):
         """Return the parameters that do not require gradients."""
         return [p for p in self.parameters(recurse) if not p.requires_grad]
 
-    def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters."""
-        return self.parameters(expand)
-
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter)."""
-        return self.named_parameters(name_prefix, expand)
-
-    def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
-        """Return name -> parameter."""
-        return dict(self.named_parameters(recurse=recurse))
-
-    def cells(self) -> list[nn.Module]:
-        """Return the cells directly inside."""
-        return list(self.children())
-
-    def name_cells(self) -> dict[str, nn.Module]:
-        """Return name -> cell directly inside."""
-        return dict(self.named_children())
-
-    def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name, cell) for this cell and all in it."""
-        yield from self.named_modules(prefix=name_prefix)
-
-    def insert_child_to_cell(self, child_name: str, child: nn.Module) -> None:
-        """Add a cell under a name."""
-        self.add_module(child_name, child)
-
-
-def _recomputing(cell: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a recomputed cell's two forward passes; the second leaves norms' statistics alone."""
-    return nullcontext(), _keep_statistics(cell)
+    get_parameters = public(nn.Module.parameters, lambda self, expand=True: self.parameters(expand), "get_parameters")
+    parameters_and_names = public(
+        nn.Module.named_parameters,
+        lambda self, name_prefix="", expand=True: self.named_parameters(name_prefix, expand), "parameters_and_names",
+    )  # fmt: skip
+    parameters_dict = public(
+        nn.Module.named_parameters, lambda self, recurse=True: dict(self.named_parameters(recurse=recurse)),
+        "parameters_dict",
+    )  # fmt: skip
+    cells = public(nn.Module.children, lambda self: list(self.children()), "cells")
+    name_cells = public(nn.Module.named_children, lambda self: dict(self.named_children()), "name_cells")
+    insert_child_to_cell = public(
+        nn.Module.add_module, lambda self, child_name, child: self.add_module(child_name, child), "insert_child_to_cell"
+    )
 
 
 @contextmanager
 def _keep_statistics(cell: nn.Module) -> Iterator[None]:
+    """Leave the statistics of norms alone in the second of a recomputed cell's forward passes."""
     norms = [module for module in cell.modules() if isinstance(module, NormBase)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
@@ -196,10 +171,4 @@ class CellList(nn.ModuleList):
         nn.ModuleList.__init__(self, _given("CellList", cells))
         self.training = False
 
-    def to_float(self, dst_type: torch.dtype) -> CellList:
-        """Run every cell in a format, in place."""
-        return precision.to_float(self, dst_type)
-
-    def add_flags_recursive(self, **flags: bool) -> CellList:
-        """Set the precision flags of every cell."""
-        return precision.add_flags_recursive(self, **flags)
+    to_float, add_flags_recursive = precision.to_float, precision.add_flags_recursive

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+import halfstep as hs
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_network
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.modules import TorchLoss
@@ -20,8 +21,6 @@ __all__ = [
     "BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits",
     "WithEvalCell", "WithLossCell",
 ]  # fmt: skip
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossBase(Cell, TorchLoss):
@@ -32,9 +31,9 @@ class LossBase(Cell, TorchLoss):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        if reduction not in REDUCTIONS:
+        if reduction not in ("mean", "sum", "none"):
             raise MindSporeValueError(
-                f"{type(self).__name__}: reduction={reduction!r}; expected one of {', '.join(map(repr, REDUCTIONS))}"
+                f"{type(self).__name__}: reduction={reduction!r}; expected one of 'mean', 'sum', 'none'"
             )
         Cell.__init__(self)
         self.reduction = reduction
@@ -135,14 +134,8 @@ class BCEWithLogitsLoss(LossBase):
 
 
 def as_fp32(value: Any) -> Any:
-    """Return `value` with its low tensors in fp32; nested lists, tuples and dicts keep their types."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW_DTYPES else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(as_fp32, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(as_fp32, value))
-    return {key: as_fp32(item) for key, item in value.items()} if isinstance(value, dict) else value
+    """Return `value` with its low tensors in fp32; containers keep their types."""
+    return hs.trees.map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor)
 
 
 class WithLossCell(Cell):
@@ -155,7 +148,7 @@ class WithLossCell(Cell):
 
     def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        _check("WithLossCell", backbone, loss_fn)
+        check_network("WithLossCell", backbone, loss_fn)
         self.backbone, self.loss_fn = backbone, loss_fn
 
     @property
@@ -180,7 +173,7 @@ class WithEvalCell(Cell):
 
     def __init__(self, network: nn.Module, loss_fn: Callable[..., Any] | None, add_cast_fp32: bool = False) -> None:
         super().__init__()
-        _check("WithEvalCell", network, loss_fn or as_fp32)
+        check_network("WithEvalCell", network, callable if loss_fn is None else loss_fn)
         check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
         self.network, self.loss_fn, self.add_cast_fp32 = network, loss_fn, add_cast_fp32
 
@@ -189,10 +182,3 @@ class WithEvalCell(Cell):
         outputs = self.network(data)
         loss = None if self.loss_fn is None else self.loss_fn(as_fp32(outputs), as_fp32(label))
         return loss, (as_fp32(outputs) if self.add_cast_fp32 else outputs), label
-
-
-def _check(where: str, network: object, loss_fn: object) -> None:
-    if not isinstance(network, nn.Module):
-        raise MindSporeTypeError(f"{where}: the network is a {type(network).__name__}; expected a Cell or torch module")
-    if not callable(loss_fn):
-        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r} is not callable; expected a Cell such as nn.MSELoss()")

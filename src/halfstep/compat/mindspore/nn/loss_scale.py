@@ -1,4 +1,4 @@
-"""MindSpore's loss scales, carried out by hs.GradScaler: rules, update cells, managers and loss scalers.
+"""MindSpore's loss scales, carried out by hs.GradScaler: update cells, managers and loss scalers.
 
 With s the scale, f the factor and w the window, all in float32:
 
@@ -31,61 +31,57 @@ from halfstep.compat.mindspore.checks import (
     check_whole,
 )
 from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.compat.mindspore.nn.loss import as_fp32
 from halfstep.formats import LOW_DTYPES
 
 __all__ = [
-    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
+    "FP32_MAX", "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
     "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "StaticLossScaler", "all_finite", "check_scale",
-    "set_by_hand", "updates_scales",
 ]  # fmt: skip
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
-
-MOST_BAD_STEPS = 1000
-"""Bad steps in a row that a dynamic manager takes; MindSpore's number."""
-
-
-# ---------------------------------------------------------------------------------------------------------------- rules
 
 
 def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def _rule(preset: str, init: float, factor: float, window: int, backoff: float) -> hs.ScaleRule:
+def _scaler(preset: str, init: float, factor: float, window: int, backoff: float) -> hs.GradScaler:
     rule = hs.GradScaler(rule=preset).rule
-    return dataclasses.replace(
-        rule, init=_fp32(init), growth=_fp32(factor), backoff=backoff, interval=window, guard=True
-    )
+    numbers: dict[str, Any] = {"growth": _fp32(factor), "backoff": backoff, "interval": window, "guard": True}
+    return hs.GradScaler(rule=dataclasses.replace(rule, init=_fp32(init), **numbers))
 
 
-def set_by_hand() -> hs.ScaleRule:
-    """Return the rule of a scale that moves only when it is set."""
-    return hs.ScaleRule(init=1.0, growth=1.0, backoff=1.0, interval=1, floor=0.0, ceiling=FP32_MAX)
-
-
-def check_scale(where: str, value: Any, low: float = 1.0) -> float:
-    """Return a loss scale that was given as a number."""
-    scale = check_number(where, value, "a number, float or int, such as 1024.0")
+def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
+    """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
+    number = check_number(where, value, expected or "a number, float or int, such as 1024.0")
     if not low <= value <= FP32_MAX:
-        raise MindSporeValueError(f"{where}={value!r}; expected a finite number of at least {low:g}")
-    return scale
+        raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
+    return number
 
 
-def _check_factor(where: str, value: Any) -> float:
-    """Return the factor of a dynamic scale; below 1 good steps would lower the scale."""
-    factor = check_number(where, value, "a number, 2 is usual")
-    if not 1 <= value <= FP32_MAX:
-        raise MindSporeValueError(
-            f"{where}={value!r}; expected a number of at least 1, which good steps multiply the scale by; 2 is usual"
-        )
-    return factor
+FACTOR = "a number of at least 1, which good steps multiply the scale by; 2 is usual"
 
 
-# --------------------------------------------------------------------------------------------------------- update cells
+class _UpdateCell(Cell):
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__()
+        self.loss_scale_value = check_scale(f"{type(self).__name__}: loss_scale_value", loss_scale_value)
+
+    def get_loss_scale(self) -> float:
+        """Return the first scale; the present one is the tensor that is being updated."""
+        return self.loss_scale_value
 
 
-class DynamicLossScaleUpdateCell(Cell):
+class FixedLossScaleUpdateCell(_UpdateCell):
+    """Leaves a scale as it is: ``cell(loss_scale, overflow)`` returns `overflow`."""
+
+    def construct(self, _: Tensor, overflow: Tensor) -> Tensor:
+        """Return `overflow`."""
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(_UpdateCell):
     """Moves a scale: ``cell(loss_scale, overflow)`` changes the tensor `loss_scale` in place and returns `overflow`.
 
     The counters are an hs.GradScaler's; they are part of `state_dict()`. Waits for nothing.
@@ -97,18 +93,12 @@ class DynamicLossScaleUpdateCell(Cell):
     """
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__()
+        super().__init__(loss_scale_value)
         name = type(self).__name__
-        self.loss_scale_value = check_scale(f"{name}: loss_scale_value", loss_scale_value)
-        self.scale_factor = _check_factor(f"{name}: scale_factor", scale_factor)
+        self.scale_factor = check_scale(f"{name}: scale_factor", scale_factor, expected=FACTOR)
         self.scale_window = check_whole(f"{name}: scale_window", scale_window)
         backoff = _fp32(1.0 / _fp32(self.scale_factor))
-        rule = _rule("mindspore-cell", self.loss_scale_value, self.scale_factor, self.scale_window, backoff)
-        self._scaler = hs.GradScaler(rule=rule)
-
-    def get_loss_scale(self) -> float:
-        """Return the first scale; the present one is the tensor that is being updated."""
-        return self.loss_scale_value
+        self._scaler = _scaler("mindspore-cell", self.loss_scale_value, self.scale_factor, self.scale_window, backoff)
 
     @torch.no_grad()
     def construct(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
@@ -131,30 +121,6 @@ class DynamicLossScaleUpdateCell(Cell):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
         self._scaler.load_state_dict(state)
-
-
-class FixedLossScaleUpdateCell(Cell):
-    """Leaves a scale as it is: ``cell(loss_scale, overflow)`` returns `overflow`."""
-
-    def __init__(self, loss_scale_value: float) -> None:
-        super().__init__()
-        self.loss_scale_value = check_scale(f"{type(self).__name__}: loss_scale_value", loss_scale_value)
-
-    def get_loss_scale(self) -> float:
-        """Return the scale."""
-        return self.loss_scale_value
-
-    def construct(self, _: Tensor, overflow: Tensor) -> Tensor:
-        """Return `overflow`."""
-        return overflow
-
-
-def updates_scales(cell: object) -> bool:
-    """Return whether `cell` can be the scale of a training cell."""
-    return isinstance(cell, nn.Module) and callable(getattr(cell, "get_loss_scale", None))
-
-
-# ------------------------------------------------------------------------------------------------------------- managers
 
 
 class LossScaleManager(ABC):
@@ -221,11 +187,11 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
         self.loss_scale = check_scale("DynamicLossScaleManager: init_loss_scale", init_loss_scale)
-        self.scale_factor = _check_factor("DynamicLossScaleManager: scale_factor", scale_factor)
+        self.scale_factor = check_scale("DynamicLossScaleManager: scale_factor", scale_factor, expected=FACTOR)
         self.scale_window = check_whole("DynamicLossScaleManager: scale_window", scale_window)
         self.increase_ratio, self.decrease_ratio = self.scale_factor, 1.0 / self.scale_factor
         self.cur_iter, self.last_overflow_iter = 1, 0
-        self.bad_step, self.bad_step_max = 0, MOST_BAD_STEPS
+        self.bad_step, self.bad_step_max = 0, 1000  # MindSpore's number
 
     def get_loss_scale(self) -> float:
         """Return the scale."""
@@ -258,9 +224,6 @@ class DynamicLossScaleManager(LossScaleManager):
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
 
 
-# --------------------------------------------------------------------------------------------------------- loss scalers
-
-
 class LossScaler(ABC):
     """Base of loss scalers for loops written by hand; subclass it for one's own."""
 
@@ -278,10 +241,7 @@ class LossScaler(ABC):
 
 
 class _OnScaler(LossScaler):
-    """A loss scaler whose scale is that of an hs.GradScaler."""
-
-    def __init__(self, rule: hs.ScaleRule) -> None:
-        self._scaler = hs.GradScaler(rule=rule)
+    _scaler: hs.GradScaler
 
     @property
     def scale_value(self) -> Tensor:
@@ -298,8 +258,7 @@ class _OnScaler(LossScaler):
 
     def scale(self, inputs: Any) -> Any:
         """Return a loss, or a tuple or list of tensors, times the scale; low tensors come back in fp32."""
-        name = f"{type(self).__name__}.scale"
-        return self._scaler.scale(_mapped(inputs, lambda x: x.float() if x.dtype in LOW_DTYPES else x, name))
+        return self._scaler.scale(_mapped(inputs, as_fp32, f"{type(self).__name__}.scale"))
 
     def unscale(self, inputs: Any) -> Any:
         """Return gradients, or a tuple or list of them, divided by the scale, each in its own format."""
@@ -326,7 +285,7 @@ class StaticLossScaler(_OnScaler):
     """A scale that never moves."""
 
     def __init__(self, scale_value: float) -> None:
-        super().__init__(hs.ScaleRule.static(check_scale("StaticLossScaler: scale_value", scale_value)))
+        self._set_scale(check_scale("StaticLossScaler: scale_value", scale_value))
 
     def _set_scale(self, scale: float) -> None:
         self._scaler = hs.GradScaler(rule=hs.ScaleRule.static(scale))
@@ -349,8 +308,8 @@ class DynamicLossScaler(_OnScaler):
         scale = check_scale("DynamicLossScaler: scale_value", scale_value)
         self.scale_factor = check_whole("DynamicLossScaler: scale_factor", scale_factor)
         self.scale_window = check_whole("DynamicLossScaler: scale_window", scale_window)
-        factor = _check_factor("DynamicLossScaler: scale_factor", self.scale_factor)
-        super().__init__(_rule("mindspore-scaler", scale, factor, self.scale_window, 1.0 / _fp32(factor)))
+        factor = check_scale("DynamicLossScaler: scale_factor", self.scale_factor, expected=FACTOR)
+        self._scaler = _scaler("mindspore-scaler", scale, factor, self.scale_window, 1.0 / _fp32(factor))
 
     @property
     def counter(self) -> int:

@@ -49,10 +49,10 @@ class Optimizer(torch.optim.Optimizer):
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, loss_scale: float) -> None:
-        check_number(f"{type(self).__name__}: loss_scale", loss_scale)
-        if not 0.0 < loss_scale < float("inf"):
-            raise MindSporeValueError(f"{type(self).__name__}: loss_scale={loss_scale!r}; expected a number above 0")
-        self.loss_scale = float(loss_scale)
+        where = f"{type(self).__name__}: loss_scale"
+        self.loss_scale = check_number(where, loss_scale)
+        if not 0.0 < self.loss_scale < float("inf"):
+            raise MindSporeValueError(f"{where}={loss_scale!r}; expected a number above 0")
         if self.loss_scale != 1.0:
             self.register_step_pre_hook(_divide)
 
@@ -74,27 +74,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
         """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards."""
-        parameters = self.parameters
+        parameters, name, remedy = self.parameters, type(self).__name__, "differentiate by optimizer.parameters"
         if not isinstance(gradients, (tuple, list)):
             raise MindSporeTypeError(
-                f"{type(self).__name__} was called with {type(gradients).__name__}; call it with the tuple of "
-                "gradients, one for each of optimizer.parameters"
+                f"{name} was called with {type(gradients).__name__}; call it with the tuple of gradients, one for each "
+                "of optimizer.parameters"
             )
         if len(gradients) != len(parameters):
             raise MindSporeValueError(
-                f"{type(self).__name__} has {len(parameters)} parameters and was called with {len(gradients)} "
-                "gradients; differentiate by optimizer.parameters"
+                f"{name} has {len(parameters)} parameters and was called with {len(gradients)} gradients; {remedy}"
             )
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if gradient is not None and not isinstance(gradient, Tensor):
                 raise MindSporeTypeError(
-                    f"{type(self).__name__}: gradient {index} is {gradient!r}; expected tensors, one for each of "
-                    "optimizer.parameters"
+                    f"{name}: gradient {index} is {gradient!r}; expected tensors, one for each of optimizer.parameters"
                 )
             if gradient is not None and gradient.shape != parameter.shape:
                 raise MindSporeValueError(
-                    f"{type(self).__name__}: gradient {index} has shape {tuple(gradient.shape)} and its parameter "
-                    f"{tuple(parameter.shape)}; differentiate by optimizer.parameters"
+                    f"{name}: gradient {index} has shape {tuple(gradient.shape)} and its parameter "
+                    f"{tuple(parameter.shape)}; {remedy}"
                 )
         kept = [p.grad for p in parameters]
         try:
@@ -135,12 +133,8 @@ def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _rate(name: str, learning_rate: Any) -> float:
     if isinstance(learning_rate, Tensor) and learning_rate.numel() == 1:
         return float(learning_rate.detach())
-    if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)):
-        raise MindSporeTypeError(
-            f"{name}: learning_rate={learning_rate!r}; expected a number or a tensor of one; for a schedule wrap the "
-            "optimizer in one of torch.optim.lr_scheduler"
-        )
-    return float(learning_rate)
+    expected = "a number or a tensor of one; for a schedule wrap the optimizer in one of torch.optim.lr_scheduler"
+    return check_number(f"{name}: learning_rate", learning_rate, expected)
 
 
 def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any], list[Any]]:
@@ -246,23 +240,21 @@ class AdamWeightDecay(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(group, params)
+            if not params:
+                continue
+            beta1, beta2 = group["betas"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            grads = [p.grad for p in params]
+            first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+            foreach_lerp_(first, grads, 1 - beta1)
+            foreach_mul_(second, beta2)
+            foreach_addcmul_(second, grads, grads, 1 - beta2)
+            below = foreach_sqrt(second)
+            foreach_add_(below, group["eps"])
+            updates = foreach_div(first, below)
+            if group["weight_decay"]:
+                foreach_add_(updates, params, alpha=group["weight_decay"])
+            foreach_add_(params, updates, alpha=-group["lr"])
         return loss
-
-    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        beta1, beta2 = group["betas"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        grads = [p.grad for p in params]
-        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-        foreach_lerp_(first, grads, 1 - beta1)
-        foreach_mul_(second, beta2)
-        foreach_addcmul_(second, grads, grads, 1 - beta2)
-        below = foreach_sqrt(second)
-        foreach_add_(below, group["eps"])
-        updates = foreach_div(first, below)
-        if group["weight_decay"]:
-            foreach_add_(updates, params, alpha=group["weight_decay"])
-        foreach_add_(params, updates, alpha=-group["lr"])

@@ -7,6 +7,8 @@ statistics included) in a step whose gradients are not finite, and run the forwa
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -17,26 +19,17 @@ from halfstep.compat.mindspore.checks import (
     MindSporeTypeError,
     MindSporeValueError,
     check_bool,
-    check_module,
+    check_network,
     check_number,
-    check_optimizer_class,
+    check_optimizer,
 )
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
-from halfstep.compat.mindspore.nn.loss_scale import (
-    DynamicLossScaleUpdateCell,
-    all_finite,
-    check_scale,
-    set_by_hand,
-    updates_scales,
-)
+from halfstep.compat.mindspore.nn.loss_scale import FP32_MAX, DynamicLossScaleUpdateCell, all_finite, check_scale
 from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
 
 __all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell"]
-
-DEFAULT_SCALE = (2.0**24, 2, 2000)
-"""Scale, factor and window where none is given: DynamicLossScaleManager's."""
 
 
 class _OneStep(Cell):
@@ -45,14 +38,18 @@ class _OneStep(Cell):
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         name = type(self).__name__
-        check_module(name, network)
-        check_optimizer_class(name, optimizer)
+        check_network(name, network)
+        check_optimizer(name, optimizer)
         self.network, self.optimizer = network, optimizer
         grouped = tuple(p for group in optimizer.param_groups for p in group["params"])
         self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", grouped)  # in MindSpore's order if it has one
-        self._most = _most_inputs(network)
+        call = getattr(type(network), "construct" if isinstance(network, Cell) else "forward")
+        kinds = [p.kind for p in list(inspect.signature(call).parameters.values())[1:]]
+        positional = [k for k in kinds if k in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+        self._most = None if Parameter.VAR_POSITIONAL in kinds else len(positional)  # inputs; None: any number
         bind_for_training(network)
-        self._scaler = hs.GradScaler(rule=set_by_hand())
+        moved_by_hand = hs.ScaleRule(init=1.0, growth=1.0, backoff=1.0, interval=1, floor=0.0, ceiling=FP32_MAX)
+        self._scaler = hs.GradScaler(rule=moved_by_hand)
         self._step = hs.TrainStep(network, optimizer, self._loss, scaler=self._scaler)
         self._by_optimizer = 1.0
 
@@ -70,7 +67,7 @@ class _OneStep(Cell):
 
     def _train(self, scale: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Train with a scale; return the loss and whether the step was left out."""
-        self._by_optimizer = loss_scale_of(self.optimizer)
+        self._by_optimizer = float(getattr(self.optimizer, "loss_scale", 1.0))  # what its step divides gradients by
         # The loss is multiplied by `scale` in all, the gradients are divided by the rest here and by the optimizer.
         self._scaler.update(scale / self._by_optimizer)
         result = self._step(*inputs, **named)
@@ -107,14 +104,11 @@ class TrainOneStepCell(_OneStep):
         self.return_grad = return_grad
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in network.named_parameters() if return_grad else ():
-            parameter.register_post_accumulate_grad_hook(self._keep(name))
+            parameter.register_post_accumulate_grad_hook(partial(self._keep, name))
 
-    def _keep(self, name: str) -> Any:
-        def keep(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._gradients[name] = parameter.grad.detach().clone()
-
-        return keep
+    def _keep(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients[name] = parameter.grad.detach().clone()
 
     def construct(self, *inputs: Any, sens: Any = None, **named: Any) -> Any:
         """Train on one batch; return the loss, or (loss, gradients)."""
@@ -162,14 +156,14 @@ class TrainOneStepWithLossScaleCell(_OneStep):
             )
         chosen = scale_sense if scale_update_cell is None else scale_update_cell
         if chosen is None:
-            chosen = DynamicLossScaleUpdateCell(*DEFAULT_SCALE)
-        if not isinstance(chosen, Tensor) and not updates_scales(chosen):
+            chosen = DynamicLossScaleUpdateCell(2.0**24, 2, 2000)  # DynamicLossScaleManager's numbers
+        get = getattr(chosen, "get_loss_scale", None) if isinstance(chosen, nn.Module) else None
+        if not isinstance(chosen, Tensor) and not callable(get):
             raise MindSporeTypeError(
                 f"TrainOneStepWithLossScaleCell: scale_sense={chosen!r} is a {type(chosen).__name__}; expected a cell "
                 "with get_loss_scale, such as nn.DynamicLossScaleUpdateCell(2**16, 2, 1000), or a Tensor(1024.0)"
             )
-        value: Any = chosen if isinstance(chosen, Tensor) else chosen.get_loss_scale()  # type: ignore[operator]
-        start = _scalar("scale_sense", value)
+        start = _scalar("scale_sense", chosen if get is None else get())
         super().__init__(network, optimizer)
         self.loss_scaling_manager = None if isinstance(chosen, Tensor) else chosen
         self.register_buffer("scale_sense", start)
@@ -213,11 +207,6 @@ class TrainOneStepWithLossScaleCell(_OneStep):
         return overflow
 
 
-def loss_scale_of(optimizer: object) -> float:
-    """Return the number by which an optimizer divides gradients in its step; 1 for torch's own."""
-    return float(getattr(optimizer, "loss_scale", 1.0))
-
-
 def _scalar(where: str, value: Any) -> Tensor:
     """Return a scale as a new 0-dim float32 tensor."""
     if isinstance(value, Tensor):
@@ -231,12 +220,3 @@ def _scalar(where: str, value: Any) -> Tensor:
     if not (bool(number.isfinite()) and float(number) > 0):
         raise MindSporeValueError(f"{where}={value!r}; expected a scale above 0 that float32 can hold")
     return number
-
-
-def _most_inputs(network: nn.Module) -> int | None:
-    """Return how many positional arguments a network takes at most; None: any number."""
-    name = "construct" if isinstance(network, Cell) else "forward"
-    parameters = list(inspect.signature(getattr(type(network), name)).parameters.values())[1:]
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,47 +11,36 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
+from halfstep.compat.mindspore.ops.shapes import Size, check_padding, convolve, sizes
+from halfstep.compat.shared import public
 
 __all__ = [
     "cast", "conv2d", "depend", "flatten", "log_softmax", "matmul", "max_pool2d", "mean", "mixed_precision_cast",
     "one_hot", "ones_like", "partial", "relu", "reshape", "softmax", "square", "stop_gradient", "zeros_like",
 ]  # fmt: skip
 
-Size = int | Sequence[int]
-
 partial = functools.partial
 
+matmul = public(torch.matmul, lambda input, other: torch.matmul(input, other))
+square = public(torch.square, lambda input: torch.square(input))
+relu = public(F.relu, lambda input, inplace=False: F.relu(input, inplace))
+ones_like = public(torch.ones_like, lambda input, *, dtype=None: torch.ones_like(input, dtype=dtype))
+zeros_like = public(torch.zeros_like, lambda input, *, dtype=None: torch.zeros_like(input, dtype=dtype))
+softmax = public(F.softmax, lambda input, axis=-1, *, dtype=None: F.softmax(input, axis, dtype=dtype))
+log_softmax = public(F.log_softmax, lambda logits, axis=-1: F.log_softmax(logits, axis))
+reshape = public(torch.reshape, lambda input, shape: input.reshape(tuple(shape)))
+stop_gradient = public(torch.Tensor.detach, lambda value: value.detach(), "stop_gradient")
 
-def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """Return the matrix product."""
-    return torch.matmul(input, other)
+
+def depend(value: Tensor, expr: object) -> Tensor:
+    """Return `value`; torch runs things in the order they are written, so `expr` has happened."""
+    return value
 
 
-def mean(x: Tensor, axis: int | Sequence[int] | None = None, keep_dims: bool = False) -> Tensor:
+def mean(x: Tensor, axis: Size | None = None, keep_dims: bool = False) -> Tensor:
     """Return the mean along `axis`; of everything by default."""
     axes = tuple(range(x.dim())) if axis is None or axis == () else axis if isinstance(axis, int) else tuple(axis)
     return torch.mean(x, axes, keep_dims)
-
-
-def ones_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ones in the shape of `input`."""
-    return torch.ones_like(input, dtype=dtype)
-
-
-def zeros_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return zeros in the shape of `input`."""
-    return torch.zeros_like(input, dtype=dtype)
-
-
-def relu(input: Tensor, inplace: bool = False) -> Tensor:
-    """Return the larger of `input` and 0."""
-    return F.relu(input, inplace)
-
-
-def square(input: Tensor) -> Tensor:
-    """Return the square of each element."""
-    return torch.square(input)
 
 
 def max_pool2d(
@@ -68,10 +56,10 @@ def conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1, pad_mode: str = "valid",
     padding: Size = 0, dilation: Size = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the convolution of images.
+    """Return the convolution of images (batch, in, height, width).
 
     Args:
-        input: (batch, in, height, width).
+        input: the images.
         weight: (out, in / groups, height, width).
         bias: one for each output channel.
         stride: one number or two.
@@ -82,8 +70,7 @@ def conv2d(
     """
     steps, spread = sizes("conv2d: stride", stride, 2), sizes("conv2d: dilation", dilation, 2)
     around = check_padding("conv2d", pad_mode, padding, 2)
-    padded = pad_for(input, pad_mode, around, tuple(weight.shape[2:]), steps, spread)
-    return F.conv2d(padded, weight, bias, steps, 0, spread, groups)
+    return convolve(input, weight, bias, pad_mode, around, steps, spread, groups)
 
 
 def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -102,26 +89,11 @@ def mixed_precision_cast(dst_type: torch.dtype, x: Any) -> Any:
     return hs.trees.map_tensors(x, lambda tensor: tensor.to(dst_type) if tensor.is_floating_point() else tensor)
 
 
-def depend(value: Tensor, expr: object) -> Tensor:
-    """Return `value`; torch runs things in the order they are written, so `expr` has happened."""
-    return value
-
-
 def flatten(input: Tensor, order: str = "C", *, start_dim: int = 1, end_dim: int = -1) -> Tensor:
     """Return `input` with the dimensions from `start_dim` to `end_dim` as one."""
     if order != "C":
         raise MindSporeValueError(f"flatten: order={order!r}; torch's tensors are read in order 'C'")
     return torch.flatten(input, start_dim, end_dim)
-
-
-def softmax(input: Tensor, axis: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return exp(input) / sum(exp(input)) along `axis`, of `input` in `dtype` if one is given."""
-    return F.softmax(input, axis, dtype=dtype)
-
-
-def log_softmax(logits: Tensor, axis: int = -1) -> Tensor:
-    """Return the logarithm of the softmax along `axis`."""
-    return F.log_softmax(logits, axis)
 
 
 def one_hot(
@@ -131,13 +103,3 @@ def one_hot(
     hot = F.one_hot(indices.long(), depth).bool().movedim(-1, axis)
     on, off = (torch.as_tensor(value, device=indices.device) for value in (on_value, off_value))
     return torch.where(hot, on, off.to(on.dtype))
-
-
-def reshape(input: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `input` in `shape`."""
-    return input.reshape(tuple(shape))
-
-
-def stop_gradient(value: Tensor) -> Tensor:
-    """Return `value` without its history."""
-    return value.detach()

@@ -40,10 +40,7 @@ def value_and_grad(
         raise MindSporeValueError("value_and_grad: nothing to differentiate by; give weights= or grad_position=")
     if return_ids:
         raise MindSporeValueError("value_and_grad(return_ids=True) does not exist here; gradients come in order")
-    positions: tuple[int, ...] = ()
-    if grad_position is not None:
-        positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position)
-    several = isinstance(grad_position, Sequence)
+    positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
     listed = [weights] if isinstance(weights, nn.Parameter) else list(weights or ())
     for index, weight in enumerate(listed):
         if not (isinstance(weight, Tensor) and weight.requires_grad):
@@ -59,9 +56,20 @@ def value_and_grad(
                 "value_and_grad(sens_param=True): end the call with the output's gradient, a tensor"
             )
         arguments = list(args[:-1] if sens_param else args)
-        _check_arguments(arguments, positions)
+        remedy = "grad_position=None differentiates by the weights alone"
         for position in positions:
-            arguments[position] = arguments[position].detach().requires_grad_()
+            if not -len(arguments) <= position < len(arguments):
+                raise MindSporeValueError(
+                    f"value_and_grad(grad_position={position}): the call has {len(arguments)} positional arguments; "
+                    f"{remedy}"
+                )
+            argument = arguments[position]
+            if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
+                what = f"a tensor of {argument.dtype}" if isinstance(argument, Tensor) else repr(argument)
+                raise MindSporeTypeError(
+                    f"value_and_grad(grad_position={position}): the argument is {what}, which has no gradient; {remedy}"
+                )
+            arguments[position] = argument.detach().requires_grad_()
         with torch.enable_grad():
             value = fn(*arguments, **kwargs)
         if has_aux and not isinstance(value, (tuple, list)):
@@ -76,10 +84,8 @@ def value_and_grad(
             raise MindSporeTypeError(f"value_and_grad: what the function returned {what}; return the loss as a tensor")
         start = loss.sum() if not sens_param else (loss * args[-1].to(loss.dtype)).sum()
         gradients = torch.autograd.grad(start, [*inputs, *listed], allow_unused=True, materialize_grads=True)
-        of_inputs: Any = tuple(gradients[: len(inputs)])
-        of_inputs = of_inputs if several or not of_inputs else of_inputs[0]
-        of_weights: Any = tuple(gradients[len(inputs) :])
-        of_weights = of_weights[0] if isinstance(weights, nn.Parameter) else of_weights
+        of_inputs: Any = gradients[: len(inputs)] if isinstance(grad_position, Sequence) else gradients[0]
+        of_weights: Any = gradients[-1] if isinstance(weights, nn.Parameter) else gradients[len(inputs) :]
         if weights is None:
             return _detached(value), of_inputs
         return _detached(value), of_weights if grad_position is None else (of_inputs, of_weights)
@@ -118,16 +124,10 @@ class GradOperation:
         if self.get_by_list and weights is None:
             raise MindSporeValueError("GradOperation(get_by_list=True): pass the weights: grad(network, weights)")
 
-        def seeded(*args: Any) -> Any:
-            if not self.sens_param:
-                return fn(*args)
-            loss = fn(*args[:-1])
-            return (loss.to(args[-1].dtype) * args[-1]).sum()
-
         def call(*args: Any) -> Any:
-            last = len(args) - 1 if self.sens_param else len(args)
-            position: Position = tuple(range(last)) if self.get_all else (None if self.get_by_list else 0)
-            return grad(seeded, position, weights if self.get_by_list else None)(*args)
+            inputs = len(args) - 1 if self.sens_param else len(args)
+            position: Position = tuple(range(inputs)) if self.get_all else (None if self.get_by_list else 0)
+            return grad(fn, position, weights if self.get_by_list else None, sens_param=self.sens_param)(*args)
 
         return call
 
@@ -148,23 +148,6 @@ class HyperMap:
         if not sequences or not isinstance(sequences[0], (tuple, list)):
             return function(*sequences)
         return tuple(HyperMap(function)(*items) for items in zip(*sequences, strict=True))
-
-
-def _check_arguments(arguments: list[Any], positions: tuple[int, ...]) -> None:
-    """Refuse positions without an argument that can have a gradient."""
-    for position in positions:
-        if not -len(arguments) <= position < len(arguments):
-            raise MindSporeValueError(
-                f"value_and_grad(grad_position={position}): the call has {len(arguments)} positional arguments; "
-                "grad_position=None differentiates by the weights alone"
-            )
-        argument = arguments[position]
-        if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
-            what = f"a tensor of {argument.dtype}" if isinstance(argument, Tensor) else repr(argument)
-            raise MindSporeTypeError(
-                f"value_and_grad(grad_position={position}): the argument is {what}, which has no gradient; "
-                "grad_position=None differentiates by the weights alone"
-            )
 
 
 def _detached(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.compat.mindspore.checks import MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, same_padding, sizes
+from halfstep.compat.mindspore.ops.shapes import Size, check_padding, convolve, pad_for, sizes, transposed
 from halfstep.errors import UnbuiltError
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "Conv3DTranspose", "Exp", "Flatten", "Ger", "Log", "MatMul", "MaxPool", "Mul", "PReLU", "Primitive", "ReLU",
     "ReduceMean", "ReduceSum", "Reshape", "Softmax", "Sub",
 ]  # fmt: skip
-
-Size = int | Sequence[int]
 
 
 class Primitive:
@@ -44,88 +42,27 @@ class Primitive:
         return f"{type(self).__name__}({settings})"
 
 
-# ---------------------------------------------------------------------------------------------------- without settings
+def _primitive(name: str, meaning: str, function: Callable[..., Any], *operators: str) -> type[Primitive]:
+    """Return the class of a primitive that calls `function`."""
+    body = {"__doc__": meaning, "__module__": __name__, "operators": operators, "_compute": staticmethod(function)}
+    return type(name, (Primitive,), body)
 
 
-class AddN(Primitive):
-    """``(xs)``: the sum of a tuple or list of tensors, in the widest of their formats."""
-
-    operators = ("add",)
-
-    def _compute(self, xs: Sequence[Tensor]) -> Tensor:
-        return functools.reduce(torch.add, xs)
-
-
-class PReLU(Primitive):
-    """``(x, weight)``: x where positive, weight * x elsewhere."""
-
-    operators, _compute = ("prelu",), staticmethod(F.prelu)
-
-
-class ReLU(Primitive):
-    """``(x)``: max(x, 0)."""
-
-    operators, _compute = ("relu",), staticmethod(F.relu)
-
-
-class Ger(Primitive):
-    """``(x1, x2)``: outer product of two vectors."""
-
-    operators, _compute = ("outer",), staticmethod(torch.outer)
-
-
-class Add(Primitive):
-    """``(x, y)``: x + y."""
-
-    operators, _compute = ("add",), staticmethod(torch.add)
-
-
-class Sub(Primitive):
-    """``(x, y)``: x - y."""
-
-    operators, _compute = ("sub",), staticmethod(torch.sub)
-
-
-class Mul(Primitive):
-    """``(x, y)``: x * y."""
-
-    operators, _compute = ("mul",), staticmethod(torch.mul)
-
-
-class Exp(Primitive):
-    """``(x)``: e to the power of x."""
-
-    operators, _compute = ("exp",), staticmethod(torch.exp)
-
-
-class Log(Primitive):
-    """``(x)``: natural logarithm."""
-
-    operators, _compute = ("log",), staticmethod(torch.log)
-
-
-class Flatten(Primitive):
-    """``(x)``: all dimensions but the first as one."""
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return torch.flatten(x, 1)
-
-
-class Cast(Primitive):
-    """``(x, dtype)``: change of format."""
-
-    def _compute(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
-
-
-class Reshape(Primitive):
-    """``(x, shape)``: change of shape."""
-
-    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        return x.reshape(tuple(shape))
-
-
-# ------------------------------------------------------------------------------------------------------- with settings
+Add = _primitive("Add", "``(x, y)``: x + y.", torch.add, "add")
+Sub = _primitive("Sub", "``(x, y)``: x - y.", torch.sub, "sub")
+Mul = _primitive("Mul", "``(x, y)``: x * y.", torch.mul, "mul")
+Exp = _primitive("Exp", "``(x)``: e to the power of x.", torch.exp, "exp")
+Log = _primitive("Log", "``(x)``: natural logarithm.", torch.log, "log")
+Ger = _primitive("Ger", "``(x1, x2)``: outer product of two vectors.", torch.outer, "outer")
+ReLU = _primitive("ReLU", "``(x)``: max(x, 0).", F.relu, "relu")
+PReLU = _primitive("PReLU", "``(x, weight)``: x where positive, weight * x elsewhere.", F.prelu, "prelu")
+Cast = _primitive("Cast", "``(x, dtype)``: change of format.", lambda x, dtype: x.to(dtype))
+Reshape = _primitive("Reshape", "``(x, shape)``: change of shape.", lambda x, shape: x.reshape(tuple(shape)))
+Flatten = _primitive("Flatten", "``(x)``: all dimensions but the first as one.", lambda x: torch.flatten(x, 1))
+AddN = _primitive(
+    "AddN", "``(xs)``: the sum of a tuple or list of tensors, in the widest of their formats.",
+    lambda xs: functools.reduce(torch.add, xs), "add",
+)  # fmt: skip
 
 
 class BatchMatMul(Primitive):
@@ -152,28 +89,25 @@ class MatMul(BatchMatMul):
 
 
 class _Conv(Primitive):
-    dims = 2
+    _dims = 2
 
     def __init__(
         self, out_channel: int, kernel_size: Size, mode: int = 1, pad_mode: str = "valid", pad: Size = 0,
         stride: Size = 1, dilation: Size = 1, group: int = 1, data_format: str = "",
     ) -> None:  # fmt: skip
-        name = type(self).__name__
-        if data_format not in ("", "NCHW" if self.dims == 2 else "NCDHW"):
+        name, dims = type(self).__name__, self._dims
+        if data_format not in ("", "NCHW" if dims == 2 else "NCDHW"):
             raise MindSporeValueError(f"{name}: data_format={data_format!r}; channels come second here")
         if mode != 1:
             raise MindSporeValueError(f"{name}: mode={mode!r}; only 1, a plain convolution, exists")
         self.out_channel, self.group, self.pad_mode = out_channel, group, pad_mode
-        self.kernel_size = sizes(f"{name}: kernel_size", kernel_size, self.dims)
-        self.stride = sizes(f"{name}: stride", stride, self.dims)
-        self.dilation = sizes(f"{name}: dilation", dilation, self.dims)
-        self.pad = check_padding(name, pad_mode, pad, self.dims)
+        self.kernel_size = sizes(f"{name}: kernel_size", kernel_size, dims)
+        self.stride = sizes(f"{name}: stride", stride, dims)
+        self.dilation = sizes(f"{name}: dilation", dilation, dims)
+        self.pad = check_padding(name, pad_mode, pad, dims)
 
     def _compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        x = pad_for(x, self.pad_mode, self.pad, self.kernel_size, self.stride, self.dilation)
-        convolve = F.conv2d if self.dims == 2 else F.conv3d
-        result: Tensor = convolve(x, weight, None, self.stride, 0, self.dilation, self.group)
-        return result
+        return convolve(x, weight, None, self.pad_mode, self.pad, self.stride, self.dilation, self.group)
 
 
 class Conv2D(_Conv):
@@ -185,26 +119,10 @@ class Conv2D(_Conv):
 class Conv3D(_Conv):
     """``(x, weight)``: three-dimensional convolution; the weight is (out, in / group, kernel)."""
 
-    dims = 3
-    operators = ("conv3d",)
+    operators, _dims = ("conv3d",), 3
 
 
-class _Transposed(_Conv):
-    """The gradient of a convolution with respect to its input, for a given size of it."""
-
-    def _back(self, dout: Tensor, weight: Tensor, size: Sequence[int]) -> Tensor:
-        spatial = tuple(size)[-self.dims :]
-        padding: Sequence[int] = self.pad
-        if self.pad_mode == "same":
-            padding = same_padding(spatial, self.kernel_size, self.stride, self.dilation)
-        transpose = F.conv_transpose2d if self.dims == 2 else F.conv_transpose3d
-        full = transpose(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
-        for dim, n in enumerate(spatial):
-            full = cut(full, dim - self.dims, padding[2 * dim], n)
-        return full
-
-
-class Conv2DTranspose(_Transposed):
+class Conv2DTranspose(_Conv):
     """``(dout, weight, input_size)``: transposed two-dimensional convolution, a tensor of `input_size`."""
 
     operators = ("conv_transpose2d",)
@@ -221,18 +139,18 @@ class Conv2DTranspose(_Transposed):
     def _compute(self, dout: Tensor, weight: Tensor, input_size: Sequence[int] | None = None) -> Tensor:
         if input_size is None:
             raise MindSporeValueError(f"{type(self).__name__}: pass input_size, the shape of the result")
-        return self._back(dout, weight, input_size)
+        size = tuple(input_size)[-2:]
+        return transposed(dout, weight, self.pad_mode, self.pad, self.stride, self.dilation, self.group, size)
 
 
 class Conv2DBackpropInput(Conv2DTranspose):
     """The same operator under the name of what it is a gradient of."""
 
 
-class Conv3DTranspose(_Transposed):
+class Conv3DTranspose(_Conv):
     """``(dout, weight)``: transposed three-dimensional convolution of the largest size the settings allow."""
 
-    dims = 3
-    operators = ("conv_transpose3d",)
+    operators, _dims = ("conv_transpose3d",), 3
 
     def __init__(
         self, in_channel: int, out_channel: int, kernel_size: Size, mode: int = 1, pad_mode: str = "valid",
@@ -247,12 +165,7 @@ class Conv3DTranspose(_Transposed):
             )
 
     def _compute(self, dout: Tensor, weight: Tensor) -> Tensor:
-        size = []
-        settings = zip(dout.shape[-3:], self.kernel_size, self.stride, self.dilation, strict=True)
-        for i, (n, k, s, d) in enumerate(settings):
-            whole = (n - 1) * s + (k - 1) * d + 1
-            size.append(n * s if self.pad_mode == "same" else whole - self.pad[2 * i] - self.pad[2 * i + 1])
-        return self._back(dout, weight, size)
+        return transposed(dout, weight, self.pad_mode, self.pad, self.stride, self.dilation, self.group)
 
 
 class MaxPool(Primitive):
@@ -288,15 +201,14 @@ class Softmax(Primitive):
 
 
 class _Reduce(Primitive):
-    _reduce: ClassVar[Any]
+    _reduce: ClassVar[Callable[..., Tensor]]
 
     def __init__(self, keep_dims: bool = False) -> None:
         self.keep_dims = keep_dims
 
     def _compute(self, x: Tensor, axis: Size = ()) -> Tensor:
         axes = (axis,) if isinstance(axis, int) else tuple(axis) or tuple(range(x.dim()))
-        reduced: Tensor = self._reduce(x, axes, self.keep_dims)
-        return reduced
+        return self._reduce(x, axes, self.keep_dims)
 
 
 class ReduceMean(_Reduce):

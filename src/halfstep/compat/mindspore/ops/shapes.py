@@ -1,20 +1,24 @@
-"""Padding as MindSpore means it: "same", "valid" and "pad", for convolutions and pooling."""
+"""Padding as MindSpore means it ("same", "valid" and "pad"), and convolutions with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["PAD_MODES", "check_padding", "cut", "pad_for", "same_padding", "sizes"]
+__all__ = ["Size", "check_padding", "convolve", "pad_for", "sizes", "transposed"]
+
+Size = int | Sequence[int]
 
 PAD_MODES = ("same", "valid", "pad")
+CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
-def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+def sizes(name: str, value: Size, dims: int) -> tuple[int, ...]:
     """Return `value` once for each spatial dimension."""
     numbers = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(numbers) != dims or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
@@ -22,7 +26,7 @@ def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return numbers
 
 
-def check_padding(where: str, pad_mode: str, padding: int | Sequence[int], dims: int) -> tuple[int, ...]:
+def check_padding(where: str, pad_mode: str, padding: Size, dims: int) -> tuple[int, ...]:
     """Return the padding as (begin, end) of each dimension, first dimension first."""
     if pad_mode not in PAD_MODES:
         raise MindSporeValueError(f"{where}: pad_mode={pad_mode!r}; expected one of {', '.join(map(repr, PAD_MODES))}")
@@ -38,7 +42,7 @@ def check_padding(where: str, pad_mode: str, padding: int | Sequence[int], dims:
     return each
 
 
-def same_padding(
+def _same_padding(
     size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
     """Return the padding that gives ceil(size / stride) outputs, as `check_padding`; an odd rest goes to the end."""
@@ -54,20 +58,44 @@ def pad_for(
     dilation: Sequence[int], value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return `x` padded so that an unpadded convolution or pooling of it is the one that is meant."""
-    if pad_mode == "valid" or (pad_mode == "pad" and not any(padding)):
+    if pad_mode == "same":
+        padding = _same_padding(x.shape[-len(kernel) :], kernel, stride, dilation)
+    elif not any(padding):
         return x
-    same = pad_mode == "same"
-    amounts = same_padding(x.shape[-len(kernel) :], kernel, stride, dilation) if same else list(padding)
-    # torch counts from the last dimension
-    pairs = [amounts[i : i + 2] for i in range(0, len(amounts), 2)][::-1]
+    pairs = [padding[i : i + 2] for i in range(0, len(padding), 2)][::-1]  # torch counts from the last dimension
     return F.pad(x, [n for pair in pairs for n in pair], value=value)
 
 
-def cut(full: Tensor, axis: int, begin: int, length: int) -> Tensor:
-    """Return `length` elements of `full` from `begin` along a negative `axis`; beyond its end there are zeros.
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pad_mode: str, padding: Sequence[int], stride: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """Return the convolution, with as many dimensions as `stride` has numbers."""
+    x = pad_for(x, pad_mode, padding, weight.shape[2:], stride, dilation)
+    return CONVOLUTIONS[len(stride) - 1](x, weight, bias, stride, 0, dilation, groups)
 
-    A stride longer than the window leaves outputs at the end that no input reaches.
+
+def transposed(
+    x: Tensor, weight: Tensor, pad_mode: str, padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+    groups: int, size: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a convolution with respect to its input: all of it, of which the padding is cut off.
+
+    `size` is that input's in space; by default "same" gives stride times as many outputs as inputs, and the other modes
+    the largest that the padding allows. A stride longer than the window leaves zeros at the end.
     """
-    there = min(length, full.shape[axis] - begin)
-    part = full.narrow(axis, begin, there)
-    return part if there == length else F.pad(part, [0, 0] * (-axis - 1) + [0, length - there])
+    kernel = weight.shape[2:]
+    if size is None and pad_mode == "same":
+        size = [n * s for n, s in zip(x.shape[2:], stride, strict=True)]
+    elif size is None:
+        whole = zip(x.shape[2:], kernel, stride, dilation, padding[::2], padding[1::2], strict=True)
+        size = [(n - 1) * s + (k - 1) * d + 1 - begin - end for n, k, s, d, begin, end in whole]
+    if pad_mode == "same":
+        padding = _same_padding(size, kernel, stride, dilation)
+    full = TRANSPOSED[len(stride) - 1](x, weight, None, stride, 0, 0, groups, dilation)
+    for axis, (begin, length) in enumerate(zip(padding[::2], size, strict=True), -len(size)):
+        there = min(length, full.shape[axis] - begin)
+        full = full.narrow(axis, begin, there)
+        if there < length:
+            full = F.pad(full, [0, 0] * (-axis - 1) + [0, length - there])
+    return full

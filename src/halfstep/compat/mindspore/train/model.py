@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_module, check_whole
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_network, check_whole
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
@@ -55,7 +55,7 @@ class Model:
         metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None, eval_network: nn.Module | None = None,
         eval_indexes: Sequence[int] | None = None, amp_level: str = "O0", boost_level: str = "O0", **kwargs: Any,
     ) -> None:  # fmt: skip
-        check_module("Model", network)
+        check_network("Model", network)
         self._metrics = _named(metrics)
         for name in kwargs:
             if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
@@ -68,8 +68,12 @@ class Model:
                 f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
                 "for inference with amp.auto_mixed_precision(network, level)"
             )
-        self._indexes = _indexes(eval_indexes)
-        self._network, self._loss_fn = network, loss_fn
+        if eval_indexes is not None and (not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3):
+            raise MindSporeValueError(
+                f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
+            )
+        self._indexes = [0, 1, 2] if eval_indexes is None else [int(index) for index in eval_indexes]
+        self._network = network
         self._manager = kwargs.get("loss_scale_manager")
         self._train_network: nn.Module | None = None
         if optimizer is not None:
@@ -115,25 +119,22 @@ class Model:
             initial_epoch: epochs that were trained before; training goes on up to `epoch`.
         """
         check_whole("Model.train: epoch", epoch)
-        _refuse_sink("Model.train", dataset_sink_mode, sink_size)
         if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
             raise MindSporeValueError(
                 f"Model.train: initial_epoch={initial_epoch!r}; expected an int from 0 and below epoch={epoch}"
             )
-        called = _checked_callbacks("Model.train", callbacks)
-        _check_data("Model.train", train_dataset)
+        called = _callbacks("Model.train", train_dataset, callbacks, dataset_sink_mode, sink_size)
         cell = self.train_network.train()
         count = 0
         for number in range(initial_epoch + 1, epoch + 1):
             before = count
-            for batch in train_dataset:
-                outputs = cell(*_arguments(batch))
+            for batch in _batches(train_dataset):
+                outputs = cell(*batch)
                 count += 1
                 if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
                     self._manager.update_loss_scale(bool(outputs[1]))  # as MindSpore, a manager on the host counts too
                 for callback in called:
                     callback(Progress(epoch=number, step=count, outputs=outputs))
-            _reset(train_dataset)
             if count == before:
                 raise MindSporeValueError(
                     f"Model.train: epoch {number} had no batch; an iterator is used up after one epoch, pass a list or "
@@ -151,16 +152,14 @@ class Model:
             callbacks: functions called with a `Progress` after each batch.
             dataset_sink_mode: must be False.
         """
-        _refuse_sink("Model.eval", dataset_sink_mode, -1)
-        called = _checked_callbacks("Model.eval", callbacks)
-        _check_data("Model.eval", valid_dataset)
+        called = _callbacks("Model.eval", valid_dataset, callbacks, dataset_sink_mode, -1)
         cell = self.eval_network
         totals: dict[str, float] = {}
         count = 0
         with _evaluating(cell):
-            for batch in valid_dataset:
-                returned = cell(*_arguments(batch))
-                loss, output, label = returned if self._indexes is None else [returned[i] for i in self._indexes]
+            for batch in _batches(valid_dataset):
+                returned = cell(*batch)
+                loss, output, label = (returned[i] for i in self._indexes)
                 values = {} if loss is None else {"loss": loss}
                 values |= {name: metric(output, label) for name, metric in self._metrics.items()}
                 for name, value in values.items():
@@ -169,7 +168,6 @@ class Model:
                 count += 1
                 for callback in called:
                     callback(Progress(epoch=1, step=count, outputs=returned))
-        _reset(valid_dataset)
         if count == 0:
             raise MindSporeValueError("Model.eval: the dataset has no batch")
         return {name: total / count for name, total in sorted(totals.items())}
@@ -201,61 +199,44 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _refuse_sink(where: str, dataset_sink_mode: object, sink_size: object) -> None:
+def _callbacks(
+    where: str, data: object, callbacks: Any, dataset_sink_mode: object, sink_size: object
+) -> list[Callable[[Progress], None]]:
+    """Check the arguments of training and evaluation; return the callbacks as a list."""
     if dataset_sink_mode is not False or sink_size != -1:
         raise MindSporeValueError(
             f"{where}: dataset_sink_mode={dataset_sink_mode!r}, sink_size={sink_size!r}: data is not sunk into a queue "
             "of the device here; leave both out and use a torch DataLoader with pin_memory=True"
         )
-
-
-def _check_data(where: str, data: object) -> None:
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise MindSporeTypeError(f"{where}: the data is {data!r}; expected batches: a list of tuples or a DataLoader")
-
-
-def _reset(data: Any) -> None:
-    """Begin again with data that is its own iterator, as MindSpore's datasets may be, by its `reset`."""
-    if callable(reset := getattr(data, "reset", None)):
-        reset()
-
-
-def _checked_callbacks(where: str, callbacks: Any) -> list[Callable[[Progress], None]]:
     listed = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     for callback in listed:
         if not callable(callback):
             raise MindSporeTypeError(
                 f"{where}: callback {callback!r} is not callable; pass functions of a Progress (epoch, step, outputs)"
             )
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise MindSporeTypeError(f"{where}: the data is {data!r}; expected batches: a list of tuples or a DataLoader")
     return listed
 
 
-def _indexes(eval_indexes: Any) -> tuple[int, int, int] | None:
-    if eval_indexes is None:
-        return None
-    if not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3:
-        raise MindSporeValueError(
-            f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
-        )
-    return (int(eval_indexes[0]), int(eval_indexes[1]), int(eval_indexes[2]))
-
-
-def _arguments(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+def _batches(data: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of each batch; then begin again with data that has a `reset`, as MindSpore's datasets."""
+    for batch in data:
+        yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if callable(reset := getattr(data, "reset", None)):
+        reset()
 
 
 def _named(metrics: Any) -> dict[str, Callable[..., Any]]:
     if metrics is None:
         return {}
     if isinstance(metrics, (set, frozenset)):
-        known = {"accuracy": _accuracy, "acc": _accuracy}
-        for name in metrics - {"loss"}:
-            if name not in known:
-                raise MindSporeValueError(
-                    f"Model: metric {name!r} is not known by name; known are accuracy, acc and loss, others as a dict "
-                    "{name: function of (output, label)}"
-                )
-        return {name: known[name] for name in metrics - {"loss"}}
+        for name in metrics - {"loss", "accuracy", "acc"}:
+            raise MindSporeValueError(
+                f"Model: metric {name!r} is not known by name; known are accuracy, acc and loss, others as a dict "
+                "{name: function of (output, label)}"
+            )
+        return dict.fromkeys(metrics - {"loss"}, _accuracy)
     if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
         raise MindSporeTypeError(
             f"Model: metrics={metrics!r}; expected a dict name -> function of (output, label), or a set of names"

@@ -12,7 +12,8 @@ from halfstep.compat.torch_amp import autocast_mode as _base
 __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 
 
-def _device() -> str:
+def here() -> str:
+    """Return the device type that stands for CUDA."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -22,14 +23,14 @@ class autocast(_base.autocast):
     __slots__ = ()
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
-        super().__init__(_device(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        super().__init__(here(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """Decorate ``forward`` of an autograd.Function; see `halfstep.compat.torch_amp.custom_fwd`."""
-    return _base.custom_fwd(fwd, device_type=_device(), cast_inputs=cast_inputs)
+    return _base.custom_fwd(fwd, device_type=here(), cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[..., Any]) -> Any:
     """Decorate ``backward`` of an autograd.Function; see `halfstep.compat.torch_amp.custom_bwd`."""
-    return _base.custom_bwd(bwd, device_type=_device())
+    return _base.custom_bwd(bwd, device_type=here())

@@ -1,0 +1,187 @@
+"""Rules on regions: what stands in an autocast block that should not, and what an autocast is made with."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.static.low_values import PRODUCTS
+from halfstep.advise.lint.static.ops import MANAGERS
+from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
+from halfstep.advise.lint.static.script import Script, method, walked
+
+__all__ = ["REGION_CHECKS"]
+
+IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
+
+NO_DEVICE_TYPES = frozenset({"gpu", "nvidia", "tpu", "rocm"})
+"""Words that no torch takes for a device type; a build may have types of its own, such as npu."""
+
+DEPRECATED = re.compile(
+    r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler|custom_fwd|custom_bwd)|torch\.cuda\.amp\.\w+\.GradScaler"
+)
+
+
+def _around_loop(site: Site, script: Script) -> bool:
+    """Return whether a step of an optimizer is in a loop in a region of torch, which keeps low copies of weights."""
+    region = site.place.torch_region
+    if region is None or len(site.place.loops) <= region.loops or method(site.call) != "step":
+        return False
+    cached = argument(region.node, None, "cache_enabled")
+    kept = not (isinstance(cached, ast.Constant) and not cached.value)
+    return kept and script.owner(site.call) in script.optimizers | script.scalers.keys()
+
+
+def _stale(script: Script) -> Iterator[Hit]:
+    for site in all_sites(script):
+        if _around_loop(site, script):
+            what = f"the region is around the loop whose line {site.call.lineno} steps the optimizer"
+            yield Hit(site.place.regions[-1].node.lineno, what)
+
+
+def _backward(script: Script) -> Iterator[Hit]:
+    stale = {site.place.regions[-1] for site in all_sites(script) if _around_loop(site, script)}
+    for site in all_sites(script):
+        region, call = site.place.torch_region, site.call
+        own = method(call) == "backward" and not call.args and not MANAGERS.search(script.owner(call))
+        if region is not None and region not in stale and (own or script.called(call) == "torch.autograd.backward"):
+            yield Hit(call.lineno, f"the backward pass is in the region of line {region.node.lineno}")
+
+
+def _no_grad(script: Script) -> Iterator[Hit]:
+    first: dict[tuple[Region, str], int] = {}
+    for site in all_sites(script):
+        region, name = site.place.torch_region, script.called(site.call)
+        if region is None or name not in script.models:
+            continue
+        if site.place.no_grad:
+            first.setdefault((region, name), site.call.lineno)
+        elif (region, name) in first:
+            line = first.pop((region, name))
+            yield Hit(line, f"`{name}` runs without gradients, then with them in line {site.call.lineno} of one region")
+
+
+def _cross_entropy(script: Script) -> Iterator[Hit]:
+    for site in all_sites(script):
+        region = site.place.torch_region
+        if region is not None and region.device != "cpu" and region.sure:
+            if script.operator(site.call) in ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"):
+                yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
+
+
+def _in_place(script: Script) -> Iterator[Hit]:
+    for site in all_sites(script):
+        name, called = method(site.call), script.called(site.call)
+        if site.place.torch_region is None or not name:
+            continue
+        if IN_PLACE.fullmatch(name):
+            yield Hit(site.call.lineno, f"`{name}` writes in place, and autocast leaves such operators alone")
+        elif argument(site.call, None, "out") is not None and PRODUCTS.fullmatch(called):
+            yield Hit(site.call.lineno, f"`{called}` with out=, which autocast leaves alone")
+
+
+def _replicas(script: Script) -> Iterator[Hit]:
+    for site in all_sites(script):
+        region, name = site.place.torch_region, script.called(site.call)
+        if region is not None and region.dtype == "bf16" and region.device == "cuda":
+            if script.makers(name) == {"torch.nn.DataParallel"}:
+                yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
+
+
+def _function(script: Script) -> Iterator[Hit]:
+    if not any(region_of(script, call) for call in script.calls):
+        return
+    for node in walked(script.tree):
+        if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
+            methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+            decorators = [*node.decorator_list, *(d for method in methods.values() for d in method.decorator_list)]
+            names = [script.called(decorator) or script.name(decorator) for decorator in decorators]
+            cast = any(name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator")) for name in names)
+            if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
+                yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
+
+
+def _multiplies(script: Script, backward: ast.FunctionDef) -> bool:
+    """Return whether a backward pass multiplies its gradient with a saved tensor without a cast."""
+    if re.search(r"\.to\(|\.type_as\(|\.float\(|\.half\(|autocast", ast.unparse(backward)):
+        return False
+    return any(
+        (isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult))
+        or PRODUCTS.fullmatch(script.called(n))
+        or method(n) in ("mm", "matmul", "bmm")
+        for n in walked(backward)
+    )
+
+
+def _device(script: Script) -> Iterator[Hit]:
+    for node in script.calls if script.uses_torch else ():
+        region = region_of(script, node)
+        if region is None or region.library != "torch" or re.search(r"(cuda|cpu)\.amp", script.called(node)):
+            continue
+        device = argument(region.node, 0, "device_type")
+        value = script.constant(device)
+        if device is None and not any(keyword.arg is None for keyword in region.node.keywords) and not region.node.args:
+            yield Hit(region.node.lineno, "torch.autocast is given no device type")
+        elif region.device.lower().partition(":")[0] in NO_DEVICE_TYPES or region.device != region.device.lower():
+            yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
+        elif device is not None and value is not None and script.called(value) == "torch.device":
+            yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
+    for site in all_sites(script):
+        region, name = site.place.torch_region, script.called(site.call)
+        if region is not None and region.device == "cpu" and _on_cuda(script, name):
+            what = f"`{name}` is on CUDA, and the region of line {region.node.lineno} is for the CPU"
+            yield Hit(site.call.lineno, what)
+
+
+def _on_cuda(script: Script, name: str) -> bool:
+    """Return whether the file moves a model to CUDA and nowhere else."""
+    places = [
+        "cuda" if method(call) == "cuda" else ast.unparse(call.args[0]).strip("'\"") if call.args else ""
+        for call in (script.methods_of(name) if name in script.models else ())
+        if method(call) in ("cuda", "to", "cpu")
+    ]
+    return bool(places) and all(re.fullmatch(r"cuda(:\d+)?", place) for place in places)
+
+
+def _off(script: Script) -> Iterator[Hit]:
+    for node in script.calls if script.uses_torch else ():
+        region = region_of(script, node)
+        if region is not None and region.library == "torch" and region.enabled:
+            if region.dtype in ("fp32", "fp64") and region.device in ("cpu", "cuda"):
+                what = f"autocast to {region.dtype} is none: the block runs in the formats of its tensors"
+                yield Hit(node.lineno, what)
+
+
+def _deprecated(script: Script) -> Iterator[Hit]:
+    fallback = {
+        id(n)
+        for block in walked(script.tree)
+        if isinstance(block, ast.Try)
+        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in walked(s))
+        for handler in block.handlers
+        for n in walked(handler)
+    }
+    found: dict[str, list[int]] = {}
+    for node in script.calls:
+        if DEPRECATED.fullmatch(name := script.called(node)) and id(node) not in fallback:
+            found.setdefault(name, []).append(node.lineno)
+    for name, lines in found.items():
+        first, *more = sorted(set(lines))
+        also = f", also in line{'s' * (len(more) > 1)} {', '.join(map(str, more))}" if more else ""
+        yield Hit(first, f"`{name}` is deprecated{also}")
+
+
+REGION_CHECKS: Mapping[str, Check] = {
+    "HS018": _backward,
+    "HS019": _stale,
+    "HS020": _no_grad,
+    "HS021": _device,
+    "HS022": _off,
+    "HS023": _cross_entropy,
+    "HS024": _in_place,
+    "HS025": _replicas,
+    "HS026": _deprecated,
+    "HS027": _function,
+}

@@ -1,0 +1,488 @@
+"""cuda_graph=: a whole training step as one CUDA graph, replayed without Python.
+
+Forward, backward, scaling, clipping, the optimizer and the scale's update wait for nothing, so all of it can be
+captured. A call of the step with a new kind of batch runs eagerly `WARM_UPS` times, then it is captured and replayed;
+warm-up calls, the call that captures and replays are all real steps, each on its own batch.
+
+Note [warm-ups]: a warm-up calls the function that is captured, with the same static tensors, so that every kernel is
+compiled and loaded before the capture, in which old drivers (before CUDA 12.3) refuse to load one. Triton makes another
+kernel where an argument is None, or is a tensor that begins elsewhere; torch.compile guards strides.
+
+Note [what is captured]: a graph repeats kernels, their arguments and addresses. What may change from call to call is
+copied to static tensors before a replay: the batch, and the learning rate, which is a number in `param_groups` and a
+tensor only in warm-ups and captures. Everything else that Python decides is either part of the key of a graph (shapes
+and formats of the batch, what in it is no tensor, train or eval mode, which parameters are frozen) or a fact that all
+graphs depend on (other hyperparameters, the addresses of parameters, buffers and optimizer state): if a fact changes,
+all graphs are dropped and captured again.
+
+Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
+the last with its update; what one leaves for the next is in static tensors, so that any first graph can precede any
+last one.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.binding.prepare import unwrap
+from halfstep.cast.state import STATE
+from halfstep.errors import StepError, warn
+from halfstep.events import StepResult
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS
+from halfstep.kernels.optimizers import optimizer_names
+from halfstep.snapshot import Snapshot, gradients, noted
+from halfstep.step.moments import Phase
+from halfstep.step.recorder import Recorder, recorder_for
+from halfstep.torch_private.foreach import foreach_copy_
+from halfstep.trees import map_tensors, opened
+from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
+from halfstep.update.updater import Culprits, unsuited
+from halfstep.weights import UnkeptWeights
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["Graphs", "refuse_graph"]
+
+LOG = logging.getLogger("halfstep.step")
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+REMEDY = "leave cuda_graph out"
+WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
+KINDS = 8  # of batches that get graphs; each keeps its memory
+RESETS = 3  # before a warning that graphs are captured again and again
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One graph: of one kind of batch at one place of a window."""
+
+    calls: int = 0  # warm-ups so far
+    replay: Callable[[], None] | None = None  # repeats what was captured; None before that
+    inputs: list[Tensor] = field(default_factory=list)  # static tensors of the batch; made by the first call
+    outputs: StepResult | None = None  # what the step returned while it was captured, in static tensors
+    numbers: Tensor | None = None  # fp32: scale, gradient norm, all gradients' norms, and the loss if it is fp32
+    skipped: Tensor | None = None  # 0-dim bool
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # what parameters hold afterwards
+    open: Any = None  # the statistics that wait for the verdict afterwards
+
+
+class Graphs:
+    """The graphs of one training step; `captures` and `replays` count them and the calls that were replays."""
+
+    def __init__(self, step: TrainStep, device: torch.device) -> None:
+        recorder = recorder_for(device)
+        assert recorder is not None  # `refuse_graph` has checked it
+        self._step, self._device, self._run = step, device, step._micro_batch
+        self._moments, self._statistics, self._updater = step._moments, step._statistics, step._updater
+        self._recorder: Recorder = recorder
+        self._model = unwrap(step.model)
+        self._statistics.blind = True
+        self.captures = self.replays = self._resets = 0
+        self._facts: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all graphs: something they depend on has changed."""
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._kinds: set[Hashable] = set()
+        self._models: dict[int, nn.Module] = {}  # those that ran: graphs read their tensors, so they stay
+        self._scale: Tensor | None = None  # of a window, and gradients: note [windows]
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._rates = Rates(self._device)
+        self._full = False
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    def __call__(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Train on one micro-batch: eagerly, or by a graph."""
+        step = self._step
+        found: list[Tensor] = []
+        generators: list[torch.Generator] = []
+        kind = (kind_of((batch, named), found, generators), self._modes())
+        self._check_facts()
+        graph, watched = self._graph_of(kind), self._watched()
+        if graph is None or watched:
+            batch, named = map_tensors((batch, named), lambda tensor: tensor.to(self._device, non_blocking=True))
+            result = self._recorder.warm(lambda: self._static_step(batch, named))
+            return replace(result, scale=result.scale.clone())
+        updates = step.record.micro_batches + 1 == step.accumulate
+        if graph.calls == 0:
+            graph.inputs = [torch.empty_like(t, device=self._device).requires_grad_(t.requires_grad) for t in found]
+        self._fill_inputs(graph, found, updates=updates)
+        if graph.replay is not None:
+            self.replays += 1
+            return self._replayed(graph, updates=updates)
+        following = iter(graph.inputs)
+        batch, named = map_tensors((batch, named), lambda tensor: next(following))
+
+        def work() -> tuple[StepResult, Tensor, Tensor]:
+            return _packed(self._static_step(batch, named))
+
+        self._clear_casts()  # a copy made before would not be made in the graph
+        if graph.calls < WARM_UPS:
+            with self._rates_as_tensors(updates=updates):
+                result, _, _ = self._recorder.warm(work)
+            graph.calls += 1
+            return replace(result, scale=result.scale.clone(), aux=map_tensors(result.aux, _copied))
+        self._capture(graph, work, generators, updates=updates)
+        return self._replayed(graph, updates=updates)
+
+    def _watched(self) -> bool:
+        """Return whether a watcher must see the coming update, which then cannot be a replay."""
+        for watcher in self._step.watchers:
+            if not hasattr(watcher, "wants_update") or not hasattr(watcher, "pass_update"):
+                raise StepError(
+                    f"cuda_graph=True replays updates that a watcher cannot see, and {type(watcher).__name__} in "
+                    f"step.watchers does not say which ones it wants; give it wants_update and pass_update, or {REMEDY}"
+                )
+        return any(watcher.wants_update() for watcher in self._step.watchers)
+
+    def _modes(self) -> Hashable:
+        """Return what Python decides in models besides the batch."""
+        self._models.update((key, m) for key, other in self._statistics.models.items() if (m := other()) is not None)
+        modules = tuple([m.training for other in self._models.values() for m in other.modules()])
+        return modules, tuple([p.requires_grad for p in self._model.parameters()])
+
+    def _graph_of(self, kind: Hashable) -> _Graph | None:
+        """Return the graph for `kind` at this place of the window, a new one if there is room."""
+        step = self._step
+        if kind not in self._kinds:
+            if len(self._kinds) >= KINDS:
+                if not self._full:
+                    self._full = True
+                    warn(
+                        f"cuda_graph=True: this is the {KINDS + 1}th kind of batch (shapes, formats, values that are "
+                        f"no tensors), and graphs are kept for {KINDS}; the others run eagerly. Pad batches to fewer "
+                        "shapes, and pass numbers that change as tensors",
+                    )
+                return None
+            self._kinds.add(kind)
+        before = step.record.micro_batches
+        place = "first" if before == 0 else "last" if before + 1 == step.accumulate else "between"
+        there = () if before == 0 else tuple([p.grad is not None for p in self._model.parameters()])
+        return self._graphs.setdefault((kind, place, there), _Graph())
+
+    def _static_step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Take the step, and copy what it leaves for the next micro-batch to static tensors; note [windows]."""
+        step = self._step
+        first = step.record.micro_batches == 0
+        result = self._run(batch, named)
+        if step.record.micro_batches:
+            if first:
+                self._scale = step.record.scale.clone() if self._scale is None else self._scale
+                step.record.scale = self._scale.copy_(step.record.scale)
+            made = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+            for parameter, gradient in made.items():
+                parameter.grad = self._gradients.setdefault(parameter, gradient)
+            moved = [p for p, gradient in made.items() if self._gradients[p] is not gradient]
+            if moved:
+                foreach_copy_([self._gradients[p] for p in moved], [made[p] for p in moved])
+        return result
+
+    # ------------------------------------------------------------------ capture and replay
+
+    def _rates_as_tensors(self, *, updates: bool) -> AbstractContextManager[None]:
+        return self._rates.as_tensors(self._step.optimizer) if updates else nullcontext()
+
+    def _capture(
+        self,
+        graph: _Graph,
+        work: Callable[[], tuple[StepResult, Tensor, Tensor]],
+        generators: list[torch.Generator],
+        *,
+        updates: bool,
+    ) -> None:
+        """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
+        step = self._step
+        before, statistics = step.record.position, self._statistics.open
+        snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))
+        step.watchers.paused = True  # what they do is not part of a step
+        try:
+            with self._rates_as_tensors(updates=updates):
+                graph.replay, (outputs, numbers, skipped) = self._recorder.capture(work, generators)
+        except BaseException as error:
+            self._moments.phase = Phase.MICRO_BATCH
+            step.record.position, self._statistics.open = before, statistics
+            snapshot.restore()
+            self._updater.abort(written=False)
+            step.scaler.forget()
+            graph.calls = WARM_UPS - 1  # the loss may be another one by then: a warm-up loads its kernels
+            if not isinstance(error, Exception) or isinstance(error, StepError):
+                raise
+            raise StepError(
+                f"cuda_graph=True: the step cannot be captured{place_of(error)}. A graph allows nothing that the host "
+                "must wait for or decide from values: no .item(), bool(tensor), print(tensor), nonzero, masks that "
+                f"change a shape, copies to the CPU. Keep it on the device (torch.where), or {REMEDY}. Nothing was "
+                f"trained on this batch. torch says: {type(error).__name__}: {str(error).strip()}"
+            ) from error
+        finally:
+            step.watchers.paused = False
+            self._clear_casts()  # those made in a capture hold nothing yet
+        graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
+        graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        graph.open = self._statistics.open
+        step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
+        self._moments.phase = Phase.MICRO_BATCH
+        self.captures += 1
+        shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in graph.inputs]
+        LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, shapes)
+
+    @staticmethod
+    def _clear_casts() -> None:
+        torch.clear_autocast_cache()
+        STATE.casts.clear()
+
+    def _fill_inputs(self, graph: _Graph, found: list[Tensor], *, updates: bool) -> None:
+        """Fill the static tensors that `graph` reads."""
+        with torch.no_grad():
+            for static, tensor in zip(graph.inputs, found, strict=True):
+                static.copy_(tensor, non_blocking=True)
+                static.grad = None  # a warm-up's
+        if updates:
+            self._updater.check_optimizer()
+            self._rates.fill(self._step.optimizer)
+
+    def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:
+        """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `moments`)."""
+        step = self._step
+        assert graph.replay is not None
+        if not updates:
+            graph.replay()
+            return self._done(graph, updates=False)
+        with self._moments.critical:
+            self._moments.phase = Phase.UPDATE
+            graph.replay()
+            result = self._done(graph, updates=True)
+            self._moments.phase = Phase.REST
+        for watcher in step.watchers:
+            watcher.pass_update()
+        step.scaler.check_alarm(step.optimizer)
+        return result
+
+    def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
+        """Do the host's part of a replayed micro-batch; return copies of its results."""
+        step, static = self._step, graph.outputs
+        assert static is not None and graph.numbers is not None and graph.skipped is not None
+        record = step.record
+        number = record.done + record.micro_batches + 1
+        record.done, record.micro_batches = (number, 0) if updates else (record.done, record.micro_batches + 1)
+        self._statistics.open = graph.open
+        for parameter in self._model.parameters() if updates else ():
+            parameter.grad = None
+        for parameter, gradient in graph.gradients:
+            parameter.grad = gradient
+        if not updates and self._scale is not None:
+            step.record.scale = self._scale
+        numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
+        exact = static.loss.dtype is torch.float32
+        loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
+        result = StepResult(
+            step=number,
+            loss=loss,
+            aux=map_tensors(static.aux, _copied),
+            scale=numbers[0],
+            grad_norm=numbers[1],
+            skipped=skipped,
+            due=updates,
+        )
+        if updates:
+            if isinstance(static.find_culprits, Culprits):
+                result.find_culprits = replace(static.find_culprits, norms=numbers[2:-1])
+            step.record.bad = result.skipped
+            self._mark_written()
+        return result
+
+    def _mark_written(self) -> None:
+        """Tell torch that fp32 parameters have changed, so that no low copy of an older value is taken for them.
+
+        Low weights are counted by their store, which would take this for a change by hand.
+        """
+        store = self._updater.store
+        changed = [p for g in self._step.optimizer.param_groups for p in g["params"] if store is None or p not in store]
+        torch.autograd.graph.increment_version(changed)
+        UnkeptWeights.stepped(changed)
+        torch.clear_autocast_cache()  # torch's own does not look at versions
+
+    # ------------------------------------------------------------------ what graphs depend on
+
+    def _check_facts(self) -> None:
+        """Drop all graphs if anything they depend on has changed; note [what is captured]."""
+        step = self._step
+        facts = facts_of(step)
+        if self._facts is not None and facts != self._facts:
+            changed = [name for name, value in facts.items() if self._facts[name] != value]
+            if any(graph.replay is not None for graph in self._graphs.values()):
+                self._report_reset(" and ".join(changed))
+            if step.record.micro_batches == 0:
+                self.reset()
+            else:
+                raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
+        self._facts, self._state = facts, step.optimizer.state  # kept alive: its id is a fact
+
+    def _report_reset(self, what: str) -> None:
+        self._resets += 1
+        LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", what)
+        if self._resets == RESETS:
+            warn(
+                f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
+                "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
+                f"{REMEDY}",
+            )
+
+
+def _packed(result: StepResult) -> tuple[StepResult, Tensor, Tensor]:
+    """Bring the small results of a step into two tensors, so that copying them takes two launches."""
+    parts = [result.scale, result.grad_norm]
+    if isinstance(result.find_culprits, Culprits):
+        parts.append(result.find_culprits.norms)
+    numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
+    return result, numbers, result.skipped
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+# ------------------------------------------------------------------ what graphs read and depend on
+
+
+def facts_of(step: TrainStep) -> dict[str, Any]:
+    """Return what all graphs of `step` depend on, by its name in messages; waits for nothing."""
+    groups = step.optimizer.param_groups
+    model = unwrap(step.model)
+    return {
+        "a hyperparameter in param_groups": [
+            [(k, id(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k not in {"params", "lr"}]
+            for group in groups
+        ],
+        "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
+        "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
+        "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
+        "the optimizer's state": id(step.optimizer.state),
+    }
+
+
+def _on_device(rate: object) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+class Rates:
+    """Learning rates as fp32 tensors on the device in warm-ups and captures; otherwise they are the user's numbers.
+
+    A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[Tensor | None] = []  # of each group
+        self._filled: list[float | None] = []
+
+    @contextmanager
+    def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
+        """Replace the rates of `optimizer` by tensors that `fill` has filled, and mark it capturable."""
+        groups = optimizer.param_groups
+        before = [(group["lr"], group.get("capturable")) for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=True):
+            if tensor is not None:
+                group["lr"] = tensor
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, before, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
+        if not self._tensors:
+            self._tensors = [
+                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
+                for group in optimizer.param_groups
+            ]
+            self._filled = [None] * len(self._tensors)
+        for i, (group, tensor) in enumerate(zip(optimizer.param_groups, self._tensors, strict=True)):
+            if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
+                tensor.fill_(now)
+                self._filled[i] = now
+
+
+# ------------------------------------------------------------------ what a graph can hold
+
+
+def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Refuse what cannot be captured, before anything is changed; return the model's device."""
+    wrapper = type(model).__name__
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise StepError(
+            f"cuda_graph=True captures one process on one device, and the model is in {wrapper}, which reduces "
+            f"gradients over several; {REMEDY}"
+        )
+    inner = unwrap(model)
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise StepError(f"cuda_graph=True and parameter {name} is sharded (DTensor); {REMEDY}")
+    devices = sorted({str(p.device) for p in inner.parameters()})
+    if len(devices) != 1 or recorder_for(torch.device(devices[0])) is None:
+        raise StepError(
+            f"cuda_graph=True needs a model on one CUDA device and this one is on {', '.join(devices) or 'none'}; "
+            f"move it with model.to('cuda') before the optimizer is made, or {REMEDY}"
+        )
+    for name, module in inner.named_modules():
+        if getattr(module, "sparse", False):
+            raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
+    if unsuited(optimizer) and not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate)):
+        raise StepError(
+            f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
+            f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
+            f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
+        )
+    return torch.device(devices[0])
+
+
+def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -> Hashable:
+    """Return what distinguishes kinds of batches; put their tensors into `found`."""
+    if isinstance(tree, Tensor):
+        if tree.grad_fn is not None:
+            raise StepError(
+                f"cuda_graph=True: a tensor of the batch, shape {tuple(tree.shape)}, was computed with gradients, and "
+                f"its history is outside the graph; pass it detached, compute it in loss_fn, or {REMEDY}"
+            )
+        found.append(tree)
+        return tree.shape, tree.dtype, tree.requires_grad
+    if isinstance(tree, torch.Generator):
+        generators.append(tree)
+    node = opened(tree)
+    if node is not None:
+        return type(tree), tuple([(name, kind_of(item, found, generators)) for name, item in node[0]])
+    try:
+        hash(tree)
+    except TypeError:
+        raise StepError(
+            f"cuda_graph=True: the batch holds a {type(tree).__name__}, which cannot be compared from call to call; "
+            f"pass tensors (torch.from_numpy), numbers or text, or {REMEDY}"
+        ) from None
+    return type(tree), tree
+
+
+def place_of(error: BaseException) -> str:
+    """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
+    place, at = "", error.__traceback__
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, "<")):
+            place = f" at {name}:{at.tb_lineno} `{linecache.getline(name, at.tb_lineno).strip()}`"
+        at = at.tb_next
+    return place

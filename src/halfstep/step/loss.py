@@ -1,0 +1,171 @@
+"""A step's loss function: what it may return, what its errors mean, and a call of it without training.
+
+torch names a value of the batch and no tensor ("Target 7 is out of bounds"); `explained` names both. Errors that mixed
+formats cause are explained by `cast.regions.dtype_errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import functional
+
+from halfstep.binding.wrappers import unwrap
+from halfstep.cast.regions import dtype_errors
+from halfstep.cast.regions.opening import opened
+from halfstep.cast.rules.recipe import Recipe
+from halfstep.cast.state import STATE
+from halfstep.errors import BatchError, HalfstepError, StepError
+from halfstep.step.part import Batch
+from halfstep.trees import inputs, map_tensors, place
+
+__all__ = ["EXPLAINED", "RECOMPUTES", "check_loss", "detached", "evaluate", "explained", "graph_of"]
+
+EXPLAINED = (*dtype_errors.EXPLAINED, IndexError)
+"""The kinds of errors that `explained` handles."""
+
+RECOMPUTES = "CheckpointFunctionBackward"
+"""The node of a re-entrant checkpoint, which makes and runs a graph of its own in the backward pass."""
+
+
+def evaluate(
+    model: nn.Module, loss_fn: Callable[..., Any], recipe: Recipe, batch: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """Return ``loss_fn(model, *batch, **named)`` in the region of `recipe`, with `model` in evaluation mode.
+
+    A wrapper (DistributedDataParallel, torch.compile) is left out: its forward may wait for other ranks. Afterwards
+    each module is in the mode it was in, also if `loss_fn` raises.
+    """
+    model = unwrap(model)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if any(training for _, training in modes):
+            model.eval()
+        with torch.no_grad(), opened(recipe):
+            STATE.bound = recipe  # the model is inside, as in a step: its outputs are not cast
+            return loss_fn(model, *batch, **named)
+    except EXPLAINED as error:
+        if (better := explained(error, (batch, named))) is None:
+            raise
+        raise better from error
+    finally:
+        if any(training for _, training in modes):
+            model.train(modes[0][1])  # by its own method, which may do more than set the mode
+            for module, training in modes:
+                module.training = training
+
+
+# ---------------------------------------------------------------------- what it returns
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what a loss function returned in the place of a real scalar tensor with a gradient, with a remedy."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got, remedy = type(loss).__name__, "return the loss, or (loss, what else there is)"
+        if isinstance(loss, Tensor):
+            got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
+        elif isinstance(loss, (int, float)):
+            remedy = "return the tensor, without .item()"
+        elif isinstance(loss, (tuple, list)):
+            got = f"{type(loss).__name__} of {len(loss)}"
+            remedy = "return (loss, (...)), a tuple of the loss and one tree with all the rest"
+        elif hasattr(loss, "loss"):
+            remedy = "return (out.loss, out)"
+        elif isinstance(loss, Mapping) and "loss" in loss:
+            remedy = "return (out['loss'], out)"
+        raise StepError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}")
+    if loss.is_complex():
+        raise StepError(
+            f"loss_fn returned a complex loss ({loss.dtype}), of which no direction is down; return a real number of "
+            "it, such as loss.abs() or loss.real"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss has no gradient: no parameter that requires one took part in it, or loss_fn ran under "
+            "torch.no_grad or detached its result"
+        )
+
+
+def detached(aux: Any, loss: Tensor, *, check: bool) -> Any:
+    """Return the tree `aux` with its tensors detached, which share their memory with those of the forward pass.
+
+    The backward pass of the step frees the graph, so what is carried to the next batch (the hidden state of an LSTM)
+    must not refer to it, and what is kept for a log must not keep it alive. With `check`, a scalar of whose graph
+    nothing leads to `loss` is refused: it is a second loss, and would not be trained on.
+    """
+    if check and isinstance(aux, Tensor) and aux.requires_grad and not aux.dim():
+        if get_gradient_edge(aux).node not in graph_of(loss):
+            raise StepError(
+                "loss_fn returned two scalars with a gradient, (loss, aux), and trains on the first only; for two "
+                "losses return their sum and, beside it, what to log: (a + b, (a, b)); for a number to log alone "
+                "return (loss, aux.detach())"
+            )
+    return map_tensors(aux, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
+
+
+def graph_of(loss: Tensor) -> Iterator[Node]:
+    """Yield the nodes of the graph of `loss`, each once, from the loss on."""
+    waiting: list[Node] = [get_gradient_edge(loss).node]
+    seen = set(waiting)  # keeps the nodes alive: torch makes their Python objects on demand
+    for node in waiting:
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+# ---------------------------------------------------------------------- its errors
+
+
+def explained(error: BaseException, batch: Batch) -> HalfstepError | None:
+    """Return an error with cause and remedy for one that the batch or mixed formats cause, else None."""
+    said = _out_of_range(error, batch) if isinstance(error, (IndexError, RuntimeError)) else ""
+    return BatchError(f"{said}. torch says: {error}") if said else dtype_errors.explained(error, batch)
+
+
+def _out_of_range(error: BaseException, batch: Batch) -> str:
+    """Return which input holds what the operator that raised `error` does not take, "" if that is not known."""
+    frame, trace = None, error.__traceback__
+    while trace is not None:  # the innermost function of torch.nn.functional
+        if trace.tb_frame.f_code.co_filename == functional.__file__:
+            frame = trace.tb_frame
+        trace = trace.tb_next
+    found = None if frame is None else _taken(frame)
+    if frame is None or found is None:
+        return ""
+    values, bad, taken = found
+    if not bool(bad.any()):
+        return ""
+    flat = int(bad.flatten().nonzero()[0])
+    value = values.flatten()[flat].item()
+    name, where = "a tensor made of the batch", place(values, flat)
+    for known, tensor in inputs(*batch):
+        if tensor.shape == values.shape and bool((tensor == values).all()):
+            name = known
+    count = int(bad.sum())
+    more = f" ({count} such values)" if count > 1 else ""
+    return f"{name} holds {value:g} in {where}{more}, and {taken}"
+
+
+def _taken(frame: FrameType) -> tuple[Tensor, Tensor, str] | None:
+    """Return (values, which of them are out of range, what is taken) of a call of torch.nn.functional."""
+    op, given = frame.f_code.co_name, frame.f_locals
+    if op in {"cross_entropy", "nll_loss"} and not given["target"].is_floating_point():
+        target, ignored = given["target"].detach(), given["ignore_index"]
+        classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
+        bad = ((target < 0) | (target >= classes)) & (target != ignored)
+        return target, bad, f"{op} of {classes} classes takes labels from 0 to {classes - 1}, and {ignored} for none"
+    if op == "embedding":
+        rows, indices = len(given["weight"]), given["input"].detach()
+        bad = (indices < 0) | (indices >= rows)
+        return indices, bad, f"the embedding has {rows} rows and takes indices from 0 to {rows - 1}"
+    if op == "binary_cross_entropy":
+        target = given["target"].detach()
+        return target, ~((target >= 0) & (target <= 1)), f"{op} takes targets from 0 to 1"
+    return None
