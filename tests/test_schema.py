@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.arguments import Kind
+from halfstep.arguments import Kind, number, whole
 from halfstep.errors import CheckpointError
-from halfstep.schema import Each, check, number, read_json, regular, text, whole
+from halfstep.schema import Each, check, read_json, regular, text
 
 TABLE = {
     "step": whole(of="updates"),

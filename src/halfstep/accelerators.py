@@ -13,19 +13,6 @@ import torch
 
 from halfstep.torch_private.devices import cuda_stream_of, get_privateuse1_backend_name, mps_generator
 
-__all__ = [
-    "TYPES",
-    "capturing",
-    "copies_behind_events",
-    "current_stream",
-    "default_generators",
-    "empty_cache",
-    "initialise",
-    "supports_bf16",
-    "type_here",
-    "types",
-]
-
 TYPES = ("cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
 """Types of torch's own that have torch.autocast."""
 

@@ -26,8 +26,6 @@ import torch.distributed as dist
 from halfstep.errors import CheckpointError
 from halfstep.torch_private.distributed import default_store
 
-__all__ = ["Meeting", "announce", "facts_of", "processes", "store_under"]
-
 LOG = logging.getLogger("halfstep")
 NAMED_AFTER = 60.0  # seconds of waiting until the ranks that have not come are named
 WRITE_TIME = 3600.0  # seconds that others may take to write a checkpoint

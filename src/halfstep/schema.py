@@ -24,10 +24,8 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from halfstep.arguments import Kind, number, shown, whole
+from halfstep.arguments import Kind, shown
 from halfstep.errors import HalfstepError, did_you_mean
-
-__all__ = ["Each", "check", "is_bounded", "number", "read_json", "regular", "text", "whole"]
 
 DEEPEST = 100  # levels of containers
 NOTHING = "nothing was loaded"

@@ -40,11 +40,6 @@ from halfstep.accelerators import default_generators
 from halfstep.torch_private.modules import SCHEDULERS
 from halfstep.trees import map_tensors
 
-__all__ = [
-    "Loan", "Modules", "Snapshot", "attributes", "cloned", "contents", "generators_of", "gradients", "noted",
-    "optimizer_state", "put_buffers", "same_numbers", "scheduler_state", "torch_states",
-]  # fmt: skip
-
 MAPPINGS = (dict, OrderedDict, defaultdict)
 CONTAINERS = (*MAPPINGS, list, set, deque)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 import halfstep as hs
-from halfstep.binding.bind import KEY
+from halfstep.binding.precise import KEY
 from halfstep.errors import BindError
 from halfstep.weights import every_step
 from halfstep.weights.every_step import Turn, at_each_step

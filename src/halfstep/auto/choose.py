@@ -31,8 +31,6 @@ from halfstep.policy.resolve import device_types_of, resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.timing import Ratio, Unfit
 
-__all__ = ["FP32", "POLICIES", "SETTINGS", "Choice", "choose", "described"]
-
 FP32, COMPILED = "fp32", " compiled"
 POLICIES: Mapping[str, str] = {FP32: "O0", "mixed": "mixed", "O2": "O2", "pure": "pure"}
 """Candidates, the most precise first: it is preferred where others are not faster."""

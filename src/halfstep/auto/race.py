@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 
 from halfstep.timing import Race, Ratio
 
-__all__ = ["Elimination"]
-
 MARGIN = 0.01  # a smaller gain does not pay for less precise numbers, or for code that is compiled again
 CLEAR = {1: 4.0, 2: 0.5, 3: 0.2, 4: 0.1}
 """Rounds -> how far all ratios must lie beyond the margin: one time may be disturbed by anything. With five rounds the

@@ -37,8 +37,6 @@ from halfstep.snapshot import (
 from halfstep.timing import Unfit, timed
 from halfstep.update.updater import Deferral
 
-__all__ = ["StepSnapshot", "TimedSteps"]
-
 WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
 TIMED = 0.05  # seconds of timed steps at each visit

@@ -81,8 +81,6 @@ from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["KEY", "Binding", "bind", "binding_of", "is_bound", "unbind"]
-
 NOWHERE = object()
 """A region that is never open."""
 

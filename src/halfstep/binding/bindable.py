@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import KEY, binding_of
+from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import check_groups, reshard
+from halfstep.binding.precise import KEY
 from halfstep.binding.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
@@ -22,8 +23,6 @@ from halfstep.torch_private.fake import is_fake
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond
-
-__all__ = ["check_model", "check_optimizers", "is_done", "is_stateless", "ruled"]
 
 SHARDED = {
     "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "

@@ -9,12 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of, is_bound
-from halfstep.binding.prepare import unprepare, unwrap
+from halfstep.binding.prepare import unprepare
+from halfstep.binding.wrappers import unwrap
 from halfstep.snapshot import Snapshot, optimizer_state
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.weights import WeightStore
-
-__all__ = ["bound", "unchanged_on_failure"]
 
 
 @contextmanager

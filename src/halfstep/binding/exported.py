@@ -35,8 +35,6 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-__all__ = ["exported"]
-
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 CHECKS = frozenset({"aten::_assert_tensor_metadata"})  # of formats: what they check is computed here
 Regions = Mapping[str, tuple[torch.dtype, bool]]

@@ -19,11 +19,6 @@ from halfstep.kernels.sharded import has_parts
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.distributed import fsdp_groups, fsdp_state, is_root
 
-__all__ = [
-    "check_groups", "fits", "has_room", "has_run", "is_distributed", "is_fsdp", "is_gathered",
-    "refuse_other_average", "reshard", "unsharded",
-]  # fmt: skip
-
 ROOM = 2.0
 """Free memory that a replay needs on a device, in sizes of the whole model: its parameters and their gradients."""
 

@@ -30,8 +30,6 @@ from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.modules import NormBase
 
-__all__ = ["lowered", "twin"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 

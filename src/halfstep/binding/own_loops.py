@@ -11,8 +11,6 @@ from halfstep.errors import UnbuiltError
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.distributed import active_ddp
 
-__all__ = ["asked", "refuse_own_loop"]
-
 
 def asked(policy: Policy) -> str:
     """Return the field that DDP's own average does not satisfy."""

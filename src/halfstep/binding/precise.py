@@ -31,18 +31,6 @@ from halfstep.weights import UnkeptWeights, WeightStore
 if TYPE_CHECKING:
     from halfstep.binding.bind import Binding
 
-__all__ = [
-    "KEY",
-    "allow_in_files",
-    "load",
-    "low_parameters",
-    "low_places",
-    "make_precise",
-    "put_back",
-    "save",
-    "saving",
-]
-
 KEY = "_halfstep"  # where a bound module keeps its `Binding`
 
 Place = tuple[nn.Module, str, nn.Parameter]

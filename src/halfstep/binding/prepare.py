@@ -36,8 +36,6 @@ from halfstep.torch_private.modules import TorchLoss
 from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
-
 PolicyLike = Policy | str | Path
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)

@@ -33,8 +33,6 @@ from halfstep.policy.policy import Policy
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["shard"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 OPERATORS = {

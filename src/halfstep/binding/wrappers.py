@@ -16,8 +16,6 @@ from halfstep.torch_private.compiler import original_of
 from halfstep.torch_private.distributed import IN_FSDP1, in_flat_parameter
 from halfstep.weights.attachment import missing
 
-__all__ = ["cuts_hooks", "is_called", "refuse_flat", "unwrap", "unwrap_optimizer"]
-
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 FABRIC = "_FabricModule"
 OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})

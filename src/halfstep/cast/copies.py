@@ -52,8 +52,6 @@ from halfstep.torch_private.modules import conv_forward
 if TYPE_CHECKING:
     from halfstep.cast.rules.recipe import Recipe
 
-__all__ = ["Copies", "low_forward"]
-
 Forward = Callable[..., Any]
 
 SMALL, SMALL_IN_WINDOWS = 1 << 18, 1 << 13

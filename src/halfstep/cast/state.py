@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from halfstep.cast.copies import Copies
     from halfstep.cast.rules.dispatch import RuleMode
 
-__all__ = ["STATE", "in_region"]
-
 
 class _State(threading.local):
     """State of one thread.

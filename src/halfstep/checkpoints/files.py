@@ -28,14 +28,10 @@ from typing import Any, BinaryIO
 
 import torch
 
+from halfstep.arguments import whole
 from halfstep.checkpoints import writers
 from halfstep.errors import CheckpointError
-from halfstep.schema import Each, check, is_bounded, read_json, regular, text, whole
-
-__all__ = [
-    "FILE", "MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "read_state",
-    "refuse_others", "write_state",
-]  # fmt: skip
+from halfstep.schema import Each, check, is_bounded, read_json, regular, text
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 NAME = re.compile(r"(\d{6,})-step-(\d+)")

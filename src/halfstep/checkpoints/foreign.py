@@ -19,18 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.arguments import Kind
-from halfstep.binding.prepare import unwrap
+from halfstep.arguments import Kind, whole
+from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints.files import read_state, refusal
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
-from halfstep.schema import Each, check, regular, whole
+from halfstep.schema import Each, check, regular
 from halfstep.step.saved import NUMBER, STATE
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
-
-__all__ = ["converted", "is_foreign"]
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "model_state_dict", "state_dict", "model_state", "net", "network"),

@@ -17,8 +17,6 @@ from torch import Tensor
 from halfstep.accelerators import default_generators, initialise, type_here
 from halfstep.errors import CheckpointError
 
-__all__ = ["check_saved_states", "put_saved_states", "saved_states"]
-
 HOST = frozenset({"torch", "python", "numpy"})
 """The generators that are no device's; every other key of a state is a device type, such as "cuda"."""
 

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
 
-__all__ = ["Names", "chunk_of", "is_sharded", "names_of", "reordered", "sharded_as", "split"]
-
 Names = list[list[str]]
 """Of the parameters of an optimizer, by group."""
 

@@ -34,8 +34,6 @@ from halfstep.step.part import Part
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Preemption", "on_preemption"]
-
 LOG = logging.getLogger("halfstep")
 AGREEMENT = 15.0  # seconds, of the 30 that torchrun and Kubernetes give
 FOREVER = timedelta(days=365)

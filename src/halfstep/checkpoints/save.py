@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.arguments import FLAG, check
-from halfstep.binding.prepare import unwrap
+from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
@@ -44,8 +44,6 @@ from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
-
-__all__ = ["Loaded", "Saving", "load", "save"]
 
 LOG = logging.getLogger("halfstep")
 KEEP = 2  # so that damage to the last one costs one interval

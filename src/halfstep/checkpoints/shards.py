@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
+from halfstep.arguments import whole
 from halfstep.checkpoints.files import FILE, first_line, refusal
 from halfstep.checkpoints.names import Names, chunk_of
 from halfstep.errors import CheckpointError
-from halfstep.schema import Each, regular, whole
-
-__all__ = ["TABLE", "Writer", "own_files", "read"]
+from halfstep.schema import Each, regular
 
 Table = dict[str, dict[str, Any]]
 """Flat name of a tensor -> its dtype, its size, and its parts: where each lies in the tensor and in which file."""

@@ -22,8 +22,6 @@ from uuid import uuid4
 from halfstep.errors import CheckpointError
 from halfstep.meeting import facts_of
 
-__all__ = ["Lock", "has_started_this", "in_words", "is_alive", "this_process"]
-
 LOCK = ".lock"
 TRIES = 8  # of taking a lock that others take over at the same time
 HELD: set[str] = set()  # the locks that this process has

@@ -12,8 +12,6 @@ from typer.core import TyperGroup
 import halfstep as hs
 from halfstep.cli.terminal import complain
 
-__all__ = ["app"]
-
 FUNCTIONS = (
     "run_compare", "run_demo", "run_audit", "run_doctor", "run_ops", "run_engine", "run_replay", "run_run", "run_plan",
     "run_tune", "run_lint",

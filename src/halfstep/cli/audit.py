@@ -17,8 +17,6 @@ from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_named
 
-__all__ = ["run_audit"]
-
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 

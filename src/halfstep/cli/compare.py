@@ -30,8 +30,6 @@ from halfstep.tasks.candidates import candidates, default_labels
 from halfstep.tasks.compare import check, compare
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
-__all__ = ["run_compare"]
-
 
 def run_compare(
     task: Annotated[

@@ -42,8 +42,6 @@ from halfstep.tasks.overflow import rescue
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
-__all__ = ["TIMED", "Settings", "demonstrate", "run_demo"]
-
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
 
 

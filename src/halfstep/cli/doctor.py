@@ -24,8 +24,6 @@ from halfstep.tasks.machine import threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
 from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, measure_speed, sizes_for
 
-__all__ = ["examine", "run_doctor"]
-
 
 def run_doctor(
     device: Annotated[

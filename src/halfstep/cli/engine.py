@@ -13,8 +13,6 @@ from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 from halfstep.tasks.candidates import policy_named
 
-__all__ = ["run_engine"]
-
 WRITERS = {
     "deepspeed": hs.Policy.to_deepspeed,
     "megatron": hs.Policy.to_megatron,

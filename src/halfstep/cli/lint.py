@@ -18,8 +18,6 @@ from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, counted, sarif_log, strict_json
 from halfstep.tasks.candidates import policy_named
 
-__all__ = ["run_lint"]
-
 FOUND = 1
 """Exit code for findings that are severe enough."""
 

@@ -31,8 +31,6 @@ from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.registry import load_model
 from halfstep.torch_private.trees import tree_leaves
 
-__all__ = ["run_ops"]
-
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*hs.policy.RULE_KINDS, "")
 RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}

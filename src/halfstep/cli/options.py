@@ -15,11 +15,6 @@ import typer
 import halfstep as hs
 from halfstep.tasks import task_names
 
-__all__ = [
-    "Device", "GPUS", "Html", "Json", "OPERATORS", "PolicyLabel", "Sarif", "TASK", "TaskName", "among", "policies",
-    "policy", "split", "task",
-]  # fmt: skip
-
 FORMATS = ("bf16", "fp16")
 
 Completion = Callable[[str], list[str]]

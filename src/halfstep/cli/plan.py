@@ -28,8 +28,6 @@ from halfstep.report import TONES, write_page
 from halfstep.tasks import load_task
 from halfstep.tasks.candidates import policy_named
 
-__all__ = ["run_plan"]
-
 ALL = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean")
 """The presets that ``--policies all`` puts side by side: those for training."""
 

@@ -14,8 +14,6 @@ from halfstep.cli.terminal import say
 from halfstep.tasks.loops import Loop, Training
 from halfstep.trees import tensors
 
-__all__ = ["Live", "Watch"]
-
 SECONDS = 0.25  # between two readings of the numbers: faster than a person reads, and rare beside a step
 
 

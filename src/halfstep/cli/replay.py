@@ -13,8 +13,6 @@ from halfstep.cli.terminal import STYLES, Files, console, say
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.registry import load_model
 
-__all__ = ["run_replay"]
-
 
 def run_replay(
     file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],

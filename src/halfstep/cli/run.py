@@ -28,8 +28,6 @@ from halfstep.errors import HalfstepError
 from halfstep.tasks.candidates import policy_named
 from halfstep.tasks.task import TaskError
 
-__all__ = ["run_run", "run_script", "run_under_policy", "serve_child"]
-
 APEX = str(Path(apex.__file__).parent / "shim")
 """A folder with a package `apex` for processes that the script starts."""
 

@@ -19,11 +19,6 @@ from halfstep import report as doc
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 
-__all__ = [
-    "INTERRUPTED", "STYLES", "WRONG_USE", "Files", "command_line", "complain", "console", "device_type",
-    "item", "machine_line", "print_section", "record", "say", "show",
-]  # fmt: skip
-
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 WRONG_USE = 2  # exit code for bad input
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it

@@ -16,8 +16,6 @@ from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, device_type, record, say
 from halfstep.tasks import TaskError, load_task
 
-__all__ = ["run_tune"]
-
 
 def run_tune(
     task: TaskName,

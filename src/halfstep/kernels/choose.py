@@ -33,22 +33,6 @@ from halfstep.kernels.watched import WatchedParameter
 from halfstep.torch_private.fake import FakeTensor
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
-__all__ = [
-    "KERNEL_TYPES",
-    "OPERATORS",
-    "cannot_update",
-    "check_norms",
-    "count_exponents_",
-    "cpu_kernels",
-    "kernels_take_logits",
-    "load_kernels",
-    "losses",
-    "native_kernels",
-    "norms_for",
-    "rounded_gradient",
-    "why_no_kernels",
-]
-
 
 class Implementations(NamedTuple):
     """Functions below `halfstep.kernels` that implement one operator.

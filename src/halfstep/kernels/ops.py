@@ -40,19 +40,6 @@ from torch import Tensor
 from halfstep.kernels.optimizers import BY_OPERATOR, SPECS, OptimizerSpec
 from halfstep.kernels.reference.exponents import ROW, count_, parts, rows
 
-__all__ = [
-    "FORMS",
-    "LIBRARY",
-    "UPDATES",
-    "advance_",
-    "check_norms",
-    "exponents",
-    "exponents_",
-    "logits_gradient",
-    "losses",
-    "norms",
-]
-
 FORMS = ("plain", "copy", "split", "kahan", "stochastic")
 
 LIBRARY = torch.library.Library("halfstep", "DEF")

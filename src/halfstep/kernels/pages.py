@@ -26,8 +26,6 @@ import weakref
 from functools import cache
 from typing import Any
 
-__all__ = ["keep_pages"]
-
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of settings: https://man7.org/linux/man-pages/man3/mallopt.3.html
 NEVER = -1  # of TRIM_THRESHOLD
 LARGEST = 2**31 - 1  # bytes, of MMAP_THRESHOLD: mallopt takes an int

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from halfstep.torch_private.distributed import local_of, set_local
 
-__all__ = ["has_parts", "is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 

@@ -33,18 +33,6 @@ from halfstep.torch_private.modes import (
     is_in_torch_dispatch_mode,
 )
 
-__all__ = [
-    "Owner",
-    "WatchedParameter",
-    "WeightTensor",
-    "low_written",
-    "owner_of",
-    "unwatch",
-    "unwatch_copies",
-    "watch",
-    "written",
-]
-
 NOTES = "_halfstep_notes"
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -30,39 +30,6 @@ from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
-__all__ = [
-    "DIVIDING",
-    "NORMALISING",
-    "NOTHING",
-    "REDUCING",
-    "SPREADING",
-    "remark",
-    "remarked",
-    "PLAIN_TYPES",
-    "RUNS_BACKWARD",
-    "TAG",
-    "Site",
-    "autocasting",
-    "constants",
-    "copied",
-    "described",
-    "extremes",
-    "floats",
-    "has_storage",
-    "in_float64",
-    "name_of_node",
-    "numbers_of",
-    "place",
-    "pointwise",
-    "public",
-    "read",
-    "region_here",
-    "spelled",
-    "storage",
-    "tag",
-    "writes",
-]
-
 TAG = "halfstep.site"
 
 RUNS_BACKWARD = frozenset({"backward", "grad"})

@@ -8,8 +8,6 @@ from typing import Any
 
 from halfstep.policy.policy import Policy
 
-__all__ = ["KINDS", "ROOM", "Finding"]
-
 KINDS = {
     "bad_state": "weights are inf or nan",
     "divergence": "training runs away: loss, gradients or weights grow without coming back, in any format",

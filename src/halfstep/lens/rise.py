@@ -18,8 +18,6 @@ from typing import TypeAlias
 
 from torch.optim import Optimizer
 
-__all__ = ["BAD", "EARLY", "GRADIENTS", "LOSS", "WEIGHTS", "Rise", "learning_rate", "outlier", "rise"]
-
 LOSS, GRADIENTS, WEIGHTS = "loss", "gradients", "weights"
 FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
 """So many times the largest earlier value is no fluctuation: losses of healthy runs vary by 10 at most, norms of

@@ -35,8 +35,6 @@ from halfstep.formats import Format, format_of
 from halfstep.kernels.choose import count_exponents_
 from halfstep.kernels.reference import exponents as layout
 
-__all__ = ["ExponentSketch", "Sketches"]
-
 
 def packed(counts: Mapping[int, int]) -> str:
     """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""

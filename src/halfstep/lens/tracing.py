@@ -32,11 +32,6 @@ from halfstep.errors import AuditError, ours
 from halfstep.policy.operators import known, operator_name
 from halfstep.torch_private.modes import TorchDispatchMode, peek_interpreter_stack
 
-__all__ = [
-    "KernelMode", "OperatorCall", "OperatorSink", "Sink", "Tracer", "file_of", "line_of", "raised_at",
-    "user_frame", "user_line",
-]  # fmt: skip
-
 OPENED = frozenset({F.multi_head_attention_forward, F.normalize, F.gumbel_softmax})
 """Python functions of torch that report themselves as one operator and are made of several."""
 

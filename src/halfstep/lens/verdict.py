@@ -19,8 +19,6 @@ from halfstep.errors import FormatError
 from halfstep.formats import FP32, format_of
 from halfstep.report import SarifResult, sarif_log, strict_json, write_page
 
-__all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict", "shown"]
-
 SHOWN = 4  # samples and indices are listed up to this number
 
 KINDS = {

@@ -15,8 +15,6 @@ from halfstep.policy.scale_rule import ScaleRule
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
 
-__all__ = ["diff", "explain"]
-
 DEVICES = ("cpu", "cuda")
 """Device types whose rules may differ: torch.autocast has one list for the CPU and one for accelerators."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.rule_kinds import Rules
 
-__all__ = ["CLASS_PREFIX", "NORMS", "declared_fp32", "glob_covers", "matches", "rules_of_modules"]
-
 CLASS_PREFIX = "class:"
 NORMS = "class:*Norm*"
 """The pattern of normalisation layers, to which the field `norms` applies."""

@@ -28,22 +28,6 @@ from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.optable import data
 from halfstep.torch_private.operators import grouped_mm, jit_get_all_schemas, nn_functions
 
-__all__ = [
-    "LINEAR_LOSS",
-    "CustomOperator",
-    "callables",
-    "canonical",
-    "check_custom_pattern",
-    "custom_operators",
-    "custom_overrides",
-    "custom_rule",
-    "is_custom",
-    "known",
-    "operator_name",
-    "operator_names",
-    "register",
-]
-
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
 

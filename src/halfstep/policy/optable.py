@@ -26,8 +26,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "TABLES", "data", "losses", "table"]
-
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
 NO_LOW_KERNEL = "no low kernel"
 """In the kind of rows that are fp32 because torch has no kernel for low formats on some device."""

@@ -32,8 +32,6 @@ from halfstep.policy.resolve import (
 from halfstep.policy.rule_kinds import RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
-__all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan", "resolve"]
-
 MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
 """What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
 

@@ -34,8 +34,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["PRESETS", "Policy"]
-
 UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
 simulates the numbers"
 """Of the preset and the operator rule "fp8", which policy files may name."""

@@ -35,21 +35,6 @@ from halfstep.torch_private.devices import cpu_instructions
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
 
-__all__ = [
-    "Decision",
-    "Units",
-    "custom_decisions",
-    "default_device_types",
-    "device_types_of",
-    "holds",
-    "operator_rules",
-    "reduces_itself",
-    "resolve_dtype",
-    "resolved",
-    "surprise",
-    "units",
-]
-
 FIELDS = data("tables/fields.toml")
 """What fields mean for operators, and which of them rule each other out."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from halfstep.errors import PolicyError
 
-__all__ = ["CastTo", "MODULE_RULES", "NO_RULE", "RULES", "RULE_KINDS", "RuleKind", "Rules", "for_every_kind"]
-
 T = TypeVar("T")
 
 Rules = tuple[tuple[str, str], ...]

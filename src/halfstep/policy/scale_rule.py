@@ -17,8 +17,6 @@ from typing import Any, Literal
 from halfstep.arguments import FLAG, Kind, check, one_of
 from halfstep.errors import ScaleError
 
-__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule", "between", "plain", "steps_from", "whole"]
-
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite fp32 number: as a ceiling it means 'none'."""
 

@@ -21,8 +21,6 @@ from halfstep.policy.scale_rule import ScaleRule
 if TYPE_CHECKING:
     from halfstep.scale.state import StoredScale
 
-__all__ = ["DelayedFlag", "ExpectedScaler", "alarm_text", "in_scaler", "is_error", "is_scaler"]
-
 
 def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
     """Return whether the rule's alarm is an error: for the state `host`, or for any state if there is none."""

@@ -16,8 +16,6 @@ from halfstep.formats import LOW_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
 from halfstep.torch_private.foreach import amp_foreach_non_finite_check_and_unscale_, foreach_copy_
 
-__all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
-
 NAMES_SHOWN = 5
 """How many parameters a message names before it ends with 'and N more'."""
 

@@ -17,15 +17,6 @@ from torch.optim import Optimizer
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 
-__all__ = [
-    "keep_working_form",
-    "must_not_skip",
-    "skips_itself",
-    "step_with_flag",
-    "takes_scaler",
-    "use_working_form",
-]
-
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 _NEWER = ("torch.optim.", "halfstep.")

@@ -23,8 +23,6 @@ from halfstep.scale.finite import gradients, names_of
 from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 
-__all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
-
 Gradients = list[tuple[Tensor, Tensor | None, int]]
 """Parameters, and their gradients with their versions, as they were when a backward pass began."""
 

@@ -22,20 +22,6 @@ from halfstep.kernels.choose import why_no_kernels
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule, between
 from halfstep.torch_private.foreach import amp_update_scale_
 
-__all__ = [
-    "ScaleState",
-    "advance",
-    "advance_",
-    "check_scale",
-    "fp32",
-    "initial_host",
-    "initial_state",
-    "load_host",
-    "representable",
-    "set_scale_",
-    "state_to_host",
-]
-
 
 class ScaleState(NamedTuple):
     """The state of a scale rule; every field a 0-dim tensor on one device: a number in `ScaleRule.kept`, int32, bool.

@@ -27,8 +27,6 @@ from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_
 from halfstep.scale.state import StoredScale, choose_rule
 from halfstep.trees import opened
 
-__all__ = ["GradScaler"]
-
 _T = TypeVar("_T")
 
 _SMALLEST_INVERTIBLE = 2.0**-126

@@ -28,8 +28,6 @@ from halfstep.scale.rule import (
     state_to_host,
 )
 
-__all__ = ["OWN_COUNTERS", "StoredScale", "choose_rule"]
-
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "halfstep"  # torch's load_state_dict ignores unknown keys
 OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")

@@ -21,16 +21,6 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
 from halfstep.update.updater import check_rates
 
-__all__ = [
-    "LOSS",
-    "Given",
-    "check_loss_function",
-    "check_optimizer",
-    "check_saving",
-    "check_scheduler",
-    "limit",
-]
-
 LOSS = Kind("callable as loss_fn(model, *batch)", CALLABLE.has)
 EVIDENCE = Kind("a folder for evidence files", PATH.has)
 ATTEMPTS = FLAG | Kind("the most attempts, a whole number from 0,", WHOLE.has)

@@ -25,8 +25,6 @@ from halfstep.errors import StepError, did_you_mean
 from halfstep.torch_private.compiler import counters, functorch_settings
 from halfstep.trees import map_tensors
 
-__all__ = ["CompiledLoss", "compile_options", "uses_graphs"]
-
 LOG = logging.getLogger("halfstep.step")
 OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
 GRAPH_MODES = frozenset({"reduce-overhead", "max-autotune"})  # inductor puts what it compiles into CUDA graphs

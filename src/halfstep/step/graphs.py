@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.prepare import unwrap
+from halfstep.binding.wrappers import unwrap
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
@@ -51,8 +51,6 @@ from halfstep.weights import UnkeptWeights
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
-
-__all__ = ["Graphs", "refuse_graph"]
 
 LOG = logging.getLogger("halfstep.step")
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

@@ -24,8 +24,6 @@ from halfstep.errors import BatchError, HalfstepError, StepError
 from halfstep.step.part import Batch
 from halfstep.trees import inputs, map_tensors, place
 
-__all__ = ["EXPLAINED", "RECOMPUTES", "check_loss", "detached", "evaluate", "explained", "graph_of"]
-
 EXPLAINED = (*dtype_errors.EXPLAINED, IndexError)
 """The kinds of errors that `explained` handles."""
 

@@ -27,8 +27,6 @@ from halfstep.step.part import Part
 from halfstep.torch_private.autograd import set_grad_enabled
 from halfstep.update.updater import Deferral
 
-__all__ = ["Moments", "Phase", "Watchers", "one_thread"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

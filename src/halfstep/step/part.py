@@ -16,8 +16,6 @@ from torch import Tensor
 
 from halfstep.events import StepResult
 
-__all__ = ["Batch", "Part", "Run"]
-
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a loss function."""
 

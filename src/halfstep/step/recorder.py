@@ -17,8 +17,6 @@ import torch
 
 from halfstep.kernels.triton.tables import tables_of
 
-__all__ = ["CudaRecorder", "Recorder", "recorder_for"]
-
 LOG = logging.getLogger("halfstep.step")
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of CUDA's driver
 

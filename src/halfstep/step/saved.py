@@ -25,8 +25,6 @@ from halfstep.scale.state import OWN_COUNTERS
 from halfstep.schema import Each, check, text
 from halfstep.weights.draws import ROUNDING as DRAWN
 
-__all__ = ["NUMBER", "PLAIN", "SHARDED", "STATE", "check_model", "check_optimizer", "check_scheduler"]
-
 FP32 = torch.finfo(torch.float32).max
 
 

@@ -52,8 +52,6 @@ from halfstep.update.updater import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["NotChosen", "Settings"]
-
 P = TypeVar("P", bound=Part)
 ANEW = "build the TrainStep anew"
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.binding.prepare import prepared_policy, unwrap
+from halfstep.binding.prepare import prepared_policy
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
@@ -21,8 +22,6 @@ from halfstep.update.updater import Updater
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
-
-__all__ = ["Stateful", "check_state"]
 
 WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied

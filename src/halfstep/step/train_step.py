@@ -49,8 +49,6 @@ from halfstep.update.updater import Culprits
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
 
-__all__ = ["TrainStep"]
-
 NOTHING: Any = nullcontext()
 
 

@@ -17,7 +17,7 @@ from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, descr
 from halfstep.auto.trial import StepSnapshot
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.fsdp import is_distributed
-from halfstep.binding.prepare import unwrap
+from halfstep.binding.wrappers import unwrap
 from halfstep.cast.rules.recipe import recipe_for
 from halfstep.errors import StepError
 from halfstep.meeting import processes
@@ -33,8 +33,6 @@ from halfstep.update.updater import Deferral
 if TYPE_CHECKING:
     from halfstep.step.compiled import CompiledLoss
     from halfstep.step.train_step import TrainStep
-
-__all__ = ["Undecided"]
 
 LOG = logging.getLogger("halfstep")
 

@@ -9,8 +9,6 @@ from torch import nn
 import halfstep as hs
 from halfstep.tasks.speed import DeviceSpeed, Speed
 
-__all__ = ["Advice", "advise", "rows_for_o2"]
-
 WORTH_IT = 1.1  # a format has to be a tenth faster in the kernels: casts and everything else take their share
 CLEARLY = 1.2  # fp16 has to be this much faster than bf16 to be worth a loss scale
 PASSES = 3  # a product costs as much again for the gradient of its input and of its weight

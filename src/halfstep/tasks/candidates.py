@@ -11,8 +11,6 @@ from halfstep.errors import did_you_mean
 from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.tasks.task import TaskError
 
-__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_labels", "policy_named", "split_label"]
-
 SUFFIXES = ("bf16", "fp16", "fp32")  # behind the colon of a label
 AMP, FP32 = "torch.amp", "fp32"
 

@@ -24,11 +24,6 @@ from halfstep.tasks.measure import Difference, SavedForBackward, difference, fin
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, paired_ratio, timed
 
-__all__ = [
-    "CandidateRow", "Comparison", "Cost", "Pace", "check", "compare", "evaluated", "pace", "probed", "started",
-    "thinned",
-]  # fmt: skip
-
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted and timed
 LEAST, MOST = 5, 400  # rounds of a pace, whatever the time allows

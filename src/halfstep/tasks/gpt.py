@@ -17,8 +17,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 
-__all__ = ["GPT", "gpt_task"]
-
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 2, 4, 64, 16
 TRAIN_SHARE = 0.9  # the first nine tenths of the text are for training
 VALIDATION_BATCH, VALIDATION_BATCHES = 64, 4  # 64 * 4 * LENGTH characters, evenly spread over the last tenth

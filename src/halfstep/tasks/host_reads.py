@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 
-__all__ = ["HostReads", "host_reads", "optimizer_classes"]
-
 STEPS = 3
 WIDTH = 4
 SCALE = 2.0**8  # small enough that no step overflows

@@ -20,8 +20,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task, TaskError
 
-__all__ = ["LeNet5", "ResNet", "lenet5_task", "resnet_task"]
-
 BATCH = 64
 SPLIT_SEED = 5  # the same images in every run
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's 60,000 training images, in [0, 1]

@@ -18,8 +18,6 @@ from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 from halfstep.timing import Race, timed
 
-__all__ = ["Loop", "OnStep", "Training", "make_loop"]
-
 FUSED = (Adam, AdamW, SGD, Adagrad)
 
 

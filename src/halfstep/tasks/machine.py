@@ -13,8 +13,6 @@ import torch
 
 from halfstep.torch_private.devices import has_mkldnn
 
-__all__ = ["generators_kept", "machine", "threads_of_torch"]
-
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
 

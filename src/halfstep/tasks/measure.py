@@ -18,10 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from halfstep.timing import CONFIDENCE
 
-__all__ = [
-    "ENOUGH_SEEDS", "Difference", "SavedForBackward", "difference", "finite_mean", "state_bytes", "student_quantile",
-]  # fmt: skip
-
 SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, shared by all
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 import halfstep as hs
 
-__all__ = ["Rescue", "rescue"]
-
 WIDTH, POSITIONS, BATCH, CLASSES = 16, 8, 16, 4
 BATCHES = 4  # that come again and again
 LARGE = 40.0  # times the usual weights in the second block

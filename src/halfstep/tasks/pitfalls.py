@@ -13,8 +13,6 @@ import torch
 import halfstep as hs
 from halfstep.tasks.speed import DeviceSpeed
 
-__all__ = ["cores_granted", "load_average", "pitfalls", "threads_to_use", "usable_cores"]
-
 NOISE = 0.1  # identical programs that differ by more than this make every ratio here doubtful
 BUSY = 0.25  # load average a core, before anything was measured
 TF32_GAIN = 1.3

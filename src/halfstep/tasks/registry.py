@@ -15,9 +15,6 @@ from torch import nn
 from halfstep.errors import did_you_mean
 from halfstep.tasks.task import Task, TaskError
 
-__all__ = ["load_model", "load_task", "task_names"]
-
-
 TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "images", "resnet": "images", "gpt": "gpt"})
 """Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.timing import Race, Ratio, timed
 
-__all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "decided", "measure_speed", "sizes_for"]
-
 PASSES = 3  # the gradients of input and weight cost a forward pass each
 LEAST, MOST = 5, 100  # rounds, whatever the time allows
 MOST_SMALL = 15

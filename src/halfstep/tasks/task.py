@@ -14,8 +14,6 @@ from halfstep.arguments import COUNT, FLAG, NONE, POSITIVE, TEXT, Kind, check
 from halfstep.errors import HalfstepError
 from halfstep.torch_private.trees import tree_map
 
-__all__ = ["STEPS_OF_A_SEED", "Task", "TaskError"]
-
 STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
 

@@ -18,8 +18,6 @@ from torch.optim import AdamW
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.task import Task
 
-__all__ = ["Workload", "workloads"]
-
 BATCHES = 4  # that come again and again
 CLASSES, VOCABULARY = 10, 1024
 

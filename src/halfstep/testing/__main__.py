@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from halfstep.testing.fake_cuda import FakeCudaError, run_python
 
-__all__ = ["main"]
-
 USAGE = "usage: python -m halfstep.testing script.py [arguments]   (or: -m module [arguments])"
 
 

@@ -15,8 +15,6 @@ import torch
 
 import halfstep as hs
 
-__all__ = ["DeviceError", "built", "cache_folder", "missing"]
-
 
 class DeviceError(hs.HalfstepError):
     """The library of a test device cannot be built or loaded, or a process was started without it."""

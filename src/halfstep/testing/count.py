@@ -28,8 +28,6 @@ from halfstep.testing.counter import count_step
 from halfstep.testing.counts import MIB, Counts
 from halfstep.testing.fake_cuda import LOADED, FakeCudaError, fake_cuda, run_python
 
-__all__ = ["GPT_5M", "POLICIES", "ResNet18", "main"]
-
 LOW_FORMATS = ("fp16", "bf16")
 POLICIES = ("torch", "O1", "mixed", "O2", "pure")
 LIMIT = "limit"

@@ -29,8 +29,6 @@ from halfstep.torch_private.fake import DataDependentOutputException, DynamicOut
 from halfstep.torch_private.operators import schema_of
 from halfstep.trees import tensors
 
-__all__ = ["CountError", "Counter", "count_step"]
-
 ALWAYS_READ = frozenset(
     {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::unique_dim"}
     | {"aten::_unique", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim_consecutive"}

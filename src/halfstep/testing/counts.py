@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CASTS", "Counts", "Row", "Sync"]
-
 PHASES = ("other", "forward", "backward", "tail")
 """Where in a step something happened.
 

@@ -33,8 +33,6 @@ from halfstep.testing import building
 from halfstep.testing.building import DeviceError, built
 from halfstep.torch_private.fake import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
-
 WHAT = "the fake CUDA device"
 
 LOADED = "_HALFSTEP_FAKE_CUDA"

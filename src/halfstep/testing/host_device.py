@@ -25,8 +25,6 @@ from halfstep.testing import building
 from halfstep.testing.building import DeviceError, built
 from halfstep.torch_private.devices import get_privateuse1_backend_name
 
-__all__ = ["HostDeviceError", "host_device", "missing"]
-
 WHAT = "the host device"
 
 SOURCE = Path(__file__).with_name("host_device.cpp")

@@ -24,8 +24,6 @@ import halfstep as hs
 from halfstep.torch_private.operators import schema_of
 from halfstep.trees import tensors
 
-__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches"]
-
 FREE = frozenset({"_unsafe_view", "device", "is_same_size", "resize_", "set_", "sym_numel", "sym_size", "sym_stride"})
 ALLOCATIONS = ("empty", "new_empty")
 OVERWRITE = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_"})

@@ -35,8 +35,6 @@ from halfstep.torch_private.modules import STEPPED
 from halfstep.weights import UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["PLAIN", "FusedUpdate", "GradientCheck", "check_gradients", "same"]
-
 NONE: Mapping[str, Any] = MappingProxyType({})  # the state of a parameter that has not been stepped
 PLAIN = frozenset({Tensor, nn.Parameter, WatchedParameter})  # exact types with an address: note [tables]
 Made = list[tuple[nn.Parameter, str, Tensor]]  # states that an update begins with: parameter, name, value

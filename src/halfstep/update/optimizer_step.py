@@ -19,15 +19,6 @@ from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself,
 from halfstep.torch_private.fake import FakeTensor
 from halfstep.torch_private.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
-__all__ = [
-    "can_fuse",
-    "clip_values_",
-    "is_fused",
-    "prefer_fused",
-    "step_unless",
-    "takes_predicate",
-]
-
 FUSED = frozenset(WITH_KERNELS)  # a subclass may have a step of its own
 
 ADAGRAD_ON_CUDA = "2.13"  # from here on its fused form is known to take CUDA parameters

@@ -16,8 +16,6 @@ from torch.autograd.profiler import record_function
 
 from halfstep.torch_private.autograd import profiler_enabled
 
-__all__ = ["PHASES", "show_phases"]
-
 PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backward", "_update": "halfstep::tail"}
 """Method of a TrainStep -> its name in traces."""
 

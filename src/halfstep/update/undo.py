@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from halfstep.torch_private.modules import WRAPPED
 from halfstep.weights import WeightStore
 
-__all__ = ["Marks"]
-
 COMPARED_TYPES = (int, float, bool, str, type(None))
 ATTRIBUTES = ("grad_scale", "found_inf")  # torch's protocol of scaled steps, see `scale.fused`
 COUNTED = ("torch.optim", "halfstep")  # optimizers of these packages write by operators that count their writes

@@ -43,8 +43,6 @@ from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "Deferral", "Updater", "check_rates", "refusal", "unsuited"]
-
 LOG = logging.getLogger("halfstep")
 
 NO_GRADIENT = {NoneType}

@@ -33,8 +33,6 @@ from halfstep.torch_private.foreach import foreach_copy_
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment", "is_low", "missing", "nested_reason", "refuse_unhooked", "refuse_wrapper", "skipped"]
-
 HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 

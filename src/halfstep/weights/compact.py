@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from halfstep.kernels.sharded import local, sharded_like
 from halfstep.weights.store import WeightStore
 
-__all__ = ["CompactWeights"]
-
 
 class CompactWeights(WeightStore):
     """fp32 values behind low parameters, computed on request."""

@@ -33,8 +33,6 @@ from halfstep.errors import WeightsError
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights.ranks import replicated
 
-__all__ = ["ROUNDING", "Draws"]
-
 ROUNDING = "halfstep_rounding"
 """Key of an optimizer's state_dict: a state of `Draws` for each store or optimizer state that draws in its step."""
 

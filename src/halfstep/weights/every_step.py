@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Turn", "at_each_step", "not_at_each_step"]
-
 Call = Callable[[Optimizer], None]
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from halfstep.weights.compact import CompactWeights
 
-__all__ = ["KahanWeights"]
-
 
 class KahanWeights(CompactWeights):
     """Low weights with compensations beside them, after Kahan's summation."""

@@ -15,8 +15,6 @@ from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.weights.ranks import replicated
 from halfstep.weights.store import WeightStore
 
-__all__ = ["MasterWeights"]
-
 
 class MasterWeights(WeightStore):
     """fp32 masters behind low parameters; low weights are their masters, rounded half to even."""

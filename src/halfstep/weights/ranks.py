@@ -26,8 +26,6 @@ from halfstep.torch_private.distributed import (
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["broadcast", "refuse_waiting_hook", "replicated", "training_wrapper"]
-
 WAITING = (".powerSGD_hook", ".quantization_hooks")
 """Modules of torch whose communication hooks wait for a collective in the callback of another one."""
 

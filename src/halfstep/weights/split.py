@@ -13,8 +13,6 @@ from torch import Tensor
 from halfstep.kernels.eager.bits import join_bf16, split_bf16
 from halfstep.weights.compact import CompactWeights
 
-__all__ = ["SplitWeights"]
-
 
 class SplitWeights(CompactWeights):
     """fp32 values in two halves: bf16 weights of the model, and int16 remainders here."""

@@ -29,8 +29,6 @@ from halfstep.weights.attachment import refuse_unhooked, skipped
 from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step, not_at_each_step
 
-__all__ = ["LowStates"]
-
 
 class LowStates:
     """Keeps the states of one optimizer in bf16 between its steps.

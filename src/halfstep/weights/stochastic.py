@@ -18,8 +18,6 @@ from halfstep.kernels.sharded import shard_of
 from halfstep.weights.compact import CompactWeights
 from halfstep.weights.draws import Draws
 
-__all__ = ["StochasticWeights"]
-
 
 class StochasticWeights(CompactWeights):
     """Low weights that steps round stochastically."""

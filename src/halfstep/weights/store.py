@@ -40,8 +40,6 @@ from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import broadcast, replicated, training_wrapper
 
-__all__ = ["WeightStore", "beyond", "stores"]
-
 NEAR = 0.1  # of its norm: a value that differs by less is the next one, and not another model's
 _version = attrgetter("_version")
 

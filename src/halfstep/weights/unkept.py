@@ -24,8 +24,6 @@ from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import training_wrapper
 
-__all__ = ["UnkeptWeights"]
-
 LOST = 0.05  # of the movement that a change by hand makes
 
 

@@ -31,8 +31,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["RULES", "explained", "loop", "rule_of", "task"]
-
 CHECKS: Mapping[str, Check] = {
     "HS000": lambda script: (),  # a script that was parsed has no such mistake; `run.py` reports the others
     **SCALING_CHECKS, **SCALER_STATE_CHECKS, **REGION_CHECKS, **WEIGHT_CHECKS, **LOOP_CHECKS, **NUMERIC_CHECKS,

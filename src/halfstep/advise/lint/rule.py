@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SEVERITIES", "Check", "Hit", "LintFinding", "Rule"]
-
 SEVERITIES = ("error", "warning", "note")
 """From the worst: raises or trains wrongly; loses precision or time, or fails for some data; worth knowing."""
 

@@ -16,8 +16,6 @@ from halfstep.errors import LintError
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-__all__ = ["check_task", "lint"]
-
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
 FUNCTION = re.compile(r".*\.py:[^\W\d]\w*", re.DOTALL)

@@ -20,8 +20,6 @@ import halfstep as hs
 from halfstep.advise.plan.ledger import PlanError
 from halfstep.testing import FakeCudaError, run_python
 
-__all__ = ["attempt", "elsewhere"]
-
 
 def attempt(function: Callable[..., Any], **given: Any) -> Any:
     """Return what a function returns, or the error of halfstep that it raises."""

@@ -21,8 +21,6 @@ else:
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan
 
-__all__ = ["GIB", "TOLERANCE", "Fit", "Gpu", "Largest", "fit_of", "gpu_named", "gpu_names", "largest_batch"]
-
 GIB = 2**30
 
 TOLERANCE = 0.1  # share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it

@@ -17,8 +17,6 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.torch_private.devices import storage_key
 
-__all__ = ["PARTS", "PHASES", "Block", "Ledger", "PlanError"]
-
 PARTS = (
     "parameters", "precise values", "buffers", "optimizer state", "low copies", "gathered parameters", "gradients",
     "saved for backward", "communication", "batch", "temporaries",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from halfstep.advise.plan.fit import Fit, Largest
     from halfstep.advise.plan.ranks import Sent
 
-__all__ = ["MemoryPlan", "Moment", "Row"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

@@ -17,11 +17,6 @@ from halfstep.advise.plan.ranks import Sent
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan, Moment
 
-__all__ = [
-    "drawing", "figure", "gib", "gpus_line", "label", "module_table", "part_table", "plan_page", "plan_text",
-    "preset_table", "sent_table", "verdict",
-]  # fmt: skip
-
 UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
 LETTERS = dict(zip(PARTS, "PVBOCAGSNIT", strict=True))  # of each part in the drawing

@@ -37,8 +37,6 @@ from halfstep.torch_private.fake import FakeTensorMode
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
 
-__all__ = ["plan", "plan_each"]
-
 DEVICES = ("cpu", "cuda")
 OTHER_KERNELS = (
     "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "

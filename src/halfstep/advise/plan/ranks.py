@@ -27,8 +27,6 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Ddp", "Sent", "collective", "fake_ranks", "sent"]
-
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "_allgather_base_": "all-gather",

@@ -29,8 +29,6 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["plan_step"]
-
 GRANULE = {"cpu": 1, "cuda": 512}  # bytes to whose multiples the device's allocator rounds
 STRETCHES = 400  # of a timeline, at most
 

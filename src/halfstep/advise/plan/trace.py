@@ -40,8 +40,6 @@ from halfstep.torch_private.fake import (
 )
 from halfstep.torch_private.operators import schema_of
 
-__all__ = ["MemorySink", "local"]
-
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
 CAST = "aten::_to_copy"

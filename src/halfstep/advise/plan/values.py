@@ -18,8 +18,6 @@ from halfstep.torch_private.operators import schema_of
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
 
-__all__ = ["LARGEST", "Values"]
-
 LARGEST = 1 << 22  # elements of integers
 LARGEST_FLOAT = 1 << 12  # elements of floating tensors: lengths and counts, no pictures
 NAME = "_halfstep_value"  # attribute of a fake tensor; goes with it

@@ -19,8 +19,6 @@ from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 
-__all__ = ["PRESETS", "SAFE", "WRONG", "Board", "Weights"]
-
 SAFE = "O0"  # the preset that computes in fp32: the choice when nothing else is shown to be good
 
 PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")

@@ -18,8 +18,6 @@ import halfstep as hs
 from halfstep.advise.tune.result import Change
 from halfstep.formats import FORMATS
 
-__all__ = ["Calibration", "Spot", "applied", "calibration_of", "differences", "exceptions", "savings"]
-
 RULED = ("ops", "modules")  # fields of a policy that are lists of rules
 
 FORWARD = ("activation", "activation gradient")

@@ -27,7 +27,8 @@ from halfstep.advise.tune.probe import gradient_error, gradients
 from halfstep.advise.tune.proof import Proof, Run, error_line, prove
 from halfstep.advise.tune.race import BASELINE, RaceResult, Reference, race
 from halfstep.advise.tune.result import TuneError
-from halfstep.schema import Each, number, read_json
+from halfstep.arguments import number
+from halfstep.schema import Each, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
 from halfstep.tasks.loops import TorchLoop, make_loop
@@ -35,8 +36,6 @@ from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 from halfstep.timing import WARM_UP
 from halfstep.trees import tensors
-
-__all__ = ["SEEDS", "Lab", "Progress"]
 
 SEEDS = 3  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
 FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much

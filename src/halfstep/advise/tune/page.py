@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from halfstep.advise.tune.proof import Proof
     from halfstep.advise.tune.result import Tried, Tuning
 
-__all__ = ["commented", "size", "summary", "tuning_page"]
-
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
 CHOSEN, OTHER = doc.Key(colour=1), doc.Key(colour=4)
 LEAST_BOUND = 1e-9  # loss rise at which the axis of a search without a bound changes from linear to logarithmic

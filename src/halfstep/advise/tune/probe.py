@@ -23,8 +23,6 @@ from halfstep.advise.tune.result import Change
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.task import Task
 
-__all__ = ["chain", "gradient_error", "gradients", "options"]
-
 WORTH = 0.75  # of the error: an exception that leaves more is not worth its casts
 MOST = 4  # exceptions of a chain
 

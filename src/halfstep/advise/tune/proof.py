@@ -27,8 +27,6 @@ from halfstep.tasks.loops import Training, make_loop
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, finite_mean, student_quantile
 
-__all__ = ["LAST", "Proof", "Run", "error_line", "prove", "seeds_needed"]
-
 POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
 LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
 

@@ -28,8 +28,6 @@ from halfstep.tasks.measure import finite_mean, student_quantile
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Race, Ratio, Unfit
 
-__all__ = ["BASELINE", "Lap", "RaceResult", "Reference", "race"]
-
 BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 

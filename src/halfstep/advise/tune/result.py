@@ -17,8 +17,6 @@ from halfstep.timing import Ratio
 if TYPE_CHECKING:
     from halfstep.advise.tune.proof import Proof
 
-__all__ = ["Change", "Tried", "TuneError", "Tuning"]
-
 
 class TuneError(hs.HalfstepError, ValueError):
     """A search that cannot be made of these arguments, or a task that no policy can be found for."""

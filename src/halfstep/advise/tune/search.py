@@ -23,8 +23,6 @@ from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import WARM_UP
 
-__all__ = ["Search"]
-
 TOO_SLOW = 1.5  # a preset that takes this many times fp32's time is left out where only time counts
 LOOKS = 24  # timed rounds of a race of changes
 

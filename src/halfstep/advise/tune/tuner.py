@@ -23,8 +23,6 @@ from halfstep.tasks.compare import started
 from halfstep.tasks.machine import generators_kept, machine
 from halfstep.tasks.task import Task, TaskError
 
-__all__ = ["low_formats", "tune", "weights_of"]
-
 FORMATS = ("bf16", "fp16")
 
 ALL = 70.0  # short trainings of a whole search, roughly

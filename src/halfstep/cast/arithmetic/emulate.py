@@ -18,8 +18,6 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.operators import attention_math
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["EMULATED", "RECURRENT", "WIDENED", "emulation_of", "widened"]
-
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
     return product(input, mat2)

@@ -19,8 +19,6 @@ from halfstep.torch_private.modes import (
     unwrap_dead_wrappers,
 )
 
-__all__ = ["apply", "rules_off"]
-
 
 def apply(function: type[Function], *inputs: Any) -> Tensor:
     """Call ``function.apply`` with all arguments of its forward.

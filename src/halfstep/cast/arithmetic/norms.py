@@ -21,8 +21,6 @@ from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import recomputed
 
-__all__ = ["NORMS", "STATEFUL", "STATEFUL_IN_F", "wide_statistics"]
-
 _GROUP = ("input", "num_groups", "weight", "bias")
 
 STATEFUL_IN_F = ("input", "running_mean", "running_var", "weight", "bias")

@@ -22,8 +22,6 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.functions import apply, rules_off
 from halfstep.torch_private.autograd import forward_ad_level
 
-__all__ = ["add_product", "convolve", "linear", "product", "recomputed", "rounded"]
-
 _aten = torch.ops.aten
 
 

@@ -17,8 +17,6 @@ from torch.autograd import Function
 from halfstep.formats import POLICY_DTYPES, Format
 from halfstep.trees import map_tensors
 
-__all__ = ["rounded_to", "simulated"]
-
 
 class _Rounded(Function):
     """The numbers of a format nearest to a tensor's, as fp32; its gradient is rounded to the format too."""

@@ -34,8 +34,6 @@ from halfstep.kernels.reference.cross_entropy import (
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active, is_legacy_batchedtensor
 
-__all__ = ["cross_entropy", "differentiated", "pays"]
-
 MANY = 1 << 20
 """Logits from which the Function is faster than torch on a CPU without kernels, or in fp16."""
 

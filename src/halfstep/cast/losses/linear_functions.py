@@ -31,8 +31,6 @@ from halfstep.kernels.reference.cross_entropy import (
 )
 from halfstep.torch_private.modes import is_legacy_batchedtensor
 
-__all__ = ["GradientsAhead", "LinearCrossEntropy"]
-
 
 def _no_rules(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device)

@@ -46,8 +46,6 @@ from halfstep.policy.resolve import units
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
-__all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
-
 PRODUCT_DTYPES = POLICY_DTYPES | {torch.float64}
 """The dtypes of the tensors of the product."""
 

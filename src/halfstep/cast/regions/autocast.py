@@ -24,8 +24,6 @@ from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import PRESETS, Policy
 from halfstep.policy.resolve import default_device_types
 
-__all__ = ["SUSPENDED", "autocast", "suspended"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ import torch
 from halfstep.errors import ConversionError, HalfstepError, MissingKernelError, RegionError
 from halfstep.trees import tensors
 
-__all__ = ["EXPLAINED", "explained"]
-
 EXPLAINED = (RuntimeError, TypeError)
 """The kinds of errors that `explained` handles; NotImplementedError is a RuntimeError."""
 

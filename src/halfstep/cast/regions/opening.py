@@ -45,8 +45,6 @@ from halfstep.torch_private.modes import (
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
 
-__all__ = ["abandon", "close_recipe", "open_recipe", "opened"]
-
 ONCE = ((),)
 
 

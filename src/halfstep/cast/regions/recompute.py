@@ -37,8 +37,6 @@ from halfstep.torch_private.autograd import (
     top_saved_tensors_default_hooks,
 )
 
-__all__ = ["SET_GRAD_ENABLED", "again_in_region", "mark_checkpoints", "saved_tensor_hooks"]
-
 SET_GRAD_ENABLED: Callable[..., Any] = set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
     from halfstep.cast.rules.recipe import Recipe
 
-__all__ = ["backward", "push", "recomputing", "remove", "restack", "rules_on"]
-
 
 def push(mode: RuleMode, above: Any) -> None:
     """Put `mode` on top of the stack, but under `above`."""

@@ -35,8 +35,6 @@ from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, RULES
 from halfstep.torch_private.operators import OpOverload, OpOverloadPacket, overload_of, schema_of
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["operator"]
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 KEYS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "MTIA", "XLA", "PrivateUse1")

@@ -37,19 +37,6 @@ from halfstep.torch_private.autograd import base_of, current_graph_task_id
 from halfstep.torch_private.fake import is_fake
 from halfstep.torch_private.modes import current_function_mode_stack, peek_interpreter_stack
 
-__all__ = [
-    "Handler",
-    "Lowering",
-    "RuleMode",
-    "address",
-    "cast",
-    "cast_activation",
-    "cast_tensor",
-    "mode_here",
-    "run",
-    "tensors_of",
-]
-
 EXACT_TYPES = frozenset({Tensor, nn.Parameter})
 """The types whose low copies are cached; other subclasses (DTensor, functional wrappers) have data of their own."""
 

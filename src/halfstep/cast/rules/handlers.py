@@ -30,19 +30,6 @@ from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
 
-__all__ = [
-    "IN_PLACE",
-    "cast_to",
-    "data_read",
-    "into_destination",
-    "of_composite",
-    "of_linear_loss",
-    "norm_forward",
-    "of_norm",
-    "of_rule",
-    "of_statistics",
-]
-
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
 MANY_LOGITS = 1 << 18  # from here the Function may be no slower than torch; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies

@@ -52,8 +52,6 @@ from halfstep.torch_private.compiler import FrameAction, FrameExecStrategy, set_
 from halfstep.torch_private.modules import ConvBase
 from halfstep.torch_private.operators import nn_functions
 
-__all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:

@@ -19,10 +19,6 @@ from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS
 from halfstep.timing import Ratio
 
-__all__ = [
-    "comparison_page", "comparison_section", "cost_table", "measured", "measured_on", "result_table", "setting",
-]  # fmt: skip
-
 
 def comparison_page(
     comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, day: datetime.date

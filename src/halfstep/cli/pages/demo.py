@@ -17,8 +17,6 @@ from halfstep.tasks.compare import Comparison, Pace
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.workloads import Workload
 
-__all__ = ["demo_page", "pace_table"]
-
 METHOD = (
     "Time: every candidate takes one step a round on the same batch, in an order shuffled each round; the ratio to "
     "fp32 is the median over the rounds, with its 90 % interval. fp32 runs twice: a difference finer than these "

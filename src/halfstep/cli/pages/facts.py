@@ -17,8 +17,6 @@ from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.workloads import Workload
 from halfstep.timing import Ratio
 
-__all__ = ["Demo", "conclusions", "findings"]
-
 SAME = "as much as fp32"
 ALIKE = 1.01  # bytes that differ by less are not worth a decision
 ENDS = 10  # steps whose mean loss stands for the end of a run

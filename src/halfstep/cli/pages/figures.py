@@ -12,8 +12,6 @@ from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio
 
-__all__ = ["amp_label", "galleries", "interval", "left_out", "memory_gallery", "ratio_text", "time_figure"]
-
 MARKS = {"within noise": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
 SMOOTHED = 20  # the curve of differences is a moving mean over one part in this many of its points
 MOST_MARKS = 40  # crosses on one curve; a run that skips more is better told by its number

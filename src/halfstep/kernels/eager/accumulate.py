@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_low_"]
-
 PIECE = 1 << 17  # elements: half a MiB of fp32
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from halfstep.kernels.reference.operators import HALF_ULP
 
-__all__ = ["join_bf16", "split_bf16"]
-
 QUIET_NAN = 0x7FC00000
 
 

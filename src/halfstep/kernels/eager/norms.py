@@ -18,8 +18,6 @@ from halfstep.formats import widest_dtype
 from halfstep.kernels.sharded import is_sharded, local
 from halfstep.torch_private.foreach import foreach_copy_, foreach_mul_, foreach_norm
 
-__all__ = ["norms", "sharded_norms"]
-
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor in fp32: `reference.norms` for dense real tensors of one device."""

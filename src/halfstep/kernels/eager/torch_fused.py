@@ -23,8 +23,6 @@ from halfstep.torch_private.operators import (
     has_computed_kernel_for_dispatch_key,
 )
 
-__all__ = ["WITH_KERNELS", "fused_here", "fused_works", "is_dense"]
-
 WITH_KERNELS = (SGD, Adam, AdamW, Adagrad)
 
 

@@ -26,8 +26,6 @@ from halfstep.kernels.native.compiler import Unavailable
 from halfstep.kernels.ops import FORMS
 from halfstep.kernels.optimizers import COUNTERS, SPECS, STATES, OptimizerSpec
 
-__all__ = ["Kernels", "number", "peek"]
-
 Tensors: TypeAlias = Sequence[Tensor]
 
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000, "loss": 30_000}

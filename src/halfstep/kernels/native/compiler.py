@@ -21,8 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Found", "Unavailable", "cache_folder", "compiled", "library", "ship", "shipped"]
-
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

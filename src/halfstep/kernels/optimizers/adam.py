@@ -8,8 +8,6 @@ from torch.optim import Adam, AdamW
 from halfstep.kernels.optimizers.spec import OptimizerSpec
 from halfstep.kernels.reference.operators import root, single
 
-__all__ = ["ADAM"]
-
 
 def adam(
     value: Tensor,

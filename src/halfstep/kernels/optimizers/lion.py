@@ -14,9 +14,6 @@ from halfstep.errors import WeightsError
 from halfstep.kernels.optimizers.spec import OptimizerSpec
 from halfstep.kernels.reference.operators import single, update
 
-__all__ = ["LION", "Lion"]
-
-
 RATE = Kind("a tensor with one such number", lambda rate: isinstance(rate, Tensor) and rate.numel() == 1)
 BETAS = Kind(
     "two numbers from 0 and below 1",

@@ -8,8 +8,6 @@ from torch.optim import NAdam
 from halfstep.kernels.optimizers.spec import OptimizerSpec
 from halfstep.kernels.reference.operators import root, single
 
-__all__ = ["NADAM"]
-
 COOLING = 0.96  # of the momentum's schedule: a constant of torch's and of the paper
 
 

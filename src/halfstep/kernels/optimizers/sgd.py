@@ -8,8 +8,6 @@ from torch.optim import SGD as TorchSGD
 from halfstep.kernels.optimizers.spec import OptimizerSpec
 from halfstep.kernels.reference.operators import single
 
-__all__ = ["SGD"]
-
 
 def sgd(
     value: Tensor,

@@ -14,8 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["COUNTERS", "STATES", "OptimizerSpec"]
-
 STATES = 2
 """Most states of a parameter's shape: the kernels read and write up to two."""
 

@@ -17,21 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "CHUNK",
-    "REDUCTIONS",
-    "Shares",
-    "gradient",
-    "gradient_into",
-    "losses",
-    "parts",
-    "reduced",
-    "rows_at_a_time",
-    "shares",
-    "spread",
-    "widened",
-]
-
 REDUCTIONS = ("mean", "sum", "none")
 
 CHUNK = {"cpu": 1 << 20}

@@ -26,25 +26,6 @@ from halfstep.errors import FormatError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
 
-__all__ = [
-    "BINS",
-    "HIGHEST",
-    "INFS",
-    "LARGEST",
-    "LOWEST",
-    "NANS",
-    "NEGATIVES",
-    "POWERS",
-    "ROW",
-    "SMALLEST",
-    "TOP",
-    "ZEROS",
-    "count_",
-    "merge_",
-    "parts",
-    "rows",
-]
-
 LOWEST, HIGHEST = -192, 191
 """Exponents of the outermost bins: fp32 and what rounds to it at scales from 2**-40 to 2**40 lie inside."""
 

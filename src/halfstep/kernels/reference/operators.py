@@ -12,24 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CLIP_EPS",
-    "FIRST",
-    "HALF_ULP",
-    "SECOND",
-    "WEIGHT",
-    "check_norms",
-    "join_bf16",
-    "noise",
-    "norms",
-    "root",
-    "single",
-    "split_bf16",
-    "stochastic_bf16",
-    "total_norm",
-    "update",
-]
-
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 HALF_ULP = 0x8000  # half of the lowest bit that bf16 keeps of an fp32 pattern
 WORD = 0xFFFFFFFF

@@ -21,8 +21,6 @@ from halfstep.kernels.reference.exponents import BINS, LARGEST, LOWEST, NEGATIVE
 from halfstep.kernels.triton.tables import FAITHFUL, KINDS, on, plan_walk
 from halfstep.kernels.triton.words import load, wide
 
-__all__ = ["exponents_"]
-
 BLOCK = 2048
 """Numbers in the smallest chunk of a program; a multiple of what it works on at a time in every format."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from halfstep.kernels.triton.tables import ALIGNMENT, FAITHFUL, KINDS, on
 from halfstep.kernels.triton.words import wide
 
-__all__ = ["gradient", "losses"]
-
 BLOCK = 4096
 """Logits a program works on at a time."""
 

@@ -18,8 +18,6 @@ from halfstep.kernels.reference.operators import CLIP_EPS
 from halfstep.kernels.triton.tables import FAITHFUL, KINDS, on, plan_walk
 from halfstep.kernels.triton.words import load, wide
 
-__all__ = ["advance_", "check_norms", "norms"]
-
 BLOCK = 2048
 """Numbers a program works on at a time: eight for each thread, 16 bytes of bf16."""
 

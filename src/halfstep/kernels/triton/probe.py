@@ -16,8 +16,6 @@ from triton.runtime import driver
 
 from halfstep.kernels.triton.tables import FAITHFUL, on
 
-__all__ = ["launch"]
-
 
 @triton.jit
 def probe_kernel(number):

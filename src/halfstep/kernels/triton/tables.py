@@ -26,8 +26,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-__all__ = ["FAITHFUL", "KINDS", "Walk", "on", "plan_walk", "tables_of"]
-
 FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a product and a sum stay two roundings, as they are in the reference."""
 

@@ -22,8 +22,6 @@ from halfstep.kernels.optimizers import COUNTERS, STATES, OptimizerSpec
 from halfstep.kernels.triton.tables import FAITHFUL, KINDS, Walk, on, plan_walk
 from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take, wide
 
-__all__ = ["update"]
-
 Tensors: TypeAlias = Sequence[Tensor]
 Options: TypeAlias = Mapping[str, Any]
 

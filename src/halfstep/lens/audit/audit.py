@@ -28,7 +28,8 @@ from torch.optim import SGD, Optimizer
 
 from halfstep.arguments import COUNT, FLAG, MODEL, NONE, OPTIMIZER, Kind, check, one_of
 from halfstep.binding.bind import is_bound
-from halfstep.binding.prepare import prepared_policy, unprepare, unwrap
+from halfstep.binding.prepare import prepared_policy, unprepare
+from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
@@ -46,8 +47,6 @@ from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, limit
 from halfstep.step.train_step import TrainStep
 from halfstep.trees import map_tensors, tensors
-
-__all__ = ["audit"]
 
 META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}

@@ -17,9 +17,6 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["findings_of"]
-
-
 GRADIENTS = ("activation gradient", "weight gradient")
 
 SHOWN = 3

@@ -15,8 +15,6 @@ from halfstep.lens.finding import KINDS
 if TYPE_CHECKING:
     from halfstep.lens.audit.table import Audit
 
-__all__ = ["audit_page"]
-
 STRIPS = 24
 """Rows of one heat map: what fits on a page beside another one."""
 

@@ -34,8 +34,6 @@ from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["BELOW_FP32", "AuditRecorder", "Reference"]
-
 BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})

@@ -16,11 +16,6 @@ from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = [
-    "COLUMNS", "ROLES", "AuditRow", "Hidden", "Tally", "added_masks", "cells", "form_of", "hidden_in", "percent",
-    "three_digits",
-]  # fmt: skip
-
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
 UNCHANGED = ("module", "op", "role", "parameter", "line", "calls", "scale", "pace", "cancels", "decides")

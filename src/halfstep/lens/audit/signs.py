@@ -16,8 +16,6 @@ from halfstep.lens.audit.rows import Tally
 from halfstep.lens.calls import place
 from halfstep.trees import tensors
 
-__all__ = ["SUMS", "Integers", "is_index", "note_signs"]
-
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 

@@ -20,8 +20,6 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.report import strict_json, write_page
 
-__all__ = ["Audit"]
-
 SHOWN = 16
 """Rows of a printed audit: what loses most."""
 

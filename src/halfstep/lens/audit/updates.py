@@ -25,8 +25,6 @@ from halfstep.lens.tracing import OperatorCall
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
-__all__ = ["Meter", "copy_of_optimizer", "intended", "precise_of", "swallow"]
-
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
 

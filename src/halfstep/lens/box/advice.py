@@ -28,8 +28,6 @@ from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
 
-__all__ = ["Around", "advice", "lost_eps", "poisoned", "runaway", "settle"]
-
 REACH = 12  # so many calls before an operator are looked at
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.arguments import NONE, PATH, check
-from halfstep.binding.prepare import prepared_policy, unwrap
+from halfstep.binding.prepare import prepared_policy
+from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
@@ -40,8 +41,6 @@ from halfstep.step.parts.statistics import Statistics
 from halfstep.step.train_step import TrainStep
 from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.foreach import foreach_norm
-
-__all__ = ["BlackBox", "replay"]
 
 ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name them to each other
 

@@ -32,8 +32,6 @@ from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.autograd import current_graph_task_id
 
-__all__ = ["cures", "instead", "rebound"]
-
 LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
 NEAREST = 6  # producers that are tried, one at a time: each costs a replay
 ENOUGH = 3  # verified cures, after which no other format is tried

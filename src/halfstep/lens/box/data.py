@@ -29,8 +29,6 @@ from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
 from halfstep.trees import inputs, map_tensors, place, tensors
 
-__all__ = ["outlier", "suspects", "wrong_target"]
-
 Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
 RATIO = 100.0  # an outlier is so many times as large as the rest of its batch, or more
 RARE = 1e-6  # probability of a gap as large among the values of a batch

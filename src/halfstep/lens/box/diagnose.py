@@ -25,11 +25,6 @@ from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
 from halfstep.weights.store import WeightStore
 
-__all__ = [
-    "CURABLE", "LOWEST", "MASKED", "WRITTEN", "Subject", "diagnose", "helping_scale", "inspect", "low_of", "path",
-    "verdict_of",
-]  # fmt: skip
-
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
 
 MASKED = "the mask's -inf becomes nan by arithmetic: "

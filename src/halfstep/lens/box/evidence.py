@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.accelerators import type_here
-from halfstep.arguments import Kind
+from halfstep.arguments import Kind, number, whole
 from halfstep.binding.fsdp import is_gathered
 from halfstep.checkpoints.files import read_state
 from halfstep.errors import StepError
@@ -27,12 +27,10 @@ from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.lens.verdict import Verdict
-from halfstep.schema import Each, check, number, regular, text, whole
+from halfstep.schema import Each, check, regular, text
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.torch_private.modules import non_persistent_buffers
 from halfstep.trees import map_tensors, tensors
-
-__all__ = ["buffers_of", "load_evidence", "load_weights", "save_evidence", "window_of"]
 
 VERSION = 2
 MOST_FILES = 4  # of a run

@@ -31,8 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.meeting import processes
 from halfstep.torch_private.distributed import default_store
 
-__all__ = ["Answers", "Exchange", "exchange_of"]
-
 BITS = 62  # ranks in one counter of the store, which is a signed 64-bit integer
 MOST_VALUES = 16  # values read of one topic, the first that were posted
 KEPT = 16  # topics whose keys stay in the store

@@ -25,8 +25,6 @@ from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.alarm import in_scaler, is_scaler
 
-__all__ = ["Loop", "poisoned"]
-
 WATCHED = 2  # gradients that stand for all: the smallest ones
 SEEN = 2  # an error that does no harm at once is reported when it was seen in so many steps in a row
 SAMPLES = 3  # scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged

@@ -39,8 +39,6 @@ from halfstep.lens.calls import (
 )
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Call", "CallRecord", "Origins", "Source", "upstream"]
-
 SOURCES_EXAMINED = 32  # sources that are computed again in float64, the first: verdicts name early ones
 
 UNWRITTEN = frozenset(

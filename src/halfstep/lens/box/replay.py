@@ -28,8 +28,6 @@ from halfstep.torch_private.autograd import engine_run_backward
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Deferral
 
-__all__ = ["Attempt", "Replay", "Windows"]
-
 Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})

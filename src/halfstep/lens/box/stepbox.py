@@ -53,8 +53,6 @@ from halfstep.step.parts.record import History, MicroBatch, Window
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "SkippedStep", "StepBox", "Topic"]
-
 LOG = logging.getLogger("halfstep")
 
 MOST_REPLAYS = 16  # a box explains so many steps by itself; applied steps of a TrainStep count apart

@@ -43,8 +43,6 @@ from halfstep.torch_private.autograd import current_autograd_node, current_graph
 from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
 from halfstep.trees import tensors
 
-__all__ = ["Trace"]
-
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
     "storage_offset untyped_storage is_contiguous register_hook requires_grad_ retain_grad item tolist __len__ "

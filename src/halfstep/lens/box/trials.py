@@ -41,10 +41,6 @@ from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
 
-__all__ = [
-    "FAILURES", "STEPS", "Trial", "Trials", "adapted", "highest", "in_place_of", "more_batches", "refuse_wrong",
-]  # fmt: skip
-
 STEPS = 12  # steps of a trial, the bad one included
 MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
 BYTES = 12  # of trial weights, their gradients and what an update needs meanwhile, for each element

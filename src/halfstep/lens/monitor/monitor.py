@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.accelerators import copies_behind_events
 from halfstep.arguments import COUNT, FLAG, check
-from halfstep.binding.prepare import prepared_policy, store_of, unwrap
+from halfstep.binding.prepare import prepared_policy, store_of
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, Format, format_of
@@ -33,8 +34,6 @@ from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
 from halfstep.step.train_step import TrainStep
 from halfstep.torch_private.compiler import is_compiled, original_of
-
-__all__ = ["Monitor"]
 
 MOST_RECORDS = 512
 """Records of which the largest gradient and weight are remembered."""

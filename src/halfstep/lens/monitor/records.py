@@ -15,8 +15,6 @@ from halfstep.errors import HalfstepError
 from halfstep.formats import Format
 from halfstep.lens.sketch import Bounds, ExponentSketch
 
-__all__ = ["ActivationRecord", "MonitorRecord", "ParameterRecord", "SketchWriter"]
-
 NEEDED = ("add_scalar", "add_histogram_raw")
 
 

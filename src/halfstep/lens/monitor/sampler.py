@@ -27,8 +27,6 @@ from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Load", "Sampler"]
-
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
 weight did not change; then, for each of `KEPT` low states, elements that did not change."""

@@ -14,8 +14,6 @@ from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, Param
 from halfstep.lens.rise import GRADIENTS, LOSS, WEIGHTS, Rise
 from halfstep.lens.sketch import ExponentSketch
 
-__all__ = ["of_rise", "symptoms"]
-
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
 

@@ -21,8 +21,6 @@ from halfstep.policy.resolve import holds, operator_rules, resolved
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
 
-__all__ = ["Engine", "EngineConfig", "Expressed", "configured", "expressed"]
-
 DEVICE = "cuda"
 """The device type that engines' configurations are written for: fp16 has units there."""
 

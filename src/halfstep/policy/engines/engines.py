@@ -16,8 +16,6 @@ from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES, ScaleRule
 if TYPE_CHECKING:
     from halfstep.policy.policy import Policy
 
-__all__ = ["ENGINES"]
-
 EXACT_BY_VALUE = frozenset({"divide", "kept"})
 """Fields of a `ScaleRule` that change no number where the factors are powers of two, as those of all engines are."""
 

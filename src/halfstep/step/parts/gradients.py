@@ -29,8 +29,6 @@ from halfstep.step.part import Part, Run
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 
-__all__ = ["AddedGradients", "KeptPages", "Sums", "Unfinished"]
-
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
 
 

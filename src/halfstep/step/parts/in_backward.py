@@ -35,8 +35,6 @@ from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.update.updater import Culprits, Updater, unsuited
 
-__all__ = ["InBackward"]
-
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
 

@@ -25,8 +25,6 @@ from halfstep.step.part import Part
 from halfstep.trees import tensors
 from halfstep.update.updater import Culprits
 
-__all__ = ["Metrics", "MetricsLogger", "StepMetrics"]
-
 MOST_WAITING = 1000
 """Records that are kept for a `poll` that does not come."""
 

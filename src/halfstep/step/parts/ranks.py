@@ -44,8 +44,6 @@ from halfstep.torch_private.distributed import (
 from halfstep.weights import WeightStore
 from halfstep.weights.ranks import refuse_waiting_hook
 
-__all__ = ["OneRank", "ranks_of"]
-
 NOTHING = nullcontext()
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")

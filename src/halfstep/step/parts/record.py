@@ -28,17 +28,6 @@ from halfstep.step.parts.signals import Signals
 from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
-__all__ = [
-    "History",
-    "Landing",
-    "MicroBatch",
-    "Record",
-    "Window",
-    "put_random",
-    "random_states",
-    "versions_of",
-]
-
 LIMIT = 1 << 30  # bytes of batches
 ROWS = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged}
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change

@@ -34,8 +34,6 @@ from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 from halfstep.update.fused import check_gradients
 
-__all__ = ["Retry", "Scaling"]
-
 LOG = logging.getLogger("halfstep")
 
 

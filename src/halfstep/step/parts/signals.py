@@ -22,8 +22,6 @@ from halfstep.kernels.sharded import local
 from halfstep.torch_private.foreach import foreach_norm
 from halfstep.torch_private.modes import DisableTorchFunction
 
-__all__ = ["History", "Signals"]
-
 UPDATES = 512
 """Updates that are remembered: a few KB on the host, and three blocks of 512 bytes each on a CUDA device."""
 

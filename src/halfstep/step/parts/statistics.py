@@ -17,8 +17,6 @@ from halfstep.step.part import Part
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.torch_private.modules import NormBase
 
-__all__ = ["Statistics"]
-
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 

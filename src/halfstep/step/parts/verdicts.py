@@ -23,8 +23,6 @@ from halfstep.step.part import Part
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Verdicts"]
-
 NUMBERS = count(1)
 
 

@@ -12,8 +12,6 @@ from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
 from halfstep.advise.lint.static.regions import sites
 from halfstep.advise.lint.static.script import Script, method, walked
 
-__all__ = ["LOOP_CHECKS"]
-
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
 FINITE = re.compile(r"isfinite|isnan|isinf")
 TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")

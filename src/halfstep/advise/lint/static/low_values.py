@@ -15,8 +15,6 @@ from halfstep.advise.lint.static.numerics import operand
 from halfstep.advise.lint.static.regions import Placed, argument, placed
 from halfstep.advise.lint.static.script import Script, method, stored, walked
 
-__all__ = ["LOW_VALUE_CHECKS", "PRODUCTS"]
-
 PRODUCTS = re.compile(
     r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
     r"|torch\.nn\.functional\.(linear|conv\w*|bilinear)"

@@ -10,8 +10,6 @@ from halfstep.advise.lint.rule import Check, Hit
 from halfstep.advise.lint.static.regions import Placed, expressions, placed
 from halfstep.advise.lint.static.script import Function, Script, method, walked
 
-__all__ = ["NUMERIC_CHECKS", "operand"]
-
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
 FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
 """Names of values that have no gradient."""

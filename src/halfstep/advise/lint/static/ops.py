@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from halfstep.advise.lint.static.regions import Place
 from halfstep.advise.lint.static.script import SCALERS, Script, calls_in, method, stored, walked
 
-__all__ = ["BACKWARDS", "MANAGERS", "Op", "Operations", "State", "ends_window", "in_each", "plain", "words"]
-
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})

@@ -18,8 +18,6 @@ from halfstep.advise.lint.static.ops import Op, Operations, State, plain, words
 from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
 from halfstep.advise.lint.static.script import Function, Script, stored
 
-__all__ = ["Verdicts", "judged", "on_paths"]
-
 Verdicts = Iterator[tuple[Op, str]]
 """Operations of a path on which a rule decides: with what is wrong, or with "" if it is right or cannot be known."""
 

@@ -12,8 +12,6 @@ from halfstep.advise.lint.static.ops import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
 from halfstep.advise.lint.static.script import Script, method, walked
 
-__all__ = ["REGION_CHECKS"]
-
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
 
 NO_DEVICE_TYPES = frozenset({"gpu", "nvidia", "tpu", "rocm"})

@@ -9,11 +9,6 @@ from functools import lru_cache
 
 from halfstep.advise.lint.static.script import Function, Script, calls_in, walked
 
-__all__ = [
-    "Place", "Placed", "Region", "Site", "all_sites", "argument", "blocks", "entered", "expressions", "place_of",
-    "placed", "region_of", "sites",
-]  # fmt: skip
-
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
 """Autocast's constructors that are for one device."""
 

@@ -12,8 +12,6 @@ from halfstep.advise.lint.static.paths import Verdicts, on_paths
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, method, walked
 
-__all__ = ["SCALER_STATE_CHECKS"]
-
 OTHER_SCALING = re.compile(
     r"scaler|loss_?scal|grad_?scal|\.scale\(|accelerat|deepspeed|lightning|\bapex\b|fabric|TrainStep|hs\.prepare",
     re.IGNORECASE,

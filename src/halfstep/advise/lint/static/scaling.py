@@ -10,8 +10,6 @@ from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each,
 from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
 from halfstep.advise.lint.static.script import Script, method, walked
 
-__all__ = ["SCALING_CHECKS"]
-
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from halfstep.errors import LintError
 
-__all__ = ["OPTIMIZERS", "SCALERS", "Function", "Script", "calls_in", "method", "stored", "walked"]
-
 FORMATS = {
     "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
     "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",

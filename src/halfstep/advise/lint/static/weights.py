@@ -12,8 +12,6 @@ from halfstep.advise.lint.rule import Check, Hit
 from halfstep.advise.lint.static.regions import Site, all_sites, argument, sites
 from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
 
-__all__ = ["WEIGHT_CHECKS"]
-
 PRECISE_BEHIND = re.compile(
     r"hs\.|halfstep|apex|master_?(param|weight|cop)|deepspeed|peft|get_peft_model|lora|bitsandbytes|8bit|kahan|stochastic_round|FSDP|fully_shard"
     r"|FullyShardedDataParallel|offload|optimi\b|accelerat|torchao",

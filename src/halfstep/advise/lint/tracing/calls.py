@@ -19,10 +19,6 @@ from halfstep.lens import OperatorCall, OperatorSink, user_frame
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
-__all__ = [
-    "CAST_OVERFLOW", "INFINITE_DERIVATIVE", "MASKED_ROW", "NOT_FINITE", "ROUNDED_INTEGERS", "StepSink", "TracedCall",
-]  # fmt: skip
-
 READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal"}
     | {"allclose", "masked_select", "unique", "unique_consecutive"}

@@ -13,8 +13,6 @@ from halfstep.advise.lint.tracing.trace import Trace
 from halfstep.advise.lint.tracing.weight_rules import listed
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 
-__all__ = ["OPERATOR_CHECKS"]
-
 Found = Iterator[tuple[TracedCall, str]]
 
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})

@@ -22,8 +22,6 @@ from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
 from halfstep.trees import tensors
 
-__all__ = ["Trace", "Weight", "place_of", "trace_step"]
-
 SEED = 0
 
 

@@ -11,8 +11,6 @@ from halfstep.errors import BindError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
 
-__all__ = ["STEP_CHECKS", "listed"]
-
 LOST = 0.25
 """Share of weights that have a gradient and do not move, from which it is reported."""
 
