@@ -34,7 +34,6 @@ PACKAGE = Path(hs.__file__).parent
 USERS = {
     "lens/audit/audit.py": {"Snapshot", "generators_of", "noted"},
     "lens/audit/record.py": {"same_numbers", "torch_states"},
-    "lens/box/cures.py": {"Snapshot", "attributes"},
     "lens/box/replay.py": {"Modules", "Snapshot", "contents", "gradients", "noted", "put_buffers"},
     "lens/box/trials.py": {"Snapshot", "attributes"},
     "lens/calls.py": {"same_numbers", "torch_states"},

@@ -13,21 +13,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        code: its number: "HS001" to "HS100" if the linter finds it in source, from "HS201" on if only a run shows it.
-        severity: "error", "warning" or "note".
-        title: the mistake in a few words.
-        why: what it does to training.
-        fix: what to write instead.
-    """
-
-    code: str
-    severity: str
-    title: str
-    why: str
-    fix: str
+    code: str  # its number: "HS001" to "HS100" if the linter finds it in source, from "HS201" on if only a run shows it
+    severity: str  # "error", "warning" or "note"
+    title: str  # the mistake in a few words
+    why: str  # what it does to training
+    fix: str  # what to write instead
 
     @property
     def remedy(self) -> str:
@@ -142,5 +134,4 @@ _TABLE = (
     ),
 )  # fmt: skip
 
-MISTAKES: Mapping[str, Mistake] = MappingProxyType({mistake.code: mistake for mistake in _TABLE})
-"""Number -> mistake."""
+MISTAKES: Mapping[str, Mistake] = MappingProxyType({mistake.code: mistake for mistake in _TABLE})  # number -> mistake

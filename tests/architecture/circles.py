@@ -31,7 +31,6 @@ LATE: Mapping[tuple[str, str], str] = {
     ("integrations.timm", "timm"): "optional library: of adaptive clipping alone",
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",
     ("binding.fsdp", "torch"): FSDP,
-    ("lens.box.stepbox", "halfstep.lens"): STORES,
     ("lens.monitor.records", "torch"): "optional library: tensorboard",
     ("meeting", "torch"): STORES,
     ("report.html", "jinja2"): PAGE,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.stepbox import MOST_REPLAYS
-from halfstep.lens.box.trouble import Trouble
+from halfstep.lens.box.stepbox import MOST_REPLAYS, Streak
 from tests.lens.broken import Body, squared
 from tests.two_processes import in_two_processes
 
@@ -85,7 +84,7 @@ def test_no_more_than_so_many_are_replayed_unasked() -> None:
 
 
 def test_a_long_streak_has_a_name_of_its_own() -> None:
-    trouble = Trouble()
+    trouble = Streak()
     said = [text for _ in range(30) for text in trouble.lost()]
     assert [text.partition(":")[0] for text in said] == [
         NAMED,

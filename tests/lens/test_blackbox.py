@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.errors import StepError
-from halfstep.lens.box.trouble import SkippedStep, Trouble
+from halfstep.lens.box.stepbox import SkippedStep, Streak
 from tests.lens.broken import Body, batch, classify, explained, here, squared, transformer
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")
@@ -379,7 +379,7 @@ SEEN: dict[str, Any] = {
     ],
 )
 def test_repeated_trouble_has_a_name_and_is_said_once(changed: dict[str, Any], steps: int, name: str) -> None:
-    trouble = Trouble()
+    trouble = Streak()
     said = []
     for _ in range(2 * steps + 2):
         trouble.skipped()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.lens.box.advice import poisoned, runaway
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.stepbox import Box
 from halfstep.lens.rise import BAD, EARLY, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Verdict
@@ -111,10 +112,10 @@ def test_a_learning_rate_that_is_too_high(
     if math.isfinite(last):  # the verdict at the next step whose batch is not finite
         step(x * math.nan, y)
     step.explain()
-    said = runaway(step.record.signals, subjects[-1])
+    said = runaway(subjects[-1])
     assert seen, "early"
     assert "rose" in said and f"learning rate is {rate}" in said
-    assert poisoned(step.record.signals, subjects[-1]) == ""
+    assert poisoned(subjects[-1]) == ""
     (finding,) = divergences(monitor)
     assert "lower the learning rate" in finding.remedy and finding.place == "the model"
 
@@ -136,7 +137,7 @@ def test_evidence_keeps_the_history(tmp_path: Path, request: pytest.FixtureReque
     hs.lens.replay(file, task)
     (subject,) = subjects
     assert subject.signals is not step.record.signals
-    assert runaway(subject.signals, subject) == runaway(step.record.signals, subject) != ""
+    assert runaway(subject) == runaway(replace(subject, signals=step.record.signals)) != ""
 
 
 def test_weights_that_were_edited_have_not_run_away(subjects: list[Subject]) -> None:
@@ -148,7 +149,7 @@ def test_weights_that_were_edited_have_not_run_away(subjects: list[Subject]) -> 
             parameter.mul_(100)
     step(x * math.nan, y)
     step.explain()
-    assert runaway(step.record.signals, subjects[-1]) == ""
+    assert runaway(subjects[-1]) == ""
 
 
 def test_a_loop_of_ones_own(subjects: list[Subject]) -> None:
@@ -165,7 +166,7 @@ def test_a_loop_of_ones_own(subjects: list[Subject]) -> None:
             seen = number
     box.explain()
     assert 0 < seen < 12
-    assert "the learning rate is 1" in runaway(subjects[-1].signals, subjects[-1])
+    assert "the learning rate is 1" in runaway(subjects[-1])
 
 
 # ---------------------------------------------------------------------- runs that do not
@@ -180,7 +181,7 @@ def controlled(step: hs.TrainStep, data: Iterator[Batch], updates: int, subjects
             assert divergences(monitor) == []
     step(x * math.nan, y)
     step.explain()
-    assert runaway(step.record.signals, subjects[-1]) == poisoned(step.record.signals, subjects[-1]) == ""
+    assert runaway(subjects[-1]) == poisoned(subjects[-1]) == ""
 
 
 def test_a_spike_that_comes_back(subjects: list[Subject]) -> None:
@@ -265,7 +266,7 @@ def test_losses_of_a_gan(critic: bool, subjects: list[Subject]) -> None:
     for step in steps:
         step(torch.randn(32, 4) * math.nan, x * math.nan)
         step.explain()
-        assert runaway(step.record.signals, subjects[-1]) == ""
+        assert runaway(subjects[-1]) == ""
 
 
 # ---------------------------------------------------------------------- bad batches
@@ -278,7 +279,7 @@ def test_a_bad_batch_is_no_divergence(make: Callable[[], Any], subjects: list[Su
         result = step(x, y)
     assert result.skipped
     step.explain()
-    assert runaway(step.record.signals, subjects[-1]) == poisoned(step.record.signals, subjects[-1]) == ""
+    assert runaway(subjects[-1]) == poisoned(subjects[-1]) == ""
     assert divergences(hs.Monitor(step)) == []
 
 
@@ -290,8 +291,8 @@ def test_what_follows_the_update_of_a_bad_batch_has_the_batch_as_its_cause(subje
             break
     assert result.skipped
     step.explain()
-    assert runaway(step.record.signals, subjects[-1]) == ""
-    assert "batch of step 40 holds" in poisoned(step.record.signals, subjects[-1])
+    assert runaway(subjects[-1]) == ""
+    assert "batch of step 40 holds" in poisoned(subjects[-1])
     (finding,) = divergences(monitor)
     assert "batch of step 40" in finding.cause and "batches" in finding.remedy
 

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box.cures import _pasted
-from halfstep.lens.box.stepbox import Box
-from halfstep.lens.box.trouble import SkippedStep, Trouble
+from halfstep.lens.box.stepbox import Box, SkippedStep, Streak
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 
@@ -379,7 +378,7 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.lens.Verdict | None) -> str:
-        return Trouble(streak=2, verdict=verdict).see(SkippedStep(**{**SEEN, "loss_finite": False}))[-1]
+        return Streak(streak=2, verdict=verdict).see(SkippedStep(**{**SEEN, "loss_finite": False}))[-1]
 
     assert "the reason is not known yet" in said(None)
     assert "the verdict on step 3 has the reason" in said(hs.lens.Verdict(kind="overflow", step=3))

@@ -469,7 +469,7 @@ def test_a_bad_micro_batch_makes_no_streak_of_its_window(caplog: pytest.LogCaptu
 
     program = Program()
     said(program, body, caplog, 16)
-    assert program.box._trouble.streak <= 1
+    assert program.box._streak.streak <= 1
     verdict = program.box.verdict
     assert verdict is not None and (verdict.kind, verdict.step) == ("bad_batch", 9)
     assert len(caplog.records) == 1

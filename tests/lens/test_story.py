@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.lens.box.diagnose import path
 from halfstep.lens.box.origins import CallRecord
-from halfstep.lens.box.story import path
 from halfstep.lens.calls import Site
 from tests.lens.broken import explained, squared
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.lens.box.trouble import SkippedStep, Trouble
+from halfstep.lens.box.stepbox import SkippedStep, Streak
 from tests.lens.test_blackbox import SEEN
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")
@@ -103,7 +103,7 @@ def test_a_streak_that_a_lower_scale_ends_costs_one_replay_and_no_word(
     with caplog.at_level(logging.WARNING, "halfstep"):
         for _ in range(5):
             run(factor=30.0)
-    trouble = run.box._trouble
+    trouble = run.box._streak
     assert trouble.helps == 1.0 and trouble.streak >= 3  # it was a streak
     assert not caplog.records and run.calls == 6
 
@@ -153,11 +153,11 @@ def test_a_scaled_loss_that_its_format_cannot_hold_is_no_tensor_that_is_not_fini
         assert verdict.kind == "scale_too_high" and "float16, which cannot hold it" in verdict.because
         for _ in range(4):
             run(factor=0.01)
-    assert not caplog.records and run.box._trouble.streak == 0
+    assert not caplog.records and run.box._streak.streak == 0
 
 
 def test_steps_that_are_examined() -> None:
-    trouble = Trouble()
+    trouble = Streak()
     seen = []
     for streak in range(1, 50):
         trouble.skipped()
@@ -170,7 +170,7 @@ def test_steps_that_are_examined() -> None:
 
 def test_the_floor_of_a_scale_blames_no_format(caplog: pytest.LogCaptureFixture) -> None:
     def said(**known: Any) -> str:
-        (text,) = Trouble(streak=2, **known).see(SkippedStep(**{**SEEN, "scale": 2.0**-14}))
+        (text,) = Streak(streak=2, **known).see(SkippedStep(**{**SEEN, "scale": 2.0**-14}))
         return text
 
     assert "bf16" not in said() and "step.explain() looks for it" in said()
@@ -179,7 +179,7 @@ def test_the_floor_of_a_scale_blames_no_format(caplog: pytest.LogCaptureFixture)
 
 def test_steps_that_were_applied_are_not_said_to_be_skipped() -> None:
     def said(applied: bool) -> str:
-        trouble, seen = Trouble(), SkippedStep(**{**SEEN, "scaling": "none", "low": "bf16", "applied": applied})
+        trouble, seen = Streak(), SkippedStep(**{**SEEN, "scaling": "none", "low": "bf16", "applied": applied})
         texts: list[str] = []
         for _ in range(12):
             trouble.skipped()

@@ -274,7 +274,7 @@ def test_healthy_infinities_leave_no_source_in_the_loss() -> None:
         loss = classify(model, *batch())
         torch.autograd.grad(loss, list(model.parameters()))
     assert extremes(loss)[1]
-    assert trace.count > 0 and not trace.origins.sources
+    assert trace.origins.order > 0 and not trace.origins.sources
 
 
 class Names(TorchFunctionMode):
@@ -321,6 +321,6 @@ def test_watching_ends_with_an_exception_and_leaves_nothing_behind() -> None:
     trace = Trace(model)
     with pytest.raises(RuntimeError, match="stop"), trace.watching():
         raise RuntimeError("stop")
-    count = trace.count
+    count = trace.origins.order
     classify(model, *batch())
-    assert trace.count == count
+    assert trace.origins.order == count

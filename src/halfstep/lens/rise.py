@@ -1,6 +1,5 @@
-"""Rise: whether training is running away, from the history of a run.
+"""Rise: whether training is running away, from losses, gradients and weights of a run.
 
-Inputs: losses and gradients of its updates, and how its weights have grown. Output: a `Rise` with its numbers, or None.
 The black box asks for less evidence (`BAD`) than `Monitor` (`EARLY`), which sees runs that go on.
 
 Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
@@ -24,34 +23,27 @@ FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
 """So many times the largest earlier value is no fluctuation: losses of healthy runs vary by 10 at most, norms of
 gradients by 100 from batch to batch."""
 
-OUTLIER = 30.0
-"""Times that the largest value of a batch is above those of the batches that were sampled before it."""
+OUTLIER = 30.0  # times that the largest value of a batch is above those of the batches that were sampled before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
     """How much evidence to ask for.
 
-    Attributes:
-        digits: decimal digits that values rose by, added up over the steps in a row above the floor.
-        grew: times that the weights grew meanwhile. From update n to update 2n healthy ones grow by 2 at most, at the
-            beginning of training and from zero.
-        burst: the same where weights are the only evidence: no loss was finite after the update that was too large.
-        large: how large the weights are then at least. Healthy ones may grow as fast from zero while the learning rate
-            warms up, and are 0.02 to 0.3 once they are trained.
+    From update n to update 2n healthy weights grow by 2 at most at the beginning of training. From zero, while the
+    learning rate warms up, they may grow as fast as any, and are 0.02 to 0.3 once they are trained.
     """
 
-    digits: float
-    grew: float
-    burst: float
-    large: float
+    digits: float  # decimal digits that values rose by, added up over the steps in a row above the floor
+    grew: float  # times that the weights grew meanwhile
+    burst: float  # the same where weights are the only evidence: no loss was finite after the update that was too large
+    large: float  # how large the weights are then at least
 
 
 BAD = Demand(digits=3.0, grew=2.0, burst=10.0, large=0.1)
 """Of a step that was not finite: one loss of 1,000 times the earlier ones, or two of 32 times."""
 
-EARLY = Demand(digits=6.0, grew=5.0, burst=30.0, large=1.0)
-"""Of training that is finite and may come back."""
+EARLY = Demand(digits=6.0, grew=5.0, burst=30.0, large=1.0)  # of training that is finite and may come back
 
 Growth: TypeAlias = Callable[[int], "tuple[int, float, float] | None"]
 """The number of a step -> the last step until it at which the size of the weights is known, the size then, and now: the
@@ -62,23 +54,14 @@ UNKNOWN = (0, math.nan, math.nan)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rise:
-    """A quantity that has run away.
+    """A quantity that has run away."""
 
-    Attributes:
-        what: `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size.
-        first: the last step before it rose.
-        last: the last step that it is known of.
-        before: its value at `first`.
-        after: its value at `last`.
-        grew: times that the size of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
-    """
-
-    what: str
-    first: int
-    last: int
-    before: float
-    after: float
-    grew: float = math.nan
+    what: str  # `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size
+    first: int  # the last step before it rose
+    last: int  # the last step that it is known of
+    before: float  # its value at `first`
+    after: float  # its value at `last`
+    grew: float = math.nan  # times that the weights grew since `first`; inf: from zero, or to inf; nan: not known
 
     def __str__(self) -> str:
         """Return it as a clause with its numbers."""
@@ -133,12 +116,9 @@ def _risen(what: str, seen: Sequence[tuple[int, float]]) -> tuple[Rise | None, f
 
 
 def outlier(inputs: Sequence[tuple[int, tuple[float, ...]]], found: Rise, step: int) -> str:
-    """Return in words which value of a batch was an outlier, of an update in a rise; "" if none was.
+    """Return in words which value of a batch was an outlier, of an update in a rise before `step`; "" if none was.
 
-    Args:
-        inputs: (step, largest magnitude of each floating tensor of its batch), the oldest first.
-        found: the rise.
-        step: the first step whose update was not applied.
+    `inputs`: (step, largest magnitude of each floating tensor of its batch), the oldest first.
     """
     for number, largest in inputs:
         earlier = [values for other, values in inputs if other < number and len(values) == len(largest)]

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.lens.box.page import verdict_page
+import torch
+
+from halfstep import report as doc
+from halfstep.errors import FormatError
+from halfstep.formats import FP32, format_of
 from halfstep.report import SarifResult, sarif_log, strict_json, write_page
 
-SHOWN = 4
-"""Samples and indices are listed up to this number."""
+SHOWN = 4  # samples and indices are listed up to this number
 
 KINDS = {
     "overflow": "a result is larger than the largest number of its format",
@@ -38,13 +42,11 @@ CAUSES = {
 }
 """Root cause of a verdict -> what it means."""
 
-WIDTH = 160
-"""Characters of a headline."""
-
-MODULE = 30
-"""Characters of a module's name in a headline: its end."""
+WIDTH = 160  # characters of a headline
+MODULE = 30  # characters of a module's name in a headline: its end
 
 BETWEEN, CUT = " | ", "..."
+HEADERS = ("operator", "module", "phase", "format", "largest", "limit")  # of a story
 
 NAMES = {
     3.4028234663852886e38: "float32",
@@ -242,7 +244,7 @@ class Verdict:
 
     def save_html(self, path: str | Path) -> None:
         """Write the verdict as one HTML file with pictures that needs nothing else."""
-        write_page(verdict_page(self), path)
+        write_page(_page(self), path)
 
     def record(self) -> dict[str, Any]:
         """Return plain values: the fields, policies as TOML, and the headline."""
@@ -257,8 +259,7 @@ class Verdict:
         """Yield the report line by line, each with its style: "title", "good", "bad", "dim" or ""."""
         yield f"halfstep black box, {self.headline}", "title"
         if self.cause:
-            sure = "shown" if self.sure == "shown" else "most likely"
-            yield _fact("cause", f"{self.cause} ({sure})"), "bad"
+            yield _fact("cause", _cause(self)), "bad"
             yield _fact("", self.why), ""
         if self.op:
             place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
@@ -266,8 +267,7 @@ class Verdict:
         if self.line:
             yield _fact("" if self.op else "place", self.line), ""
         if self.shapes:
-            inputs = ", ".join(f"{d} {list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True))
-            yield _fact("inputs", inputs), ""
+            yield _fact("inputs", _inputs(self)), ""
             limit = f", the format ends at {self.limit:.6g}" if self.limit else ""
             yield _fact("", f"largest {self.value:.6g}{limit}"), ""
         if self.parameter:
@@ -300,16 +300,21 @@ def _written(path: str | Path | None, text: str) -> str:
     return text
 
 
+def _cause(verdict: Verdict) -> str:
+    return f"{verdict.cause} ({'shown' if verdict.sure == 'shown' else 'most likely'})"
+
+
+def _inputs(verdict: Verdict) -> str:
+    return ", ".join(f"{d} {list(s)}" for d, s in zip(verdict.dtypes, verdict.shapes, strict=True))
+
+
 def _fact(name: str, text: str) -> str:
     return f"  {name:<8}  {text}"
 
 
 def _table(story: Sequence[Magnitude]) -> Iterator[tuple[str, str]]:
     """Yield the story as a table whose columns are as wide as they need to be."""
-    rows = [("operator", "module", "phase", "format", "largest", "limit")]
-    for row in story:
-        largest = f"{row.largest:.4g}" if row.finite else "not finite"
-        rows.append((row.op, row.module or "the model", row.phase, row.dtype, largest, f"{row.limit:.6g}"))
+    rows = [HEADERS, *map(_cells, story)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, cells in enumerate(rows):
         text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
@@ -327,8 +332,105 @@ def _joined(parts: Sequence[str], width: int) -> str:
     return BETWEEN.join(part if len(part) <= each else part[: each - len(CUT)].rstrip() + CUT for part in parts)
 
 
-def shown(samples: Sequence[int]) -> str:
+def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> str:
     """Return "sample 1" or "samples 1, 4 and 7 more"."""
-    text = ", ".join(map(str, samples[:SHOWN]))
-    more = len(samples) - SHOWN
-    return f"sample{'s' if len(samples) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(map(str, numbers[:most]))
+    more = len(numbers) - most
+    return f"{what}{'s' if len(numbers) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")
+
+
+# ------------------------------------------------------------------ the page
+
+
+def _page(verdict: Verdict) -> doc.Document:
+    """Return the page of a verdict."""
+    rank = f" on rank {verdict.rank}" if verdict.rank or verdict.ranks else ""
+    return doc.page(
+        f"halfstep black box: step {verdict.step}{rank}",
+        doc.sentence(verdict.what),
+        (_summary(verdict), _magnitudes(verdict), _history(verdict), _cures(verdict), _place(verdict)),
+    )
+
+
+def _summary(verdict: Verdict) -> doc.Section:
+    cause = f"{_cause(verdict)}." if verdict.cause else "not known."
+    why = verdict.why or "The replay shows no cause"
+    line = (verdict.line,) if verdict.line else ()
+    facts = (
+        doc.Fact("Cause", cause, (doc.sentence(why),), "bad"),
+        doc.Fact("Where", f"{verdict.where or 'No operator is to blame'}.", line, "open"),
+        doc.Fact("Do this", doc.sentence(verdict.remedy or "see the notes"), tone="good"),
+    )
+    return doc.Section("In short", (doc.Facts(facts),))
+
+
+def _magnitudes(verdict: Verdict) -> doc.Section:
+    if not verdict.story:
+        return doc.Section("Magnitudes", ())
+    picture = doc.Figure(
+        "Largest magnitudes up to the place",
+        "The operators that led to the place, in their order. Behind each lies the range of its format, with "
+        "marks at its smallest number, its smallest of full precision and its largest.",
+        "Largest magnitude of each operator that led to the place, over powers of two.",
+        doc.HeatMap("magnitude", tuple(map(_strip, verdict.story))),
+    )
+    rows = ((*_cells(row), row.line.partition(" ")[0]) for row in verdict.story)
+    table = doc.table("Operators up to the place", (*HEADERS, "line"), rows)
+    return doc.Section("Magnitudes", (doc.Gallery((picture,)), table))
+
+
+def _cells(row: Magnitude) -> tuple[str, ...]:
+    """Return a row of the story in words, in the order of `HEADERS`."""
+    return row.op, row.module or "the model", row.phase, row.dtype, _size(row), f"{row.limit:.6g}"
+
+
+def _strip(row: Magnitude) -> doc.Strip:
+    try:
+        form = format_of(getattr(torch, row.dtype))
+    except FormatError:  # no format of halfstep
+        form = FP32
+    size = row.largest if row.finite else 2.0 * row.limit  # what is not finite is drawn beyond the end
+    return doc.Strip(
+        f"{row.op} in {row.module or 'the model'}" + (", backward" if row.phase == "backward" else ""),
+        f"{form.name}, {_size(row)}",
+        ((math.frexp(size)[1] - 1, 1.0),) if 0.0 < size < math.inf else (),
+        1.0 if row.finite and not row.largest else 0.0,
+        doc.limits_of(form),
+    )
+
+
+def _size(row: Magnitude) -> str:
+    return f"{row.largest:.4g}" if row.finite else "not finite"
+
+
+def _history(verdict: Verdict) -> doc.Section:
+    steps = tuple(float(step) for step, _, _ in verdict.history)
+    figures = []
+    for name, column in (("Loss", 1), ("Norm of all gradients", 2)):
+        values = tuple(math.nan if row[column] is None else float(row[column] or 0.0) for row in verdict.history)
+        if sum(map(math.isfinite, values)) > 1:
+            caption = f"{name} of the {len(steps)} steps before this one; a gap is a value that is not finite."
+            chart = doc.LineChart("step", (doc.Series(name, steps, values),), log=True)
+            figures.append(doc.Figure(name, caption, f"{name} over steps.", chart))
+    return doc.Section("The steps before", (doc.Gallery(tuple(figures)),) if figures else ())
+
+
+def _cures(verdict: Verdict) -> doc.Section:
+    blocks: list[doc.Block] = []
+    for cure in verdict.cures:
+        first, *rest = cure.text.splitlines()
+        tried = f" {'Verified' if cure.verified else 'Tried'}: {cure.outcome}." if cure.outcome else ""
+        blocks.append(doc.Paragraph(doc.sentence(first) + tried))
+        if rest:
+            blocks.append(doc.Code("\n".join(rest)))
+    return doc.Section("What to change", blocks)
+
+
+def _place(verdict: Verdict) -> doc.Section:
+    facts = {
+        "operator": verdict.op, "module": verdict.module, "phase": verdict.phase, "line": verdict.line,
+        "inputs": _inputs(verdict), "largest input": f"{verdict.value:.6g}" if verdict.shapes else "",
+        "value of": verdict.parameter, "read": verdict.page,
+    }  # fmt: skip
+    table = doc.table("The place", ("", ""), ((name, text) for name, text in facts.items() if text))
+    return doc.Section("Details", (table, *([doc.Bullets(verdict.notes)] if verdict.notes else [])))

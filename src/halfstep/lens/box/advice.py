@@ -1,10 +1,7 @@
 """Advice: what to change in the program itself; and the root cause, where `diagnose` has found the place.
 
 `settle` asks, in this order: had training run away, does the batch hold what cannot be trained on, would fp32 have
-helped. It returns the verdict with `cause`, `because`, `sure` and the history.
-
-Input is a verdict and the trace of its replay; output are cures without a policy, which nothing has tried. `Around`
-has the operators that made the inputs of the place, and those that read its result, from the trace's dataflow.
+helped. `advice` returns cures without a policy, which nothing has tried.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +20,15 @@ from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
-from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.box.trials import Trials
 from halfstep.lens.calls import Site, pointwise
-from halfstep.lens.rise import BAD
+from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
 
-REACH = 12
-"""So many calls before an operator are looked at."""
+REACH = 12  # so many calls before an operator are looked at
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
@@ -55,8 +51,7 @@ ADVICE = {
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
-UNTRAINED = "before any update"
-"""What the evidence of a verdict begins with where not even fp32 trains from the initial weights."""
+UNTRAINED = "before any update"  # evidence begins so where not even fp32 trains from the initial weights
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
@@ -114,8 +109,8 @@ FIXES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 """The operator at the place, those that made its input (`LIGHT` ones may be between), and a formula in their place."""
 
+# operators that belong to the formula around them
 LIGHT = frozenset({"clamp", "clamp_min", "clamp_max", "add", "sub", "rsub", "to", "float", "half", "squeeze"})
-"""Operators that belong to the formula around them."""
 
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 MASKS = frozenset({"masked_fill", "where"})
@@ -123,17 +118,11 @@ MASKS = frozenset({"masked_fill", "where"})
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The calls around the place of a verdict.
+    """The calls around the place of a verdict."""
 
-    Attributes:
-        upstream: those that made its inputs, the nearest first.
-        downstream: those that read its result.
-        lost: constants of them that the format of their result cannot hold, in words.
-    """
-
-    upstream: tuple[Site, ...] = ()
-    downstream: tuple[Site, ...] = ()
-    lost: tuple[str, ...] = ()
+    upstream: tuple[Site, ...] = ()  # those that made its inputs, the nearest first
+    downstream: tuple[Site, ...] = ()  # those that read its result
+    lost: tuple[str, ...] = ()  # constants of them that the format of their result cannot hold, in words
 
     @classmethod
     def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
@@ -155,13 +144,9 @@ NOTHING = Around()
 def advice(
     verdict: Verdict, around: Around = NOTHING, *, everywhere: bool = False, cured: bool = False
 ) -> tuple[Cure, ...]:
-    """Return what to change in the program, the most specific first.
+    """Return what to change in the program, the most specific first; nothing general if a policy has `cured` the step.
 
-    Args:
-        verdict: the place, with its cause.
-        around: the calls around it.
-        everywhere: whether the step is not finite in fp32 either.
-        cured: whether a change of policy was verified; then only what is specific is returned.
+    `everywhere`: the step is not finite in fp32 either.
     """
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
@@ -265,30 +250,22 @@ def _lost(trace: Trace, site: Site) -> Iterator[str]:
 
 # ------------------------------------------------------------------ the cause
 
-BACK = 30.0
-"""A loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound."""
-
-ROSE = 3.0
-"""Times that a loss has to have risen where fp32 overflows too; else the formula is to blame."""
-
-RISING = 1.5
-"""Times that a loss rises within a trial, on the same batches, where training runs away."""
-
-DRAWN = 64
-"""Updates of the history that a verdict keeps."""
+BACK = 30.0  # a loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound
+ROSE = 3.0  # times that a loss has to have risen where fp32 overflows too; else the formula is to blame
+RISING = 1.5  # times that a loss rises within a trial, on the same batches, where training runs away
+DRAWN = 64  # updates of the history that a verdict keeps
+MARGIN = 10.0  # times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that
 
 
 def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
-    """Return the verdict with its root cause, and with the history of the run.
-
-    Args:
-        subject: the step.
-        verdict: the place.
-        attempt: the replay that led to it; None: there was none.
-        trials: run training under other policies, and are asked only where the answer depends on it; None: none can.
-    """
+    """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
     cause, because, sure = _cause(subject, verdict, attempt, trials)
-    return replace(verdict, cause=cause, because=because, sure=sure, history=_history(subject))
+    rows: list[tuple[int, float | None, float | None]] = []
+    if subject.signals is not None:
+        seen = subject.signals.read()
+        known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
+        rows = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
+    return replace(verdict, cause=cause, because=because, sure=sure, history=tuple(rows))
 
 
 def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> tuple[str, str, str]:
@@ -300,9 +277,9 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "", "", ""
     if target := wrong_target(subject, attempt):
         return "data", target, "shown"
-    if batch := poisoned(subject.signals, subject):
+    if batch := poisoned(subject):
         return "data", batch, "shown"
-    away = runaway(subject.signals, subject)
+    away = runaway(subject)
     if verdict.kind == "bad_state" and (lost := lost_eps(subject.optimizer, subject.model)):
         return "precision", lost, "likely"
     if attempt is None or trials is None or verdict.kind == "bad_state":
@@ -367,13 +344,43 @@ def _is_back(trials: Trials) -> bool:
     return trials.usual is None or not losses or abs(losses[-1]) <= BACK * trials.usual
 
 
-def _history(subject: Subject) -> tuple[tuple[int, float | None, float | None], ...]:
-    if subject.signals is None:
-        return ()
-    seen = subject.signals.read()
-    rows = list(zip(seen.steps, seen.losses, seen.gradients, strict=True))[-DRAWN:]
-    return tuple((step, _known(loss), _known(norm)) for step, loss, norm in rows)
+def runaway(subject: Subject) -> str:
+    """Return the evidence that training had run away before a step, in one sentence; "" for none."""
+    found, batch = _before(subject)
+    if found is None or batch or not _reachable(found, subject):
+        return ""
+    rate = learning_rate(subject.optimizer)
+    return f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _reachable(found: Rise, subject: Subject) -> bool:
+    """Return whether updates can have moved the weights so far; else they were loaded or edited.
+
+    An update of SGD moves them by the learning rate times the gradient, one of Adam each by about the learning rate.
+    """
+    if found.what != WEIGHTS or subject.optimizer is None or subject.signals is None:
+        return True
+    updates = subject.signals.read().updates(until=subject.step)
+    norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
+    size = math.sqrt(sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
+    moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * size)
+    return (found.after - found.before) * size <= MARGIN * moved  # a root mean square times its root is a norm
+
+
+def poisoned(subject: Subject) -> str:
+    """Return the evidence that training had run away after the update of a bad batch, as `runaway`; "" for none."""
+    found, batch = _before(subject)
+    return f"{batch}, and its update was applied: {found}" if batch else ""
+
+
+def _before(subject: Subject) -> tuple[Rise | None, str]:
+    """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
+    signals, window = subject.signals, subject.replay.window
+    if signals is None:
+        return None, ""
+    history = signals.read()
+    loss = window[-1].loss if window else None
+    own = math.nan if loss is None or loss.numel() != 1 else float(loss)
+    rows = [*history.updates(until=subject.step), (subject.step, own, math.nan)]
+    found = rise(rows, partial(signals.growth, subject.model), BAD)
+    return found, "" if found is None else outlier(history.inputs, found, subject.step)

@@ -1,10 +1,10 @@
-"""Black box: the box of a loop written by hand, and replays from evidence files; `stepbox` has what boxes share."""
+"""Black box: the box of a loop written by hand, and replays of evidence files; `stepbox` has what boxes share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -30,10 +30,10 @@ from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
-from halfstep.lens.box.trouble import SkippedStep
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.step.arguments import LOSS
 from halfstep.step.parts.record import History, MicroBatch, Window
@@ -42,18 +42,10 @@ from halfstep.step.train_step import TrainStep
 from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.foreach import foreach_norm
 
-ORDINALS = count(1)
-"""Numbers of the boxes of this process, by which ranks name them to each other."""
+ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name them to each other
 
-STUCK = 6
-"""A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of
-them at the latest in the rules that wait."""
-
-OTHER_CODE = "give the model and the loss of that run: the task's code may be another than the run's was"
-"""Advice where a step is finite in the replay of its evidence, before what else may differ."""
-
-LISTED_EVERY = 16
-"""The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
+STUCK = 6  # bad steps after which a scale that stays counts as fixed: a dynamic one falls at every second, or sooner
+LISTED_EVERY = 16  # calls after which the parameters are listed again: walking a model takes longer than all the rest
 
 
 class BlackBox(Box):
@@ -88,6 +80,9 @@ class BlackBox(Box):
     """
 
     spelled = "box"
+    explainable = (
+        "the last one was finite, or has not run backward; call it after a step whose loss or gradients are not finite"
+    )
 
     def __init__(
         self,
@@ -112,17 +107,15 @@ class BlackBox(Box):
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
         self._loop = Loop(optimizer)
-        self._flag: Tensor | None = None  # whether the loss or a gradient is not finite
+        self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
         self._read_step = 0  # the last step whose flag was read
-        self._wrong: bool | None = None  # the first flag, once it was read
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
         self._scales: list[float] = []  # of a streak of bad steps
         self._highest = 0.0  # scale of all bad steps
         self._carried = 0  # the bad step whose gradients were last found in a later one
         self._unsaid: Verdict | None = None  # the verdict on it that is to be logged
-        self._explained_step = 0
         self._ordinal = next(ORDINALS)
         self._synced = True  # whether ranks average the gradients of the last call in its backward pass
         self._parameters: list[nn.Parameter] = []
@@ -130,18 +123,14 @@ class BlackBox(Box):
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
-            for register, hook in (("pre", self._before_update), ("post", self._after_update)):
-                if callable(add := getattr(optimizer, f"register_step_{register}_hook", None)):
-                    hook_weakly(add, hook)
+            hook_weakly(optimizer.register_step_pre_hook, self._before_update)
+            if callable(add := getattr(optimizer, "register_step_post_hook", None)):
+                hook_weakly(add, self._after_update)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Return ``loss_fn(model, *batch, **named)`` and keep the call.
-
-        Raises:
-            StepError: the loss cannot be told in what it returned.
-        """
+        """Return ``loss_fn(model, *batch, **named)`` and keep the call; StepError if what it returns has no loss."""
         self._read()
-        self._flag = self._bad = self._wrong = None
+        self._flag = self._bad = None
         self.step += 1
         self._memory.judged = None
         self._memory.begin()
@@ -160,116 +149,94 @@ class BlackBox(Box):
             loss.register_hook(lambda gradient: self._begin(kept, gradient))
         return returned
 
-    def _last(self) -> Verdict:
-        if self._explained_step == self.step and self.verdict is not None:
-            if self._more:
-                return self._explained(CALL)
-            topic = self._topic(CALL) if self._missing else None
-            return self.verdict if topic is None else self._again(topic)
-        if not self._is_wrong():
-            if self.verdict is not None:
-                return self.verdict
-            raise StepError(
-                "explain(): there is no step to explain: the last one was finite, or has not run backward; call it "
-                "after a step whose loss or gradients are not finite, before the next one"
-            )
-        return self._explained(CALL)
+    def _wrong_window(self) -> Window | None:
+        window = self._memory.window
+        return window if self._known(window) is not None or self._is_wrong() else None
 
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             self._added = any(p.grad is not None for p in self._parameters)
-            try:
+            with self._guarded(f"the backward pass of step {self.step} was not looked at"):
                 if self._loop.bad is not None:
                     there = [_values(p.grad) for p in self._parameters if p.grad is not None]
                     self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
                 self._loop.begin(self.step)
-            except Exception as error:
-                self._failed(f"the backward pass of step {self.step} was not looked at", error)
             engine = execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
 
     def _look(self) -> None:
         """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""
-        try:
+        with self._guarded(f"the gradients of step {self.step} were not looked at"):
             kept = self._memory.window.batches[0]
             with torch.no_grad():
                 norms = _norms([_values(p.grad) for p in self._parameters if p.grad is not None])
                 self._bad = _not_finite(norms)
-                self._flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
-            self._memory.end(self._flag, None)
+                flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
+            self._memory.end(flag, None)
             if kept.loss is not None and kept.loss.numel() == 1 and norms:
                 versions = kept.loss._version, norms[0]._version
                 self._memory.signals.recent.append((self.step, kept.loss, norms[0], versions, self._bad, kept.seed))
             self._loop.end()
-        except Exception as error:
-            self._flag = None
-            self._failed(f"the gradients of step {self.step} were not looked at", error)
+            self._flag = flag
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
-        try:
+        with self._guarded(f"the update of step {self.step} was not looked at"):
             self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
             self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             first = self._loop.wrote is None and self._explained_step != self.step
-            if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
+            if first and self._loop.update is not None and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
-                self._unsaid = self._explained(UPDATE)
-        except Exception as error:
-            self._failed(f"the update of step {self.step} was not looked at", error)
+                self._unsaid = self._explained(self._memory.window, UPDATE)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
-        try:
+        with self._guarded(f"the update of step {self.step} was not looked at"):
             update = self._loop.after_update(closure=_closure(args, kwargs))
             if update is not None and self.verdict is not None and self._explained_step == self.step:
                 self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
-        except Exception as error:
-            self._failed(f"the update of step {self.step} was not looked at", error)
 
     def _is_wrong(self) -> bool:
         """Return whether the loss or a gradient of the last backward pass was not finite; waits for the device once."""
-        if self._flag is None:
-            return False
-        if self._wrong is None:
-            self._wrong = bool(self._flag)
-        return self._wrong
+        if self._flag is not None:
+            self._flag = bool(self._flag)
+        return bool(self._flag)
 
     def _read(self, *, updating: bool = False) -> None:
         """Read the flag of the last backward pass, once; under an update it is reported after that."""
         if self._flag is not None and self._read_step != self.step:
             self._read_step = self.step
-            try:
+            with self._guarded(f"step {self.step} was not finite"):
                 if self._is_wrong():
                     self._see()
                 else:
-                    self._trouble.fine()
-            except Exception as error:
-                self._failed(f"step {self.step} was not finite", error)
+                    self._streak.fine()
         if not updating:
             self._report(applied=False)
 
     def _see(self) -> None:
         """Examine a step that is not finite, in its gradients or in its loss alone."""
-        model, kept, loop = unwrap(self.model), self._memory.window.batches[0], self._loop
+        model, window, loop = unwrap(self.model), self._memory.window, self._loop
+        kept = window.batches[0]
         loss_finite = kept.loss is None or extremes(kept.loss)[1]
         if not loss_finite and not self._gradients_bad():
             self._lost = True
-            if not self._trouble.losses and self._replays < MOST_REPLAYS:
+            if not self._streak.losses and self._replays < MOST_REPLAYS:
                 self._replays += 1
-                self._unsaid = self._explained(UPDATE)
+                self._unsaid = self._explained(window, UPDATE)
             return
         scale = self._scale()
         loop.bad = loop.bad or (self.step, scale)
         if loop.same_window:
             return  # the first bad step of this window was examined
-        self._trouble.skipped()
-        self._scales = [*self._scales, scale] if self._trouble.streak > 1 else [scale]
+        self._streak.skipped()
+        self._scales = [*self._scales, scale] if self._streak.streak > 1 else [scale]
         self._highest = max(self._highest, scale)
         self._seen = SkippedStep(
             loss_finite=loss_finite,
@@ -281,14 +248,14 @@ class BlackBox(Box):
         )
         carried = 0 < loop.carried != self._carried and self._replays < MOST_REPLAYS
         self._carried = loop.carried
-        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
+        if carried or self._is_due(self._seen, window):
             self._replays += 1
-            self._unsaid = self._explained(UPDATE)
+            self._unsaid = self._explained(window, UPDATE)
 
     def _report(self, *, applied: bool) -> None:
         """Log what is known of the last bad step, and what is wrong with the loop."""
         for name in self._loop.facts.keys() - self._warned:
-            found = self._loop.facts[name].verdict(self.step)
+            found = replace(self._loop.facts[name], step=self.step)
             self._warn_once(name, found.headline)
             if not self._is_wrong():
                 self.verdict = found
@@ -308,28 +275,26 @@ class BlackBox(Box):
             self._warn_once("buffers", spoiled)
         if self._lost:
             self._lost = False
-            self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
+            updated = self._is_written() if self.optimizer is None else self._loop.updates > 0
+            self._warn(self.step, self._streak.lost(applied=updated))
         if seen is not None:
             applied = applied or self._loop.wrote is not None
-            self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
+            self._warn(self.step, self._streak.see(replace(seen, applied=applied)))
 
-    def _failed(self, what: str, error: Exception) -> None:
-        """Log the first error of the box, which does not reach the training loop."""
-        self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
-
-    def _is_updated(self) -> bool:
-        """Return whether the update of the last step has begun."""
-        return self._is_written() if self.optimizer is None else self._loop.updated
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Log the first error of the box, in words that begin with `what`; none reaches the training loop."""
+        try:
+            yield
+        except Exception as error:
+            self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
 
     def _is_written(self) -> bool:
         """Return whether a weight has been written to since the last forward pass."""
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
-        """Return the largest value of the backward pass's seed, inf if the low format of a loss cannot hold it.
-
-        1.0 if there is none, or if what the loop computes from the loss has made it infinite or NaN.
-        """
+        """Return the largest value of the backward pass's seed: inf if a low loss cannot hold it, 1.0 without one."""
         seed = self._memory.window.batches[0].seed
         if seed is None:
             return 1.0
@@ -341,10 +306,9 @@ class BlackBox(Box):
     def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
         return self.model, unwrap(self.model), f"box {self._ordinal}"
 
-    def _topic(self, place: str) -> Topic | None:
-        """Return the topic of a step whose gradients are bad, so that all ranks see it; None of any other."""
+    def _topic(self, window: Window, place: str) -> Topic | None:
         shared = self._synced and self._gradients_bad() and self.exchange is not None
-        return Topic(str(self.step), place) if shared else None
+        return Topic(str(window.last), place) if shared else None
 
     def _gradients_bad(self) -> bool:
         return self._bad is not None and bool(self._bad)
@@ -359,20 +323,18 @@ class BlackBox(Box):
     def _judged(self, verdict: Verdict) -> Verdict:
         return self._loop.judge(verdict)
 
-    def _explained(self, place: str) -> Verdict:
-        subject = self._subject()
+    def _explained(self, window: Window, place: str = CALL) -> Verdict:
+        subject, seed = self._subject(window), window.batches[0].seed
         if math.isinf(subject.scale):
-            seed = self._memory.window.batches[0].seed
             name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
             cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
             self.verdict = Verdict(
-                kind="scale_too_high", cause="scale", sure="shown", phase="backward", step=self.step, rank=rank(),
-                because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+                kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
+                step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
             )  # fmt: skip
-            self._explained_step = self.step
+            self._explained_step = window.last
             return self.verdict
-        verdict = self.explain_subject(subject, self._topic(place))
-        self._explained_step = self.step
+        verdict = super()._explained(window, place)
         notes = []
         if self._is_written():
             more = "" if self.optimizer is not None else "; pass optimizer="
@@ -382,7 +344,6 @@ class BlackBox(Box):
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
                 "step, and make the scaler once, before the loop"
             )
-        seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:
             notes.append("backward() reached the loss with a gradient that is not finite: the loop has computed it")
         if self._added and verdict.kind == "not_reproducible":
@@ -390,7 +351,7 @@ class BlackBox(Box):
         self.verdict = verdict = replace(verdict, notes=(*verdict.notes, *notes))
         return verdict
 
-    def _subject(self) -> Subject:
+    def _subject(self, window: Window) -> Subject:
         model = unwrap(self.model)
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -402,17 +363,16 @@ class BlackBox(Box):
 
         policy = prepared_policy(model)
         under = instead if policy is None else rebound
-        buffers = [*self._memory.window.buffers, *self._statistics.kept()]
         return Subject(
-            replay=Replay(model, forward, self._memory.window.batches, buffers),
+            replay=Replay(model, forward, window.batches, [*window.buffers, *self._statistics.kept()]),
             model=model,
             optimizer=self.optimizer,
             policy=policy,
             under=lambda tried: under(model, tried),
             scaling=self._scaling(),
             scale=self._scale(),
-            step=self.step,
-            rank=rank(),
+            step=window.last,
+            rank=processes()[0],
             normed=False,
             foreign=policy is None,
             more=self._more,
@@ -441,11 +401,7 @@ def _regions_here() -> list[AbstractContextManager[Any]]:
 
 
 def _loss_in(returned: Any) -> Tensor | None:
-    """Return the loss in what a loss function returned.
-
-    Raises:
-        StepError: there is none.
-    """
+    """Return the loss in what a loss function returned; StepError if there is none."""
     loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if loss is None or isinstance(loss, Tensor):
         return loss
@@ -506,7 +462,8 @@ def replay(file: str | Path, task: Any) -> Verdict:
     scale = torch.tensor(float(content["scale"]))
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, content["step"], scale))
     if verdict.kind == "not_reproducible" and not verdict.detail:
-        verdict = replace(verdict, cures=(Cure(policy=None, text=OTHER_CODE, verified=False), *verdict.cures))
+        other = "give the model and the loss of that run: the task's code may be another than the run's was"
+        verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"

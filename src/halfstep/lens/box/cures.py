@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import FAILURES, Trials, highest
-from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
+from halfstep.lens.box.trials import FAILURES, Trials, adapted, highest, in_place_of
+from halfstep.lens.calls import RUNS_BACKWARD, Site, region_here, spelled
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.operators import known
@@ -29,24 +30,17 @@ from halfstep.policy.plan import resolve
 from halfstep.policy.policy import PRESETS, Policy
 from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.snapshot import Snapshot, attributes
 from halfstep.torch_private.autograd import current_graph_task_id
 
-LONGEST = 4  # rules in one cure
-NEAREST = 6  # producers that are tried, one at a time
-ENOUGH = 3  # verified cures
+LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
+NEAREST = 6  # producers that are tried, one at a time: each costs a replay
+ENOUGH = 3  # verified cures, after which no other format is tried
+ENTRY = re.compile(r"^(?=[^ \n].* = |\[)", re.MULTILINE)  # where an entry of a policy file, or a table, begins
 IMPATIENT = 20  # a scale that grows after fewer good steps skips more than one in so many
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
-    """Return the changes under which training goes on, smallest first; else advice that nothing has verified.
-
-    Args:
-        subject: the step.
-        verdict: the first cause.
-        attempt: the replay that led to it.
-        trials: the trials of the step.
-    """
+    """Return the changes under which training goes on, smallest first; else advice that nothing has verified."""
     if verdict.cause == "divergence":
         return advice(verdict)
     if verdict.kind == "scale_too_high":
@@ -70,33 +64,25 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
     if not search.found:
         search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
     told = advice(verdict, around, cured=bool(search.verified))
+    once = [cure for cure in search.found if not cure.verified]
     if verdict.cause == "data":
-        return (*told, *search.verified, *search.once)
-    return (*search.verified, *told, *search.once)
+        return (*told, *search.verified, *once)
+    return (*search.verified, *told, *once)
 
 
 class _Search:
-    """Tries policies: by one replay and, where that is finite, by a trial of training.
-
-    Attributes:
-        found: the changes under which the step is finite.
-    """
+    """Tries policies: by one replay and, where that is finite, by a trial of training."""
 
     def __init__(self, subject: Subject, index: int | None, trials: Trials) -> None:
         assert subject.policy is not None
         self.subject, self.base = subject, subject.policy
         self.index, self.trials = index, trials
-        self.found: list[Cure] = []
+        self.found: list[Cure] = []  # the changes under which the step is finite
 
     @property
     def verified(self) -> list[Cure]:
         """Those under which training goes on."""
         return [cure for cure in self.found if cure.verified]
-
-    @property
-    def once(self) -> list[Cure]:
-        """The others."""
-        return [cure for cure in self.found if not cure.verified]
 
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
         """Replay the step under `policy`; None if it cannot run."""
@@ -104,16 +90,12 @@ class _Search:
         replay = dataclasses.replace(subject.replay, wide=policy.grads == "fp32")
         try:
             with subject.under(policy):
-                attempt = replay.run(traced=traced, only=self.index)
-                if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-                    return attempt
 
                 def at(scale: float) -> Attempt:
-                    return replay.run(factor=scale / subject.scale, only=self.index)
+                    factor = scale / subject.scale
+                    return replay.run(factor=factor, only=self.index, traced=traced and factor == 1.0)
 
-                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
-                lower = highest(lambda scale: not at(scale).bad, subject.scale, max(subject.floor, LOWEST))
-                return at(lower) if lower else attempt
+                return adapted(subject, at, subject.scale)[0]
         except FAILURES:
             return None  # this model cannot run under it
 
@@ -142,34 +124,26 @@ class _Search:
     def operators(self, verdict: Verdict, upstream: Sequence[Site]) -> None:
         """Give the operator a rule; else one of its producers; else it and those that then overflow after it, or them.
 
-        Args:
-            verdict: the first cause.
-            upstream: the calls that made its inputs, the nearest first.
+        `upstream` are the calls that made its inputs, the nearest first.
         """
         first = [verdict.op] if verdict.op in known() else []
-        following = self._next_operators(first) if first else verdict
+        following = self._next(*self._with_operators(first)) if first else verdict
         if self.found:
             return
         before = [site.op for site in upstream if site.op in known() and site.op not in first]
         before = list(dict.fromkeys(before))[:NEAREST]
         for op in before:
-            if self._try_operators([op]):
+            if self.try_one(*self._with_operators([op])):
                 return
         rules, current = first, following
         while current is not None and current.op in known() and current.op not in rules and len(rules) < LONGEST:
             rules = [*rules, current.op]
-            current = self._next_operators(rules)
+            current = self._next(*self._with_operators(rules))
         if self.found:
             return
         for count in range(1, LONGEST if first else 0):
-            if self._try_operators([*first, *before[:count]]):
+            if self.try_one(*self._with_operators([*first, *before[:count]])):
                 return
-
-    def _try_operators(self, rules: list[str]) -> bool:
-        return self.try_one(*self._with_operators(rules))
-
-    def _next_operators(self, rules: list[str]) -> Verdict | None:
-        return self._next(*self._with_operators(rules))
 
     def _with_operators(self, rules: list[str]) -> tuple[Policy, str, str]:
         return self.base.with_ops(fp32=rules), f"{' and '.join(rules)} in fp32", f"policy.with_ops(fp32={rules!r})"
@@ -246,20 +220,9 @@ def _pasted(base: Policy, policy: Policy, words: str, line: str, region: str) ->
 
 def _with_toml(base: Policy, policy: Policy, words: str, line: str) -> str:
     """Return the text of a cure: a line of code, and the entries of a policy file that differ."""
-    known_lines = set(base.to_toml().splitlines())
-    toml, keep = [], False
-    for text in policy.to_toml().splitlines():  # whole entries, also where an array spans lines
-        begins = " = " in text and not text.startswith(" ")
-        keep = (text not in known_lines or (begins and text.endswith("["))) if begins else keep
-        if keep and not (begins and text.endswith("[") and _same(base, policy, text.split(" = ")[0])):
-            toml.append(text)
-        elif begins:
-            keep = False
-    return "\n".join([f"{words}: {line}", "in TOML:", *toml])
-
-
-def _same(base: Policy, policy: Policy, field: str) -> bool:
-    return bool(getattr(base, field) == getattr(policy, field))
+    known_entries = set(map(str.strip, ENTRY.split(base.to_toml())))
+    entries = map(str.strip, ENTRY.split(policy.to_toml()))
+    return "\n".join([f"{words}: {line}", "in TOML:", *(entry for entry in entries if entry not in known_entries)])
 
 
 @contextmanager
@@ -278,12 +241,7 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
         wanted = DTYPES.get(concrete.dtype, torch.float32) if decision.low else torch.float32
         if parameter.dtype in POLICY_DTYPES and parameter.dtype is not wanted:
             made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
-    with Snapshot(attributes(model.modules())).returning():
-        # new parameters take their places: another format in `.data` would remove the hooks of a gradient
-        for module in model.modules():
-            for name, old in list(module._parameters.items()):
-                if old is not None and id(old) in made:
-                    setattr(module, name, made[id(old)])
+    with in_place_of(model, made):
         rules = {m.path: m.rule for m in plan.modules}
         for module, own in bound:
             rule = rules.get(own.path, "")
@@ -317,9 +275,6 @@ def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
 
     Without module rules ``hs.autocast(policy=policy)`` takes the place of each region. With module rules `model` is
     prepared for the block, and those regions do nothing.
-
-    Raises:
-        HalfstepError: the model cannot be prepared.
     """
     by_module = bool(policy.modules)
     if by_module and any(p.dtype in LOW_DTYPES for p in model.parameters()):

@@ -1,6 +1,4 @@
-"""Data: what is wrong with the batch of a step that is not finite, in words of data.
-
-Inputs: the step and the replay of it with instruments. Output: sentences that name input, sample, place and value.
+"""Data: what is wrong with the batch of a step that is not finite, in sentences with input, sample, place and value.
 
 Note [outliers]: a value is an outlier if three things hold. It is far out: the magnitudes below the largest gap of the
 batch's samples give a distribution of the tail (Pareto, with a Gamma prior on its index, so few values prove little),
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
-from halfstep.lens.box.origins import Source
+from halfstep.lens.box.origins import Source, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
@@ -31,75 +29,47 @@ from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
 from halfstep.trees import inputs, map_tensors, place, tensors
 
-Given: TypeAlias = list[tuple[int, str, Tensor]]
-"""Index, name and tensor of inputs."""
-
-RATIO = 100.0
-"""An outlier is so many times as large as the rest of its batch, or more."""
-
-RARE = 1e-6
-"""Probability of a gap as large among the values of a batch."""
-
-RARE_SAMPLE = 0.02
-"""The same among the largest values of its samples, of which there are few."""
-
-RARE_BATCH = 1e-4
-"""The same among the largest values of earlier batches."""
-
-TAIL = 1000
-"""Most values that the tail is estimated from: the largest tenth, ten at least."""
-
-MARKERS = 3
-"""A far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)."""
-
-EARLIER = 5
-"""So many earlier batches have to be known before a whole batch is called unusual."""
-
-SHARE = 4
-"""Outliers are in one of so many samples, or in one sample."""
+Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
+RATIO = 100.0  # an outlier is so many times as large as the rest of its batch, or more
+RARE = 1e-6  # probability of a gap as large among the values of a batch
+RARE_SAMPLE = 0.02  # the same among the largest values of its samples, of which there are few
+RARE_BATCH = 1e-4  # the same among the largest values of earlier batches
+TAIL = 1000  # most values that the tail is estimated from: the largest tenth, ten at least
+MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)
+EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
+SHARE = 4  # outliers are in one of so many samples, or in one sample
 
 
+# losses of a prediction and a target, both of floating numbers
 COMPARING = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "poisson_nll_loss soft_margin_loss".split()
 )
-"""Losses of a prediction and a target, both of floating numbers."""
-
+# what may lie between a batch and the loss
 CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as", "view", "reshape", "unsqueeze"})
-"""What may lie between a batch and the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """Far values of one input.
+    """Far values of one input."""
 
-    Attributes:
-        index: of the input.
-        rest: the largest magnitude of all other values.
-        text: what is wrong, in words.
-    """
-
-    index: int
-    rest: float
-    text: str
+    index: int  # of the input
+    rest: float  # the largest magnitude of all other values
+    text: str  # what is wrong, in words
 
 
 def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
-    """Return what is wrong with the batch, strongest first; () if nothing is.
-
-    Args:
-        subject: the step.
-        attempt: its replay with instruments.
-    """
+    """Return what is wrong with the batch of a step and its replay with instruments, strongest first."""
     if attempt is None or not attempt.bad or attempt.index is None or not subject.replay.window:
         return ()
     micro = subject.replay.window[attempt.index]
     source = None if attempt.trace is None else first_cause(attempt.trace)[0]
-    found = [*_not_finite(micro, source)]
-    if found:
+    if found := [*_not_finite(micro, source)]:
         return tuple(found)
-    reached = _reached(source)
-    known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
+    known = _inputs(micro)
+    if source is not None and source.call is not None:
+        reached = {name for call in upstream([source.call]) for kind, name in call.outside if kind == "batch"}
+        known = [(i, name, t) for i, name, t in known if f"input {i}" in reached]
     found += _constant(subject, attempt, known, source)
     found += _of_call(known, source)
     found += _outliers(subject, attempt, micro, known)
@@ -114,19 +84,8 @@ def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
     return next(_targets(subject.replay.window[attempt.index], attempt.trace), "")
 
 
-# ---------------------------------------------------------------------- names
-
-
 def _inputs(micro: MicroBatch) -> Given:
-    """Return (index, name, tensor) of a micro-batch."""
     return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
-
-
-def _reached(source: Source | None) -> set[str] | None:
-    """Return the inputs that the place depends on; None if that is not known."""
-    if source is None or source.call is None:
-        return None
-    return {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
 
 
 # ---------------------------------------------------------------------- values that are not finite
@@ -161,8 +120,8 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
         return
     empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in given if not tensor.numel()]
+    yield from empty
     if empty:
-        yield from empty
         return
     size = next((len(t) for _, _, t in given if t.dim()), 0)
     known = bool(source.samples) and source.samples[-1] < size
@@ -204,11 +163,8 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
     if source is None or not source.invalid or source.written or not source.samples:
         return []
     samples = list(source.samples)
-    if (
-        samples[-1] >= size
-        or 2 * len(samples) > size
-        or (source.over and source.call is not None and source.call.site.op not in NORMALISING)
-    ):
+    mask = source.over and source.call is not None and source.call.site.op not in NORMALISING
+    if mask or samples[-1] >= size or 2 * len(samples) > size:
         return []
     other = next(index for index in range(size) if index not in samples)
     found = []
@@ -256,7 +212,9 @@ def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
     """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
-    earlier = _earlier(subject)
+    seen = () if subject.signals is None else subject.signals.read().inputs
+    first = subject.step - subject.dropped - len(subject.replay.window)
+    earlier = [maxima for number, maxima in seen if number <= first]
     found = []
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
     for index, name, tensor in given:
@@ -266,28 +224,14 @@ def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Give
         past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
         if (far := outlier(index, name, tensor.detach(), past)) is not None:
             found.append(far)
-    if not found or not _finite(subject, attempt, {far.index: partial(_clipped, far.rest) for far in found}):
+    clipped = {far.index: partial(torch.clamp, min=-far.rest, max=far.rest) for far in found}
+    if not found or not _finite(subject, attempt, clipped):
         return []
     return [f"{far.text}; clipped to that, the step is finite" for far in found]
 
 
-def _earlier(subject: Subject) -> list[tuple[float, ...]]:
-    """Return the largest magnitudes of the inputs of earlier updates."""
-    if subject.signals is None:
-        return []
-    before = subject.step - subject.dropped - len(subject.replay.window)
-    return [maxima for number, maxima in subject.signals.read().inputs if number <= before]
-
-
 def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier | None:
-    """Return the outliers of one input, None if it has none.
-
-    Args:
-        index: of the input.
-        name: of it, for the text.
-        tensor: it.
-        past: largest magnitudes of it in earlier batches.
-    """
+    """Return the outliers of one input, None if it has none; `past`: its largest magnitudes in earlier batches."""
     values = tensor.float() if tensor.element_size() < 4 else tensor
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
@@ -358,10 +302,6 @@ def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
     base, top = min(logs), max(logs)
     spread, gap = 1.0 + sum(value - base for value in logs), math.log(largest) - top
     return gap >= math.log(RATIO) and len(logs) * math.log(spread / (spread + gap)) < math.log(limit)
-
-
-def _clipped(limit: float, tensor: Tensor) -> Tensor:
-    return tensor.clamp(-limit, limit)
 
 
 def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> bool:

@@ -13,11 +13,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens.box.origins import Source
+from halfstep.lens.box.origins import CallRecord, Source
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.story import first_extreme, path, story
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import NORMALISING, extremes
+from halfstep.lens.calls import NORMALISING, described, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
@@ -26,21 +25,19 @@ from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
 from halfstep.weights.store import WeightStore
 
-CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
-"""Kinds of verdicts that a change of policy may cure."""
+CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
 
 MASKED = "the mask's -inf becomes nan by arithmetic: "
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
-CAST = "to"
-"""The operator that a weight is cast by when an update writes its low copy."""
-
-LOWEST = 2.0**-14
-"""The lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish."""
-
-LARGE = 1e3
-"""Larger weights get a note."""
+CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
+LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
+LARGE = 1e3  # larger weights get a note
+ROWS = 8  # rows of a story
+NEAREST = 3  # so many rows are the place and what leads to it directly; the others are where magnitudes changed most
+EXTREME = 1e3  # activations and gradients above it are out of the normal range: their products pass the end of fp16
+TINY = 1e-30  # stands for a magnitude of 0 in ratios
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
@@ -51,48 +48,29 @@ class Subject:
     """A step to diagnose.
 
     Attributes:
-        replay: runs it again.
-        model: the user's model.
-        optimizer: the optimizer that would have updated the model, or None.
-        policy: the policy it ran under; None if it is not known.
-        under: ``with under(policy):`` replays run under another policy.
-        scaling: "none", "static" or "dynamic".
-        scale: the loss scale.
-        floor: the lowest scale that its rule allows; 0.0: any.
-        step: its number.
-        rank: of this process.
-        notes: notes for the verdict that are known before the replay.
-        normed: whether an update is skipped when the norm of all gradients is not finite.
-        foreign: whether the loss function opens the regions; then trials open others in their places.
-        region: the name of what opens them.
-        dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
-        gone: why none can be run again, in words; "" if one can.
         more: further micro-batches, for trials of training, by their number in `explain(batches=)`.
-        clip_norm: largest norm of the gradients of an update; None: not clipped, or not known.
-        clip_value: largest magnitude of an element of them; None likewise.
-        signals: the history of the run; None if there is none, as in a replay from a file.
     """
 
-    replay: Replay
-    model: nn.Module
-    optimizer: Optimizer | None
-    policy: Policy | None
-    under: Callable[[Policy], AbstractContextManager[None]]
-    scaling: str = "none"
-    scale: float = 1.0
-    floor: float = 0.0
-    step: int = 0
-    rank: int = 0
-    notes: tuple[str, ...] = ()
-    normed: bool = True
-    foreign: bool = False
-    region: str = "torch.autocast"
-    dropped: int = 0
-    gone: str = ""
+    replay: Replay  # runs it again
+    model: nn.Module  # the user's model
+    optimizer: Optimizer | None  # the optimizer that would have updated the model, or None
+    policy: Policy | None  # the policy it ran under; None if it is not known
+    under: Callable[[Policy], AbstractContextManager[None]]  # ``with under(policy):`` replays run under another policy
+    scaling: str = "none"  # "none", "static" or "dynamic"
+    scale: float = 1.0  # the loss scale
+    floor: float = 0.0  # the lowest scale that its rule allows; 0.0: any
+    step: int = 0  # its number
+    rank: int = 0  # of this process
+    notes: tuple[str, ...] = ()  # notes for the verdict that are known before the replay
+    normed: bool = True  # whether an update is skipped when the norm of all gradients is not finite
+    foreign: bool = False  # whether the loss function opens the regions; then trials open others in their places
+    region: str = "torch.autocast"  # the name of what opens them
+    dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
+    gone: str = ""  # why none can be run again, in words; "" if one can
     more: Mapping[int, MicroBatch] = field(default_factory=dict)
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    signals: Signals | None = None
+    clip_norm: float | None = None  # largest norm of the gradients of an update; None: not clipped, or not known
+    clip_value: float | None = None  # largest magnitude of an element of them; None likewise
+    signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
 
     @property
     def low(self) -> str:
@@ -113,11 +91,7 @@ def low_of(policy: Policy | None, model: nn.Module) -> str:
 
 
 def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
-    """Replay a step with instruments and name the first cause; without cures.
-
-    Returns:
-        The verdict and the replay it was drawn from.
-    """
+    """Replay a step with instruments and name the first cause; without cures."""
     attempt = subject.replay.run(traced=True)
     notes = [*subject.notes, *_differences(subject, attempt)]
     if attempt.odd:
@@ -133,13 +107,13 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
             assert attempt.index is not None
-            micro = subject.replay.window[attempt.index]
-            verdict = replace(verdict, detail=_of_input(micro, verdict.parameter))
+            detail = _of_input(subject.replay.window[attempt.index], verdict.parameter)
+            verdict = replace(verdict, detail=detail)
         elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
             verdict = cast
         elif verdict.kind == "bad_state":
             notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
-        elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
+        elif verdict.kind in {"overflow", "invalid"} and all(extremes(loss)[1] for loss in attempt.losses):
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
         if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN and verdict.op != CAST:
@@ -147,20 +121,15 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
-    if _compiled(subject.model):
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in subject.model.modules()):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
 
 
 def inspect(subject: Subject, why: str) -> Verdict:
-    """Return what the tensors of a step show without a replay; of sharded ones this rank's part.
-
-    Args:
-        subject: the step.
-        why: the reason why it is not replayed, in words.
-    """
-    verdict = Verdict(kind="not_reproducible", detail=f"not replayed: {why}")
-    window = subject.replay.window
+    """Return what the tensors of a step show without a replay, and why there is none; of sharded ones this rank's."""
+    reason, window = f"not replayed: {why}", subject.replay.window
+    verdict = Verdict(kind="not_reproducible", detail=reason)
     state = (*subject.model.named_parameters(), *subject.model.named_buffers())
     bad_state = [name for name, tensor in state if not is_lazy(tensor) and not extremes(tensor)[1]]
     bad_state += _bad_states(subject)
@@ -171,7 +140,6 @@ def inspect(subject: Subject, why: str) -> Verdict:
         if not extremes(tensor)[1]
     ]
     losses = [i for i, micro in enumerate(window) if micro.loss is not None and not extremes(micro.loss)[1]]
-    reason = f"not replayed: {why}"
     if inputs:
         micro, index = inputs[0]
         name = f"input {index}"
@@ -189,23 +157,7 @@ def inspect(subject: Subject, why: str) -> Verdict:
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return the verdict that follows from the trace of a replay that was not finite."""
     source, leaf = first_cause(trace)
-    return _verdict_on(source, "" if leaf is None else names.get(id(leaf), ""))
-
-
-def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
-    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
-    assert trace.loss is not None
-    if not extremes(trace.loss)[1]:
-        return trace.origins.accused(trace.loss)[0], None
-    found: list[tuple[Source, Tensor]] = []
-    for leaf, gradient in trace.gradients.items():
-        if not extremes(gradient)[1]:
-            found += [(source, leaf) for source in trace.origins.accused(gradient)]
-    return min(found, key=lambda pair: pair[0].rank())
-
-
-def _verdict_on(source: Source, culprit: str) -> Verdict:
-    call = source.call
+    culprit, call = "" if leaf is None else names.get(id(leaf), ""), source.call
     kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
         source.kind
     ) or ("invalid" if source.invalid or source.kind == "unwritten" else "overflow")
@@ -236,8 +188,8 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
         if call.site.phase == "backward" and culprit:
             notes = (*notes, f"reaches the gradient of {culprit}")
         rows = path(call, small=kind == "invalid" and not source.over)
-        told = story(rows)
-        if kind == "overflow" and not source.name and (first := first_extreme(rows)):
+        told = _told(rows)
+        if kind == "overflow" and not source.name and (first := _first_extreme(rows)):
             notes = (*notes, first)
     return Verdict(
         kind=kind,
@@ -256,6 +208,18 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
     )
 
 
+def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
+    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
+    assert trace.loss is not None
+    if not extremes(trace.loss)[1]:
+        return trace.origins.accused(trace.loss)[0], None
+    found: list[tuple[Source, Tensor]] = []
+    for leaf, gradient in trace.gradients.items():
+        if not extremes(gradient)[1]:
+            found += [(source, leaf) for source in trace.origins.accused(gradient)]
+    return min(found, key=lambda pair: pair[0].rank())
+
+
 def _of_mask(source: Source) -> str:
     """Return which mask an operator made NaN of."""
     mask, call = source.over[0], source.call
@@ -272,19 +236,16 @@ def _of_mask(source: Source) -> str:
 
 def _of_input(micro: MicroBatch, name: str) -> str:
     """Return how much of an input is not finite, and where."""
-    for index, tensor in enumerate(tensors((micro.batch, micro.named))):
-        if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
-            bad = ~torch.isfinite(tensor.detach())
-            what = "nan" if bool(torch.isnan(tensor).any()) else "inf"
-            if bool(torch.isinf(tensor).any()):
-                what = "inf" if what == "inf" else "nan or inf"
-            count = int(bad.sum())
-            text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
-            if not tensor.dim():
-                return text
-            rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
-            return f"{text}, in {shown(rows)}"
-    return ""
+    tensor = tensors((micro.batch, micro.named))[int(name.removeprefix("input "))].detach()
+    if tensor.layout is not torch.strided or extremes(tensor)[1]:
+        return ""
+    bad, tests = ~torch.isfinite(tensor), (("nan", torch.isnan), ("inf", torch.isinf))
+    what = " or ".join(word for word, test in tests if bool(test(tensor).any()))
+    count = int(bad.sum())
+    text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
+    if not tensor.dim():
+        return text
+    return f"{text}, in {shown(bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist())}"
 
 
 def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
@@ -296,13 +257,13 @@ def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
     for precise in _precise(subject, weight):
         value, finite, _ = extremes(precise[bad])
         if finite and torch.equal(precise.to(weight.dtype), weight.detach()):
-            limit, low = torch.finfo(weight.dtype).max, str(weight.dtype).removeprefix("torch.")
-            held = f"the {str(precise.dtype).removeprefix('torch.')} value of {verdict.parameter} is {value:.6g}"
+            (wide, low), shapes = described([precise, weight])
+            limit, name = torch.finfo(weight.dtype).max, verdict.parameter
             return Verdict(
-                kind="overflow", op=CAST, module=verdict.parameter.rpartition(".")[0], phase="update",
-                parameter=verdict.parameter, dtypes=(str(precise.dtype).removeprefix("torch."),),
-                shapes=(tuple(weight.shape),), value=value, limit=limit,
-                detail=f"{held}, and its cast to {low}, which ends at {limit:g}, is infinite",
+                kind="overflow", op=CAST, module=name.rpartition(".")[0], phase="update", parameter=name,
+                dtypes=(wide,), shapes=shapes[1:], value=value, limit=limit,
+                detail=f"the {wide} value of {name} is {value:.6g}, and its cast to {low}, which ends at {limit:g}, is "
+                "infinite",
             )  # fmt: skip
     return None
 
@@ -326,19 +287,15 @@ def _large(subject: Subject) -> Iterator[str]:
         yield f"{name} holds values as large as {value:.3g}"
 
 
-def _only_gradients(attempt: Attempt) -> bool:
-    return all(extremes(loss)[1] for loss in attempt.losses)
-
-
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
     """Return the verdict on micro-batches that are finite one by one."""
     leaf = attempt.added
     assert leaf is not None
     total = attempt.gradients[leaf]
+    dtypes, shapes = described([total])
     return Verdict(
         kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(leaf), ""),
-        dtypes=(str(total.dtype).removeprefix("torch."),), shapes=(tuple(total.shape),),
-        value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
+        dtypes=dtypes, shapes=shapes, value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
     )  # fmt: skip
 
 
@@ -436,5 +393,66 @@ def _reasons(subject: Subject) -> Iterator[str]:
     )
 
 
-def _compiled(model: nn.Module) -> bool:
-    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+# ------------------------------------------------------------------ what led to the place
+
+
+def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
+    """Return the calls from the first to the place, each the argument of the next that matters most.
+
+    That is an argument that is not finite, else the largest or, with `small`, the smallest, as in a division by 0.
+    """
+    rows, seen = [place], {place}
+    while parents := [p for p in rows[-1].parents if p not in seen and p.dtype is not None]:
+        spoiled = [p for p in parents if not p.finite_out]
+        rows.append((min if small else max)(spoiled or parents, key=lambda p: p.made))
+        seen.add(rows[-1])
+    rows.reverse()
+    return [row for row, following in zip(rows, [*rows[1:], None], strict=True) if not _alike(row, following)]
+
+
+def _alike(row: CallRecord, following: CallRecord | None) -> bool:
+    """Return whether two calls belong to one operator of the user's, such as the kernels of its backward pass."""
+    if following is None:
+        return False
+    one, two = row.site, following.site
+    return (one.op, one.module, one.line, one.phase) == (two.op, two.module, two.line, two.phase)
+
+
+def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
+    """Return at most `ROWS` rows of a path: the last ones, and those before that changed the magnitude most."""
+    early = range(max(len(rows) - NEAREST, 0))
+    changed = sorted(early, key=lambda index: _change(rows, index), reverse=True)[: ROWS - NEAREST]
+    kept = [*sorted(changed), *range(len(early), len(rows))]
+    return tuple(_row(rows[index]) for index in kept)
+
+
+def _change(rows: list[CallRecord], index: int) -> float:
+    """Return by how many powers of e a call changed the magnitude of what it was given."""
+    before = rows[index - 1].made if index else rows[index].largest
+    return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
+
+
+def _row(call: CallRecord) -> Magnitude:
+    return Magnitude(
+        op=call.site.op,
+        module=call.site.module,
+        line=call.site.line,
+        phase=call.site.phase,
+        dtype=str(call.dtype).removeprefix("torch."),
+        largest=call.made,
+        limit=call.limit,
+        finite=call.finite_out,
+    )
+
+
+def _first_extreme(rows: list[CallRecord]) -> str:
+    """Return where on a path before the place magnitudes left the normal range, "" if only at the place."""
+    if rows[0].largest > EXTREME and rows[0].carrier:
+        return f"magnitudes are out of the normal range from {rows[0].carrier} on: it holds {rows[0].largest:.6g}"
+    for index, row in enumerate(rows[:-1]):
+        if row.made > EXTREME and row.site.phase == rows[-1].site.phase:
+            before = rows[index - 1].made if index else row.largest
+            module = f" in {row.site.module}" if row.site.module else ""
+            grew = f"{before:.4g} before it, {row.made:.4g} after"
+            return f"magnitudes passed {EXTREME:g} first in {row.site.op}{module} at {row.site.line}: {grew}"
+    return ""

@@ -1,17 +1,16 @@
-"""Evidence: a bad step in one file, to be replayed later or elsewhere.
+"""Evidence: a bad step in a file that holds what a replay needs, and its report in another, for their owner alone.
 
-``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy, seeds and the
-history of the run, as plain containers and tensors (``torch.load(weights_only=True)`` reads it) with a checksum behind
-them, and ``.txt`` the report. Number and size are bounded. Both are readable by their owner alone.
+``halfstep-blackbox-STEP.pt`` is plain containers and tensors (``torch.load(weights_only=True)``) and their checksum.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import mmap
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,10 +38,8 @@ MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
 MOST_BATCHES = 1 << 30  # bytes of micro-batches
 MOST_FILE = 3 << 30  # bytes of a file that is read
-CHUNK = 1 << 20  # bytes read at once
 SHOWN = 3  # weights named that do not fit
-SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")
-"""The end of a file: the sum of all bytes before it."""
+SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")  # the end of a file: the sum of all bytes before it
 SEAL_BYTES = 73
 
 
@@ -84,12 +81,7 @@ EVIDENCE = {
 def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:
     """Write the evidence of a step into `folder`; return the file's name, or in words why there is none.
 
-    Args:
-        folder: made if it is not there.
-        subject: the step.
-        verdict: on the step.
-        written: files written so far, the oldest first; beyond `MOST_FILES` the oldest are removed, and in the folder
-            those of other runs beyond `MOST_IN_FOLDER`.
+    The oldest files are removed: of `written`, those of this run, beyond `MOST_FILES`; of all runs `MOST_IN_FOLDER`.
     """
     rank = f"-rank{subject.rank}" if subject.rank else ""
     path = folder / f"halfstep-blackbox-{subject.step}{rank}.pt"
@@ -148,19 +140,13 @@ def _private(path: Path) -> IO[bytes]:
 
 def _sum(path: Path, size: int) -> bytes:
     """Return the SHA-256 of the first `size` bytes of a file, in hexadecimal digits."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while size > 0 and (data := file.read(min(size, CHUNK))):
-            found.update(data)
-            size -= len(data)
-    return found.hexdigest().encode()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        return hashlib.sha256(data).hexdigest().encode()
 
 
 def _remove(path: Path) -> None:
-    try:
+    with suppress(OSError):  # it stays
         path.unlink(missing_ok=True)
-    except OSError:
-        pass  # it stays
 
 
 def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None, list[str]]:
@@ -177,9 +163,12 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         })  # fmt: skip
     names = {id(m): n for n, m in subject.model.named_modules()}
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
-    state = {n: _cpu(v) for n, v in _state(subject.model).items() if isinstance(v, Tensor)}
+    state: dict[str, Any] = {}
     if has_parts(subject.model):
         notes.append("weights are left out: this rank has a part of them")
+    else:
+        held = _whole_state(subject.model) if is_gathered(subject.model) else subject.model.state_dict()
+        state = {n: _cpu(v) for n, v in held.items() if isinstance(v, Tensor)}
     alone = sum(t.numel() * t.element_size() for t in tensors(window))
     if alone > MOST_BATCHES:
         return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BATCHES >> 20}"]
@@ -187,16 +176,10 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     if size > MOST_BYTES:
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
         state = {}
-    fields = {f.name: getattr(verdict, f.name) for f in dataclasses.fields(verdict) if f.name != "cures"}
-    fields["story"] = [dataclasses.asdict(row) for row in verdict.story]
-    fields["cures"] = [
-        {"policy": None if c.policy is None else c.policy.to_toml(), "text": c.text, "verified": c.verified}
-        for c in verdict.cures
-    ]
     content = {
         "halfstep_blackbox": VERSION,
         "torch": str(torch.__version__),
-        "verdict": fields,
+        "verdict": verdict.record(),
         "policy": None if subject.policy is None else subject.policy.to_toml(),
         "scaling": subject.scaling,
         "scale": subject.scale,
@@ -212,13 +195,6 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     except StepError as error:
         return None, [*notes, str(error)]
     return content, notes
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    """Return the weights of a model; nothing of one that is sharded at the moment."""
-    if has_parts(model):
-        return {}
-    return _whole_state(model) if is_gathered(model) else model.state_dict()
 
 
 def _cpu(tensor: Tensor | None) -> Tensor | None:
@@ -241,11 +217,7 @@ def _portable(tree: Any, notes: list[str]) -> Any:
 
 
 def load_evidence(path: str | Path) -> dict[str, Any]:
-    """Return what `save_evidence` wrote.
-
-    Raises:
-        StepError: the file is not there, is no evidence, is damaged, or holds what `save_evidence` does not write.
-    """
+    """Return what `save_evidence` wrote; StepError if the file holds anything else, or is damaged."""
     try:
         path = Path(path)
         size = regular(path, StepError, MOST_FILE, links=True)
@@ -272,30 +244,27 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> None:
-    """Put the weights of an evidence file into `model`; none if the file holds none.
-
-    Raises:
-        StepError: they are those of another model; `model` is as before.
-    """
+    """Put the weights of an evidence file, if it has any, into `model`; StepError if they are another model's."""
     weights = content["model"]
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if not weights:
         return
-    odd = [f"{name} is missing" for name in own if name not in weights]
-    odd += [f"{name} is not in the model" for name in weights if name not in own]
-    odd += [
-        f"{name} is {tuple(weights[name].shape)} and {tuple(tensor.shape)} in the model"
-        for name, tensor in own.items()
-        if name in weights and not is_lazy(tensor) and weights[name].shape != tensor.shape
+    both = [(name, weights[name], tensor) for name, tensor in own.items() if name in weights]
+    unfit = [f"{name} is missing" for name in own if name not in weights]
+    unfit += [f"{name} is not in the model" for name in weights if name not in own]
+    unfit += [
+        f"{name} is {tuple(kept.shape)} and {tuple(tensor.shape)} in the model"
+        for name, kept, tensor in both
+        if not is_lazy(tensor) and kept.shape != tensor.shape
     ]
-    odd += [
-        f"{name} is {weights[name].dtype} and {tensor.dtype} in the model"
-        for name, tensor in own.items()
-        if name in weights and _kind(weights[name]) != _kind(tensor)
+    unfit += [
+        f"{name} is {kept.dtype} and {tensor.dtype} in the model"
+        for name, kept, tensor in both
+        if _kind(kept) != _kind(tensor)
     ]
-    if odd:
-        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-        what = f"{', '.join(odd[:SHOWN])}{more}; is it the model of that run?"
+    if unfit:
+        more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
+        what = f"{', '.join(unfit[:SHOWN])}{more}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
     model.load_state_dict(weights, strict=False)  # only tensors were kept
 
@@ -307,11 +276,7 @@ def _kind(tensor: Tensor) -> tuple[bool, bool, torch.layout]:
 def buffers_of(
     model: nn.Module, content: Mapping[str, Any], device: torch.device
 ) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the buffers of an evidence file on `device`, with the modules of `model` that have them.
-
-    Raises:
-        StepError: the model has something else there.
-    """
+    """Return the buffers of an evidence file on `device` with their modules; StepError if `model` lacks one."""
     modules, found = dict(model.named_modules()), []
     for path, name, value in content["buffers"]:
         if path in modules:

@@ -21,54 +21,37 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-BITS = 62
-"""Ranks in one counter of the store, which is a signed 64-bit integer."""
+from halfstep.meeting import processes
+from halfstep.torch_private.distributed import default_store
 
-MOST_VALUES = 16
-"""Values read of one topic, the first that were posted."""
+BITS = 62  # ranks in one counter of the store, which is a signed 64-bit integer
+MOST_VALUES = 16  # values read of one topic, the first that were posted
+KEPT = 16  # topics whose keys stay in the store
+LESS = 50  # ranks that were missing before are waited for this much less
 
-KEPT = 16
-"""Topics whose keys stay in the store."""
-
-LESS = 50
-"""Ranks that were missing before are waited for this much less."""
-
-SOON, LATE = 0.0005, 0.02
-"""Seconds between the first two looks at the store, and at most; for more than 2000 ranks longer in proportion."""
+FIRST_PAUSE = 0.0005  # seconds between the first two looks at the store
+LONGEST_PAUSE = 0.02  # seconds between two of them; for more than 2000 ranks longer in proportion
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was posted about a topic before a deadline.
+    """What was posted about a topic before a deadline."""
 
-    Attributes:
-        values: rank -> what it reported.
-        missing: ranks that have posted nothing.
-    """
-
-    values: dict[int, bytes]
-    missing: tuple[int, ...]
+    values: dict[int, bytes]  # rank -> what it reported
+    missing: tuple[int, ...]  # ranks that have posted nothing
 
 
 class Exchange:
-    """The ranks that make a step together.
+    """The ranks that make a step together, by their global numbers; `me` is that of this one."""
 
-    Args:
-        store: one that all of them write to.
-        ranks: their global numbers, of this one too.
-        me: the global number of this one.
-    """
-
-    def __init__(self, store: Store, ranks: tuple[int, ...], me: int) -> None:
+    def __init__(self, store: Any, ranks: tuple[int, ...], me: int) -> None:
         self.ranks, self.me = ranks, me
         self._index = ranks.index(me)
         self._store = store
@@ -79,7 +62,7 @@ class Exchange:
         """Post that this rank has come to `topic`, and `value` if it is not None. Waits for none of them."""
         store = self._store
         if value is not None:
-            store.set(f"{topic}/value/{self.me}", value)  # type: ignore[arg-type]  # bytes are right, the stub has str
+            store.set(f"{topic}/value/{self.me}", value)
             place = store.add(f"{topic}/values", 1)
             if place <= MOST_VALUES:
                 store.set(f"{topic}/place/{place}", str(self.me))
@@ -88,18 +71,15 @@ class Exchange:
         self._note(topic)
 
     def collect(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
-        """Return what has been posted about `topic`.
+        """Return what has been posted about `topic`, of which this rank has posted something itself.
 
-        Args:
-            topic: of which this rank has posted something itself.
-            patience: seconds to wait for ranks that have posted nothing.
-            one: whether to wait for the first value only.
-            at_update: whether every rank should come here, so that one that does not is waited for less the next time.
+        Waits `patience` seconds for ranks that have posted nothing; with `one` for the first value only. A rank that
+        does not come is waited for less the next time if it should have come: `at_update`.
         """
         store, everyone = self._store, len(self.ranks)
         gone = len(self._still_gone())
         began = time.monotonic()
-        pause = SOON
+        pause = FIRST_PAUSE
         while True:
             count = store.add(f"{topic}/count", 0)
             if one and (found := self._values(topic)):
@@ -114,13 +94,7 @@ class Exchange:
         return Answers(self._values(topic), tuple(self.ranks[index] for index in missing))
 
     def agree(self, topic: str, *, ok: bool, patience: float) -> bool:
-        """Return whether all ranks are here and have `ok`; the same on every rank that returns. See note [agreement].
-
-        Args:
-            topic: of which nothing has been posted.
-            ok: whether this rank agrees.
-            patience: seconds to wait for ranks that are not here.
-        """
+        """Return whether all ranks are here within `patience` seconds and have `ok`, each of them; note [agreement]."""
         store, decision = self._store, f"{topic}/decision"
         self._note(topic)
         if not ok or self._still_gone():  # one that was missing does not stop the others for long
@@ -128,7 +102,7 @@ class Exchange:
         elif store.add(f"{topic}/count", 1) == len(self.ranks):
             store.compare_set(decision, "", "yes")
         end = time.monotonic() + patience
-        pause = SOON
+        pause = FIRST_PAUSE
         while not store.check([decision]):
             if time.monotonic() >= end:
                 store.compare_set(decision, "", "no")
@@ -137,7 +111,7 @@ class Exchange:
 
     def _wait(self, pause: float) -> float:
         time.sleep(pause)
-        return min(2 * pause, LATE * max(1.0, len(self.ranks) / 2000))
+        return min(2 * pause, LONGEST_PAUSE * max(1.0, len(self.ranks) / 2000))
 
     def _still_gone(self) -> list[int]:
         """Return the indices of ranks that have posted nothing, until now, about the topic they missed."""
@@ -179,46 +153,31 @@ class Exchange:
 def exchange_of(wrapped: nn.Module, model: nn.Module, name: str) -> Exchange | None:
     """Return the exchange of the ranks that make each step of a model together; None if there are no others.
 
-    Args:
-        wrapped: the model as the user calls it.
-        model: the user's model inside.
-        name: of its black box, equal on all ranks and used for no other.
+    `wrapped` is the model as the user calls it; `name` that of its black box, equal on all ranks, used for no other.
     """
     ranks = ranks_of_step(wrapped, model)
-    store = None if ranks is None else _default_store()
-    if ranks is None or store is None:
+    if ranks is None:
         return None
     names = [name for name, _ in model.named_parameters()]
     # ranks that have made other models before do not take them for each other
     key = hashlib.sha256(repr((name, ranks, names)).encode()).hexdigest()[:16]
-    return Exchange(PrefixStore(f"halfstep/{key}", store), ranks, torch.distributed.get_rank())
+    c10d: Any = torch.distributed  # some builds have no stores
+    return Exchange(c10d.PrefixStore(f"halfstep/{key}", default_store()), ranks, processes()[0])
 
 
 def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | None:
     """Return the global numbers of the ranks that see the same verdict on each update; None if there are no others.
 
-    Those are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
+    They are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
     are nested or cross each other, all ranks of the program are taken.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in _meshes(model)}
+    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes - {None}}
     while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled
         wrapped = inner
     if isinstance(wrapped, DistributedDataParallel):
         found.add(tuple(sorted(torch.distributed.get_process_group_ranks(wrapped.process_group))))
     if not found:
         return None
-    ranks = found.pop() if len(found) == 1 else tuple(range(torch.distributed.get_world_size()))
+    ranks = found.pop() if len(found) == 1 else tuple(range(processes()[1]))
     return ranks if len(ranks) > 1 else None
-
-
-def _meshes(model: nn.Module) -> Iterable[Any]:
-    return {id(m): m for m in (getattr(p, "device_mesh", None) for p in model.parameters()) if m is not None}.values()
-
-
-def _default_store() -> Store | None:
-    """Return the store of the default process group; torch has no public name for it."""
-    c10d: Any = torch.distributed.distributed_c10d
-    store = getattr(c10d, "_get_default_store", lambda: None)()
-    return store if isinstance(store, Store) else None

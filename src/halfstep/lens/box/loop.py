@@ -1,8 +1,5 @@
 """Loop: errors in the order of calls of a training loop written by hand.
 
-Inputs: the moments that a `BlackBox` sees, which are begin and end of a backward pass and the optimizer's step, before
-and after. Outputs: `Fact`s, each with what shows it, and verdicts with the loop as their cause.
-
 What is compared are gradients and weights themselves: a gradient that no call has written to between two moments is the
 same object with the same version. Two small gradients stand for all, so a good step costs some microseconds on the
 host. Values are read after a bad step, in the first updates of a run, and where something looks wrong.
@@ -28,102 +25,47 @@ from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.alarm import in_scaler, is_scaler
 
-WATCHED = 2
-"""Gradients that stand for all: the smallest ones."""
-
-SEEN = 2
-"""An error that does no harm at once is reported when it was seen in so many steps in a row."""
-
-SAMPLES = 3
-"""Scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged."""
-
-TRIES = 64
-"""Backward passes whose norms are computed for that, at most."""
-
-CLIPPED = 0.5
-"""A norm below this part of what it was counts as clipped."""
-
-EQUAL = 1e-4
-"""Relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds."""
-
-UNKNOWN = 64
-"""Backward passes of one update, at most, before the first update has shown how many there are."""
-
-COPIED = 1 << 26
-"""Bytes of weights that are copied to find out whether a bad step was applied to them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fact:
-    """An error in the order of calls.
-
-    Attributes:
-        code: its number in `mistakes.MISTAKES`, which has the remedy.
-        because: what shows it, in one sentence.
-        line: the user's line with the call, "file.py:12 text"; "" where a call is missing.
-        sure: "shown" or "likely".
-        spoils: whether training may run away because of it.
-    """
-
-    code: str
-    because: str
-    line: str = ""
-    sure: str = "shown"
-    spoils: bool = True
-
-    def verdict(self, step: int) -> Verdict:
-        """Return the verdict on a step whose finding is this error alone."""
-        return _blamed(Verdict(kind="loop", phase="update", step=step), self)
+WATCHED = 2  # gradients that stand for all: the smallest ones
+SEEN = 2  # an error that does no harm at once is reported when it was seen in so many steps in a row
+SAMPLES = 3  # scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged
+TRIES = 64  # backward passes whose norms are computed for that, at most
+CLIPPED = 0.5  # a norm below this part of what it was counts as clipped
+EQUAL = 1e-4  # relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds
+UNKNOWN = 64  # backward passes of one update, at most, before the first update has shown how many there are
+HARMLESS = frozenset({"HS001", "HS201"})  # errors because of which training does not run away
+COPIED = 1 << 26  # bytes of weights that are copied to find out whether a bad step was applied to them
 
 
 @dataclass(eq=False)
 class _Update:
-    """A call of the optimizer's step on gradients that are not finite.
+    """A call of the optimizer's step on gradients that are not finite."""
 
-    Attributes:
-        weights: (parameter, a copy from before) of those whose gradient is not finite.
-        line: the user's line.
-        scaler: whether the loss was scaled and a scaler is within reach of the line.
-    """
-
-    weights: list[tuple[Tensor, Tensor]]
-    line: str
-    scaler: bool
+    weights: list[tuple[Tensor, Tensor]]  # (parameter, a copy from before) of those whose gradient is not finite
+    line: str  # the user's line
+    scaler: bool  # whether the loss was scaled and a scaler is within reach of the line
 
 
 class Loop:
-    """Watches the order of calls around one optimizer.
-
-    Args:
-        optimizer: the loop's.
-
-    Attributes:
-        facts: errors found so far, by their numbers.
-        bad: (number, scale) of the last step that was not finite, until its gradients are gone.
-        carried: the number of the step whose gradients, which were not finite, went into the present one; 0: none.
-        same_window: whether the present step adds to the gradients of a bad one within one update.
-        wrote: (number of the step, verdict on it) whose gradients were applied though they were not finite.
-        buffers: name of a buffer -> number of the bad step that wrote to it what is not finite.
-    """
+    """Watches the order of calls around one optimizer."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self.optimizer = optimizer
-        self.facts: dict[str, Fact] = {}
-        self.bad: tuple[int, float] | None = None
-        self.carried = 0
-        self.same_window = False
-        self.wrote: tuple[int, Verdict] | None = None
-        self.buffers: dict[str, int] = {}
+        self.facts: dict[str, Verdict] = {}  # code of an error in `mistakes.MISTAKES` -> the verdict on it alone
+        self.bad: tuple[int, float] | None = None  # (number, scale) of the last bad step, until its gradients are gone
+        self.carried = 0  # number of the step whose bad gradients went into the present one; 0: none
+        self.same_window = False  # whether the present step adds to the gradients of a bad one within one update
+        self.wrote: tuple[int, Verdict] | None = None  # (number, verdict) of a bad step whose gradients were applied
+        self.buffers: dict[str, int] = {}  # name -> number of the bad step that wrote to it what is not finite
+        self.updates = 0  # since the last backward pass
+        self.update: _Update | None = None  # under way, of gradients that are not finite, with no scaler to stop it
         self._watched: list[Tensor] = []  # parameters
         self._made: list[tuple[Tensor, Tensor, int]] = []  # (parameter, gradient, version) after the backward pass
         self._left: list[tuple[Tensor, Tensor, int]] = []  # the same after the last update, until a pass begins
-        self._updates = 0  # since the last backward pass
         self._passes = self._usual = 0  # backward passes since the last update, and up to it
         self._depth = 0  # an optimizer's step may call that of its base class
         self._kept = self._cleared = 0  # updates in a row whose gradients stayed, and that had none
         self._suspected = False  # whether the optimizer may step twice with the same gradients
         self._first: tuple[str, Tensor] | None = None  # line and gradients of the first update of a suspected step
-        self._update: _Update | None = None
         self._raw: Tensor | None = None  # norm of the gradients after the backward pass
         self._tries = 0
         self._samples: list[tuple[float, float, float, float]] = []  # scale; norm before, norm and largest after
@@ -133,12 +75,12 @@ class Loop:
     def begin(self, step: int) -> None:
         """A backward pass begins."""
         left, self._left = self._left, []
-        updates, self._updates, self._depth = self._updates, 0, 0
+        updates, self.updates, self._depth = self.updates, 0, 0
         self._passes += 1
         if not updates:
             return
         kept = [gradient for parameter, gradient, version in left if _is_same(parameter, gradient, version)]
-        if not any(map(_is_not_zero, kept)):
+        if not any(bool(local(gradient).any()) for gradient in kept):
             self._kept = 0
             return
         self._kept += 1
@@ -162,30 +104,24 @@ class Loop:
         assert self.bad is not None
         step, before = self.bad
         # an update came between, or should have
-        passed = self._updates > 0 or scale != before or self._passes >= (self._usual or UNKNOWN)
+        passed = self.updates > 0 or scale != before or self._passes >= (self._usual or UNKNOWN)
         self.carried = step if bad and passed else 0
         self.same_window = bad and not passed
         if not bad:
             self.bad = None
 
     def before_update(self, *, bad: bool, scale: Tensor | None, closure: bool) -> None:
-        """The optimizer steps.
-
-        Args:
-            bad: whether the gradients of the last backward pass were not finite.
-            scale: the seed of that pass, None if it is not known.
-            closure: whether the step runs a closure, which makes other gradients.
-        """
+        """The optimizer steps, on gradients that are `bad`; `scale` is their seed; a closure makes other gradients."""
         self._depth += 1
         if self._depth > 1 or closure:
             return
-        self._update = None
+        self.update = None
         if bad:
-            self._update = self._bad_update(scale)
-        elif not self._updates:
+            self.update = self._bad_update(scale)
+        elif not self.updates:
             self._sample(scale)
             self._look_for_gradients()
-        elif self._updates == 1 and self._left and all(p.grad is gradient for p, gradient, _ in self._left):
+        elif self.updates == 1 and self._left and all(p.grad is gradient for p, gradient, _ in self._left):
             self._compare(scale)
 
     def after_update(self, *, closure: bool) -> _Update | None:
@@ -194,24 +130,14 @@ class Loop:
         if self._depth or closure:
             return None
         self._usual = self._passes or self._usual
-        self._updates, self._passes = self._updates + 1, 0
+        self.updates, self._passes = self.updates + 1, 0
         self._left = self._state()
-        if self._updates == 1 and self._suspected and self._left:
+        if self.updates == 1 and self._suspected and self._left:
             self._first = user_line(), self._joined()
-        update, self._update = self._update, None
+        update, self.update = self.update, None
         if update is not None and any(_differ(parameter, before) for parameter, before in update.weights):
             return update
         return None
-
-    @property
-    def past_scaler(self) -> bool:
-        """Whether the step under way applies gradients that are not finite, and no scaler is there to stop it."""
-        return self._update is not None
-
-    @property
-    def updated(self) -> bool:
-        """Whether the optimizer has stepped since the last backward pass."""
-        return self._updates > 0
 
     # ------------------------------------------------------------------ what is wrong
 
@@ -241,7 +167,6 @@ class Loop:
                     "HS201",
                     because=f"zero_grad() ran between backward() and the update: {SEEN} updates had no gradients",
                     line=user_line(),
-                    spoils=False,
                 )
 
     def _compare(self, seed: Tensor | None) -> None:
@@ -312,27 +237,25 @@ class Loop:
                     "HS001",
                     because=f"{call} ran before unscale_(): in {SAMPLES} updates the {what} of all gradients is "
                     f"{limits[0]:.3g} / {scale:g} (the loss scale), their norm without clipping {befores[0]:.3g}",
-                    spoils=False,
                 )
                 return
 
-    def _note(self, code: str, because: str, line: str = "", *, spoils: bool = True) -> None:
-        self.facts[code] = Fact(code=code, because=because, line=line, spoils=spoils)
+    def _note(self, code: str, because: str, line: str = "") -> None:
+        self.facts[code] = _blamed(Verdict(kind="loop", phase="update"), code, because, line)
 
     # ------------------------------------------------------------------ verdicts
 
     def judge(self, verdict: Verdict) -> Verdict:
         """Return the verdict on a bad step, with the loop as its cause where that is so."""
         if self.carried and verdict.kind == "not_reproducible":
-            fact = Fact(
-                code="HS034",
-                because=f"zero_grad() is missing: the gradients of step {self.carried}, which were not finite, were "
-                f"still there when backward() of step {verdict.step} began; its own are finite",
+            return _blamed(
+                replace(verdict, kind="loop", phase="update", detail=""),
+                "HS034",
+                f"zero_grad() is missing: the gradients of step {self.carried}, which were not finite, were still "
+                f"there when backward() of step {verdict.step} began; its own are finite",
             )
-            return _blamed(replace(verdict, kind="loop", phase="update", detail=""), fact)
         if verdict.kind == "bad_state" and verdict.parameter in self.buffers:
-            fact = Fact(code="HS204", because=_of_buffers([verdict.parameter], self.buffers[verdict.parameter]))
-            return _blamed(verdict, fact)
+            return _blamed(verdict, "HS204", _of_buffers([verdict.parameter], self.buffers[verdict.parameter]))
         if verdict.kind == "bad_state" and self.wrote is not None and self.wrote[0] < verdict.step:
             step, first = self.wrote
             because = f"{verdict.parameter} is not finite since the update of step {step}: "
@@ -341,9 +264,10 @@ class Loop:
                 verdict, kind="loop" if first.kind == "loop" else verdict.kind, cause=first.cause, because=because,
                 sure=first.sure, line=first.line, cures=first.cures,
             )  # fmt: skip
-        spoiling = [fact for fact in self.facts.values() if fact.spoils]
-        if spoiling and verdict.kind in {"overflow", "invalid", "bad_state"}:
-            return _blamed(replace(verdict, kind="loop"), replace(spoiling[0], sure="likely", line=verdict.line))
+        spoiling = next((fact for code, fact in self.facts.items() if code not in HARMLESS), None)
+        if spoiling is not None and verdict.kind in {"overflow", "invalid", "bad_state"}:
+            because, cures = spoiling.because, spoiling.cures
+            return replace(verdict, kind="loop", cause="loop", because=because, sure="likely", cures=cures)
         return verdict
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
@@ -356,14 +280,11 @@ class Loop:
         if scaled:
             verdict = replace(verdict, kind="loop", phase="update", op="", module="", line=update.line, detail="")
         if update.scaler:
-            fact = Fact(
-                code="HS006",
-                because=f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}",
-            )
-            verdict = _blamed(verdict, fact)
+            because = f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}"
+            verdict = _blamed(verdict, "HS006", because)
         elif scaled:
-            fact = Fact(code="HS005", because=f"{call} applied gradients that overflowed under the loss scale; {count}")
-            verdict = _blamed(verdict, fact)
+            because = f"{call} applied gradients that overflowed under the loss scale; {count}"
+            verdict = _blamed(verdict, "HS005", because)
         else:
             verdict = replace(verdict, notes=(*verdict.notes, f"its update was applied by {call}: {count}"))
         self.wrote = self.wrote or (verdict.step, verdict)
@@ -398,12 +319,7 @@ class Loop:
 
 
 def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) -> list[str]:
-    """Return names of buffers that are not finite, and were when `kept` was taken.
-
-    Args:
-        kept: (module, name, value) from before the step.
-        model: names its modules.
-    """
+    """Return names of buffers that are not finite now, and were in `kept`: (module, name, value before the step)."""
     names: dict[int, str] = {}
     found = []
     for module, name, before in kept:
@@ -414,11 +330,9 @@ def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) ->
     return found
 
 
-def _blamed(verdict: Verdict, fact: Fact) -> Verdict:
-    cure = Cure(policy=None, text=MISTAKES[fact.code].remedy, verified=False)
-    return replace(
-        verdict, cause="loop", because=fact.because, sure=fact.sure, line=fact.line or verdict.line, cures=(cure,)
-    )
+def _blamed(verdict: Verdict, code: str, because: str, line: str = "") -> Verdict:
+    cure = Cure(policy=None, text=MISTAKES[code].remedy, verified=False)
+    return replace(verdict, cause="loop", because=because, sure="shown", line=line or verdict.line, cures=(cure,))
 
 
 def _of_buffers(names: Sequence[str], step: int) -> str:
@@ -433,10 +347,6 @@ def _of_buffers(names: Sequence[str], step: int) -> str:
 def _is_same(parameter: Tensor, gradient: Tensor, version: int) -> bool:
     """Return whether the gradient of `parameter` is still `gradient`, and no call has written to it."""
     return parameter.grad is gradient and gradient._version == version
-
-
-def _is_not_zero(gradient: Tensor) -> bool:
-    return bool(local(gradient).any())
 
 
 def _differ(now: Tensor, before: Tensor) -> bool:

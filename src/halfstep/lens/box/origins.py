@@ -1,8 +1,5 @@
 """Origins: where the values of one replay come from: those that are not finite, and those that are large.
 
-It is given each operator call of a replay (`Trace`) and keeps a `CallRecord` of it, which is linked to the calls that
-made its arguments. Values that are not finite have `Source`s.
-
 Note [origins]: every storage that holds a value that is not finite carries the set of `Source`s it comes from. An
 operator whose result is finite ends them; one whose inputs are finite and whose result is not begins one. At the end
 the loss, or a gradient, names its sources: infinities that were masked away are never among them. Infinities written on
@@ -26,26 +23,27 @@ from halfstep.lens.calls import (
     NORMALISING,
     Site,
     constants,
+    copied,
+    described,
     extremes,
     floats,
     has_storage,
     in_float64,
     pointwise,
+    read,
     remark,
     remarked,
     spelled,
     storage,
     writes,
 )
-from halfstep.trees import tensors
+from halfstep.trees import map_tensors, tensors
 
-SOURCES_EXAMINED = 32
-"""So many of the first sources are computed again in float64: each costs its operator, and verdicts name early ones."""
+SOURCES_EXAMINED = 32  # sources that are computed again in float64, the first: verdicts name early ones
 
 UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
 )
-
 GROWS = frozenset(
     "exp exp2 expm1 special.expm1 sinh cosh pow float_power prod cumprod ldexp matrix_exp matrix_power "
     "linalg.matrix_power linalg.matrix_exp det linalg.det".split()
@@ -58,48 +56,29 @@ POLES = frozenset(
 """Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
 
-HUGE = 1e100
-"""The fourth power of a number this large leaves float64 too, which ends at 1.8e308."""
+HUGE = 1e100  # the fourth power of a number this large leaves float64 too, which ends at 1.8e308
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallRecord:
-    """What is kept of one operator call: a node of the replay's dataflow.
+    """What is kept of one operator call: a node of the replay's dataflow."""
 
-    Attributes:
-        site: where it was called.
-        dtypes: formats of its input tensors.
-        shapes: shapes of them.
-        largest: largest finite magnitude among them; 0.0 if they hold none.
-        finite_in: whether all of them were finite.
-        finite_out: whether its results were.
-        made: largest finite magnitude of its results; 0.0 if they hold none.
-        dtype: format of its first result of floating numbers, None without one.
-        parents: the calls that made its arguments; views and queries are none.
-        outside: (kind, name) of batch, parameters and buffers among its arguments.
-        carrier: name of the one of those that holds `largest`, "" if none does.
-    """
-
-    site: Site
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    largest: float
-    finite_in: bool
-    finite_out: bool
-    made: float = 0.0
-    dtype: torch.dtype | None = None
-    parents: tuple[CallRecord, ...] = ()
-    outside: tuple[tuple[str, str], ...] = ()
-    carrier: str = ""
+    site: Site  # where it was called
+    dtypes: tuple[str, ...]  # formats of its input tensors
+    shapes: tuple[tuple[int, ...], ...]  # shapes of them
+    largest: float  # largest finite magnitude among them; 0.0 if they hold none
+    finite_in: bool  # whether all of them were finite
+    finite_out: bool  # whether its results were
+    made: float = 0.0  # largest finite magnitude of its results; 0.0 if they hold none
+    dtype: torch.dtype | None = None  # format of its first result of floating numbers, None without one
+    parents: tuple[CallRecord, ...] = ()  # the calls that made its arguments; views and queries are none
+    outside: tuple[tuple[str, str], ...] = ()  # (kind, name) of batch, parameters and buffers among its arguments
+    carrier: str = ""  # name of the one of those that holds `largest`, "" if none does
 
     @property
     def limit(self) -> float:
         """Largest number of the format of its result; 0.0 without one."""
         return torch.finfo(self.dtype).max if self.dtype is not None else 0.0
-
-    def upstream(self) -> Iterator[CallRecord]:
-        """Iterate over this call and all calls that its arguments depend on, the nearest first."""
-        return upstream([self])
 
 
 def upstream(calls: Iterable[CallRecord]) -> Iterator[CallRecord]:
@@ -114,46 +93,29 @@ def upstream(calls: Iterable[CallRecord]) -> Iterator[CallRecord]:
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """Where values that are not finite come from first.
+    """Where values that are not finite come from first."""
 
-    Attributes:
-        kind: "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten".
-        order: number of calls before it.
-        name: of the parameter, buffer or input.
-        call: the operator call that made the values, or the first that read them.
-        invalid: for an operator: whether float64 gives no number either.
-        limit: largest number of the format of the result.
-        written: whether the program itself wrote a NaN there.
-        masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
-        position: of a tensor among those from outside, in their order.
-        additive: whether it holds nothing but 0 and -inf besides.
-        over: innocent sources that the operator made NaN of: the masks.
-        samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
-        features: the same in its last dimension.
-        remark: what the operator's arguments show, in words of data, "" if nothing.
-        needs: what the argument that is remarked on comes from: calls, and (kind, name) of batch and state.
-    """
-
-    kind: str
-    order: int
-    name: str = ""
-    call: CallRecord | None = None
-    invalid: bool = False
-    limit: float = 0.0
-    written: bool = False
-    masks: bool = False
-    position: int = 0
-    additive: bool = False
-    over: tuple[Source, ...] = ()
-    samples: tuple[int, ...] = ()
-    features: tuple[int, ...] = ()
-    remark: str = ""
+    kind: str  # "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten"
+    order: int  # number of calls before it
+    name: str = ""  # of the parameter, buffer or input
+    call: CallRecord | None = None  # the operator call that made the values, or the first that read them
+    invalid: bool = False  # for an operator: whether float64 gives no number either
+    limit: float = 0.0  # largest number of the format of the result
+    written: bool = False  # whether the program itself wrote a NaN there
+    masks: bool = False  # for tensors from outside: whether -inf is the only infinity in it, as in additive masks
+    position: int = 0  # of a tensor among those from outside, in their order
+    additive: bool = False  # whether it holds nothing but 0 and -inf besides
+    over: tuple[Source, ...] = ()  # innocent sources that the operator made NaN of: the masks
+    samples: tuple[int, ...] = ()  # where the result is not finite, in its first dimension; (): everywhere, not known
+    features: tuple[int, ...] = ()  # the same in its last dimension
+    remark: str = ""  # what the operator's arguments show, in words of data, "" if nothing
+    # what the argument that is remarked on comes from: calls, and (kind, name) of batch and state
     needs: tuple[tuple[CallRecord, ...], tuple[tuple[str, str], ...]] = ((), ())
 
     def roots(self) -> set[tuple[str, str]]:
         """Return (kind, name) of the batch and state tensors that the argument remarked on depends on."""
         calls, outside = self.needs
-        return set(outside) | {root for call in calls for above in call.upstream() for root in above.outside}
+        return set(outside) | {root for above in upstream(calls) for root in above.outside}
 
     def rank(self) -> tuple[bool, bool, bool, int, int]:
         """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
@@ -166,49 +128,52 @@ class Source:
         return self.kind in {"deliberate", "unwritten"} or self.masks
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """One operator call with its tensors, for as long as it runs.
+    """One operator call with its tensors, for as long as it runs; made before it runs."""
 
-    Attributes:
-        record: what is kept of it.
-        order: number of calls up to it.
-        func: the operator, called with `args` and `kwargs`.
-        again: arguments with which it can be computed again, None if it has overwritten them.
-        inputs: its input tensors of floating or complex numbers.
-        before: `extremes` of them before the call.
-        outputs: the tensors it returned or wrote to.
-        after: `extremes` of them.
-        inner: results of the kernels inside.
-    """
+    def __init__(
+        self, origins: Origins, site: Site, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.site, self.func, self.args, self.kwargs = site, func, args, kwargs
+        self.inputs = read(func, args, kwargs)
+        self.before = [extremes(tensor) for tensor in self.inputs]
+        self.finite_in = all(finite for _, finite, _ in self.before)
+        self.given = {storage(tensor) for tensor in tensors((args, kwargs))}
+        self.parents, self.outside = origins.made_by((args, kwargs))
+        self.carrier = origins.carrier(self.inputs, self.before)
+        self.again: Any = (args, kwargs)  # with which it can be computed again, None if it overwrites them
+        if writes(func):
+            self.again = map_tensors(self.again, copied) if self.finite_in else None
 
-    record: CallRecord
-    order: int
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    again: Any
-    inputs: list[Tensor]
-    before: list[tuple[float, bool, bool]]
-    outputs: list[Tensor]
-    after: list[tuple[float, bool, bool]]
-    inner: list[Tensor]
+    def end(self, result: Any, inner: list[Tensor]) -> CallRecord:
+        """Read what it returned or wrote to, and the results of the kernels inside; return what is kept of it."""
+        self.inner, self.outputs = inner, floats(result)
+        self.after = [extremes(tensor) for tensor in self.outputs]
+        self.record = CallRecord(
+            self.site,
+            *described(self.inputs),
+            largest=max((value for value, _, _ in self.before), default=0.0),
+            finite_in=self.finite_in,
+            finite_out=all(finite for _, finite, _ in self.after),
+            made=max((value for value, _, _ in self.after), default=0.0),
+            dtype=next((t.dtype for t in self.outputs if t.is_floating_point()), None),
+            parents=self.parents,
+            outside=self.outside,
+            carrier=self.carrier,
+        )
+        return self.record
 
 
 class Origins:
-    """The origins of the values of one replay that are not finite; note [origins].
-
-    Attributes:
-        sources: operators that made such values, in order.
-    """
+    """The origins of the values of one replay that are not finite; note [origins]."""
 
     def __init__(self) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[Source] = []  # operators that made such values, in order
         self._origins: dict[int, tuple[StorageWeakRef, frozenset[Source]]] = {}
         self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
         self._insides: dict[int, tuple[StorageWeakRef, CallRecord, frozenset[Source]]] = {}
         self._makers: dict[int, tuple[StorageWeakRef, CallRecord]] = {}  # storage -> the call that wrote it last
-        self._order = 0
+        self.order = 0  # calls with results
 
     def expect(self, kind: str, name: str, tensor: Tensor) -> None:
         """Note a tensor that exists before the first call."""
@@ -237,15 +202,16 @@ class Origins:
             return ""
         return self._outside.get(storage(inputs[largest]), ("", ""))[1]
 
-    def note(self, record: CallRecord, results: Any, read: set[int]) -> None:
-        """Note that the call made `results`; those that share the memory of its arguments (`read`) are views."""
-        for tensor in tensors(results):
-            if has_storage(tensor) and (key := storage(tensor)) not in read:
+    def follow(self, call: Call, result: Any, inner: list[Tensor]) -> None:
+        """Note which call made its results, and where those of their values come from that are not finite."""
+        record = call.end(result, inner)
+        written = {storage(tensor) for tensor in call.outputs} if writes(call.func) else set[int]()
+        for tensor in tensors((result, inner)):  # those that share the memory of an argument are views
+            if has_storage(tensor) and (key := storage(tensor)) not in call.given - written:
                 self._makers[key] = (StorageWeakRef(tensor.untyped_storage()), record)
-
-    def follow(self, call: Call) -> None:
-        """Note where the values of the call's results that are not finite come from."""
-        record, self._order = call.record, call.order
+        if not call.outputs:
+            return
+        self.order += 1
         if record.finite_out:
             for tensor in call.outputs:
                 self._clear(tensor)
@@ -258,9 +224,9 @@ class Origins:
         if record.finite_in:
             constant = not all(map(math.isfinite, constants((*call.args, *call.kwargs.values()))))
             if constant and not any(nan for _, _, nan in call.after):  # a NaN, such as 0 * -inf, is not meant
-                origins = frozenset({Source("deliberate", call.order, call=record)})
+                origins = frozenset({Source("deliberate", self.order, call=record)})
             elif record.site.op in UNWRITTEN:
-                origins = frozenset({Source("unwritten", call.order, call=record)})
+                origins = frozenset({Source("unwritten", self.order, call=record)})
             else:
                 origins = frozenset({self._source(call)})
         elif _adds(call, origins):
@@ -301,7 +267,7 @@ class Origins:
         everything = op not in DIVIDING or writes(call.func)
         source = Source(
             "operator",
-            call.order,
+            self.order,
             name,
             call.record,
             invalid or written,
@@ -329,7 +295,7 @@ class Origins:
         if inside is not None and key not in self._outside:
             _, maker, made = inside
             invalid = nan or maker.site.op in POLES
-            made = made or frozenset({Source("operator", self._order, call=maker, invalid=invalid)})
+            made = made or frozenset({Source("operator", self.order, call=maker, invalid=invalid)})
         else:
             kind, name = self._outside.get(key, ("constant", ""))
             masks = (
@@ -338,7 +304,7 @@ class Origins:
             position = next((index for index, known in enumerate(self._outside) if known == key), 0)
             additive = masks and largest == 0.0
             made = frozenset(
-                {Source(kind, self._order, name, record, masks=masks, position=position, additive=additive)}
+                {Source(kind, self.order, name, record, masks=masks, position=position, additive=additive)}
             )
         self._set(tensor, made)
         return made

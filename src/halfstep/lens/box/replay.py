@@ -1,8 +1,7 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-What a replay restores is a `Snapshot` of the generators and of the `Modules` that it calls. Its backward pass returns
-the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an optimizer or reduce over ranks;
-only re-entrant checkpointing needs accumulation into ``.grad``.
+Its backward pass returns the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an
+optimizer or reduce over ranks; only re-entrant checkpointing needs accumulation into ``.grad``.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,42 +21,30 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import KernelMode, Sink
+from halfstep.meeting import processes
 from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
 from halfstep.step.parts.record import MicroBatch, put_random
 from halfstep.torch_private.autograd import engine_run_backward
 from halfstep.trees import map_tensors
 from halfstep.update.updater import Deferral
 
-Windows = Callable[..., "Attempt"]
-"""``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`."""
+Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
-REENTRANT = "CheckpointFunctionBackward"
+REENTRANT = "CheckpointFunctionBackward"  # the node of a checkpoint that accumulates into ``.grad``
 
 
 @dataclass(eq=False)
 class Attempt:
-    """The outcome of one replay.
+    """The outcome of one replay."""
 
-    Attributes:
-        losses: detached, one for each micro-batch.
-        gradients: leaf -> its gradient, summed over the micro-batches.
-        bad: whether the loss or a gradient is not finite.
-        index: the first micro-batch that is not finite, or None.
-        culprits: leaves whose gradient is not finite.
-        trace: the instruments of micro-batch `index`; None in a replay without.
-        odd: why the replay shows nothing, in words: the loss function returned no loss.
-        added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    bad: bool = False
-    index: int | None = None
-    culprits: list[Tensor] = field(default_factory=list)
-    trace: Trace | None = None
-    odd: str = ""
-    added: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)  # detached, one for each micro-batch
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, summed over the micro-batches
+    bad: bool = False  # whether the loss or a gradient is not finite
+    index: int | None = None  # the first micro-batch that is not finite, or None
+    trace: Trace | None = None  # the instruments of micro-batch `index`; None in a replay without
+    odd: str = ""  # why the replay shows nothing, in words: the loss function returned no loss
+    added: Tensor | None = None  # the leaf whose gradients are finite in each micro-batch and whose sum is not, or None
 
     @property
     def only(self) -> int | None:
@@ -66,31 +54,22 @@ class Attempt:
 
 @dataclass(eq=False)
 class Replay:
-    """Runs micro-batches again.
+    """Runs micro-batches again."""
 
-    Args:
-        model: the user's model, unwrapped.
-        forward: ``forward(batch, named) -> loss``, in its region.
-        window: the micro-batches.
-        buffers: values of buffers before the window, as `step.record` keeps them.
-        around: returns the context of a backward pass.
-        wide: whether gradients of micro-batches are added in fp32, whatever the format of their parameter.
-    """
+    model: nn.Module  # the user's model, unwrapped
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]  # ``forward(batch, named) -> loss``, in its region
+    window: Sequence[MicroBatch]  # the micro-batches
+    buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()  # (module, name, value before the window)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # returns the context of a backward pass
+    wide: bool = False  # whether gradients of micro-batches are added in fp32, whatever the format of their parameter
 
-    model: nn.Module
-    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    window: Sequence[MicroBatch]
-    buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    wide: bool = False
-
-    def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
-        """Run the window once more.
+    def run(self, *, traced: bool = False, factor: float = 1.0, only: int | None = None) -> Attempt:
+        """Run the window once more, or micro-batch `only` of it.
 
         Args:
             traced: whether with instruments; the trace is that of the first micro-batch that is not finite.
-            factor: factor of every seed; None for 1.
-            only: the only micro-batch to run.
+            factor: factor of every seed.
+            only: number of the micro-batch; None: all.
         """
         with self.windows() as windows:
             return windows(self.window, traced=traced, factor=factor, only=only)
@@ -101,28 +80,39 @@ class Replay:
 
         It takes the arguments of `run` after the window. At the end of the block all is as it was before.
         """
-        with self._restoring() as modules:
+        modules = Modules(self.model)  # and other models that the loss function calls: a critic, a teacher
+        with ExitStack() as stack:
+            if hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.enable_grad())
+            if processes()[1] > 1:
+                stack.enter_context(KernelMode(_RefuseCollectives()))
+            stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
+            stack.enter_context(modules.watching())
             put_buffers(self.buffers)
+            yield partial(self._run, modules)
 
-            def run(
-                window: Sequence[MicroBatch],
-                *,
-                traced: bool = False,
-                factor: float | None = None,
-                only: int | None = None,
-            ) -> Attempt:
-                attempt = Attempt()
-                for index, micro in enumerate(window):
-                    if only is None or index == only:
-                        self._one(attempt, index, micro, modules, traced=traced, factor=factor)
-                        if attempt.bad and attempt.trace is not None:
-                            break
-                return attempt
-
-            yield run
+    def _run(
+        self,
+        modules: Modules,
+        window: Sequence[MicroBatch],
+        *,
+        traced: bool = False,
+        factor: float = 1.0,
+        only: int | None = None,
+    ) -> Attempt:
+        attempt = Attempt()
+        for index, micro in enumerate(window):
+            if only is None or index == only:
+                self._one(attempt, index, micro, modules, traced=traced, factor=factor)
+                if attempt.bad and attempt.trace is not None:
+                    break
+        return attempt
 
     def _one(
-        self, attempt: Attempt, index: int, micro: MicroBatch, modules: Modules, *, traced: bool, factor: float | None
+        self, attempt: Attempt, index: int, micro: MicroBatch, modules: Modules, *, traced: bool, factor: float
     ) -> None:
         put_random(micro.random)
         batch, named = map_tensors((micro.batch, micro.named), _own_copy)
@@ -137,15 +127,14 @@ class Replay:
                 return
             with torch.no_grad():
                 seed = torch.ones_like(loss) if micro.seed is None else micro.seed.to(loss.dtype).reshape(loss.shape)
-                if factor is not None:
+                if factor != 1.0:  # a factor of 1 would be a call in the trace
                     seed = seed * factor
             with self.around():
                 gradients = _gradients(loss, seed, modules)
         attempt.losses.append(loss.detach())
-        culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
-        bad = bool(culprits) or not extremes(loss)[1]
+        bad = not all(extremes(one)[1] for one in (*gradients.values(), loss))
         if bad and attempt.index is None:
-            attempt.bad, attempt.index, attempt.culprits, attempt.trace = True, index, culprits, trace
+            attempt.bad, attempt.index, attempt.trace = True, index, trace
             if trace is not None:
                 trace.loss = loss
                 trace.gradients = gradients
@@ -158,28 +147,7 @@ class Replay:
         if not attempt.bad:
             sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
             if sums:
-                attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
-
-    @contextmanager
-    def _restoring(self) -> Iterator[Modules]:
-        """Restore what the block changes."""
-        modules = Modules(self.model)  # and other models that the loss function calls: a critic, a teacher
-        with ExitStack() as stack:
-            if hasattr(torch.compiler, "set_stance"):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(torch.enable_grad())
-            if _several_ranks():
-                stack.enter_context(KernelMode(_RefuseCollectives()))
-            stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
-            stack.enter_context(modules.watching())
-            yield modules
-
-
-def _several_ranks() -> bool:
-    here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return here and torch.distributed.get_world_size() > 1
+                attempt.bad, attempt.index, attempt.added = True, index, sums[0]
 
 
 class _RefuseCollectives(Sink):

@@ -1,8 +1,7 @@
 """Step boxes: what a black box does about one bad step, and the box of a `TrainStep`.
 
-A step that is not finite only because a dynamic scale is still falling is left alone. Any other is replayed with
-instruments (`trace`), its first cause is named (`diagnose`), small changes of policy are tried by replay (`cures`), and
-evidence is written if a folder was given. `trouble` recognises what several steps have in common.
+A step that is not finite only because a dynamic scale is still falling is left alone (`Streak`). Any other is replayed
+with instruments (`trace`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
 bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
@@ -19,14 +18,13 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,68 +40,44 @@ from halfstep.lens.box.advice import advice, settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
+from halfstep.lens.box.exchange import Exchange, exchange_of
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
-from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
-from halfstep.lens.verdict import Verdict
+from halfstep.lens.verdict import Verdict, shown
+from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.step.parts.record import History, MicroBatch, Window
 
 if TYPE_CHECKING:
-    from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
 LOG = logging.getLogger("halfstep")
 
-MOST_REPLAYS = 16
-"""A box explains so many steps by itself; applied steps of a TrainStep count apart."""
-
-LOOK_EVERY = 10
-"""Weights and optimizer state are read at every so many steps of a streak."""
-
-PATIENCE = 10.0
-"""Seconds to wait for the other ranks, which come to a bad step at nearly the same time."""
-
-ASKED = 3.0
-"""Seconds to wait for them where the user called `explain`, perhaps on one rank only."""
-
-REPLAYS = 30
-"""The wait for their verdicts is longer by so many replays of this rank: they may look for cures."""
-
-SHOWN = 8
-"""Missing ranks are named up to this number."""
-
-FINITE = 3
-"""The weight of a verdict on a rank whose replay was finite, see `_weight`."""
+MOST_REPLAYS = 16  # a box explains so many steps by itself; applied steps of a TrainStep count apart
+LOOK_EVERY = 10  # weights and optimizer state are read at every so many steps of a streak
+PATIENCE = 10.0  # seconds to wait for the other ranks, which come to a bad step at nearly the same time
+ASKED = 3.0  # seconds to wait for them where the user called `explain`, perhaps on one rank only
+REPLAYS = 30  # the wait for their verdicts is longer by so many replays of this rank: they may look for cures
+LOW_SCALE = 2.0**8  # a larger dynamic scale that overflows once is left alone: it is still falling
+THIRD = 3  # bad steps in a row that are examined under any scale; then twice as many each time, for data may change
+STREAK = 10  # a streak of so many bad steps is reported
+LONG_STREAK = 20  # the same under a dynamic scale, which skips 24 steps from 2**24 to 1; most begin at 2**16
+SHOWN = 8  # missing ranks are named up to this number
+FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
-
-APPLIED = (
-    "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
-    "those after it"
-)
-
-BEFORE = (
-    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and "
-    "the replay ran with them"
-)
 
 UPDATE, CALL = "update", "call"
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A bad step as the ranks name it among each other.
+    """A bad step as the ranks name it among each other."""
 
-    Attributes:
-        name: equal on all ranks, and used for this step only.
-        place: where in the program it is explained: `UPDATE` or `CALL`.
-    """
-
-    name: str
-    place: str
+    name: str  # equal on all ranks, and used for this step only
+    place: str  # where in the program it is explained: `UPDATE` or `CALL`
 
     @property
     def patience(self) -> float:
@@ -116,24 +90,139 @@ class Topic:
         return f"{self.name}/{self.place}"
 
 
-class Box:
-    """What the boxes of a `TrainStep` and of a loop written by hand share.
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """What is known without a replay of a step whose gradients were not finite."""
 
-    Attributes:
-        verdict: the last one, or None.
+    loss_finite: bool
+    scaling: str  # "none", "static" or "dynamic"
+    scale: float
+    floor: float  # the lowest the scale can be; 0.0 if that is not known
+    low: str  # the low format
+    state_finite: bool  # weights and optimizer state; read every `LOOK_EVERY` steps
+    applied: bool = False  # whether its update was applied to the weights
+
+
+@dataclass(eq=False)
+class Streak:
+    """Recognises what many bad steps have in common, and reports each diagnosis once.
+
+    Under a dynamic scale most bad steps are its search for the right value. The third in a row is examined: a replay at
+    a lower scale decides whether to wait, or whether gradients are not finite at any scale (`helps`).
     """
 
+    reported: set[str] = field(default_factory=set)  # names of the diagnoses made so far
+    streak: int = 0  # steps in a row whose gradients were not finite
+    losses: int = 0  # steps in a row whose loss was not finite under finite gradients
+    verdict: Verdict | None = None  # that on a step of the streak, if one was explained
+    helps: float | None = None  # the loss scale at which a replay of the streak was finite; 0.0: none, None: not tried
+
+    def fine(self) -> None:
+        """Count an applied step with a finite loss."""
+        self.streak = self.losses = 0
+
+    def lost(self, *, applied: bool = True) -> list[str]:
+        """Count a step whose loss was not finite under finite gradients; return what has not been reported before."""
+        self.streak = 0
+        self.losses += 1
+        found = [(
+            "the loss is not finite while gradients are",
+            f"the update was {'applied, as torch.amp does' if applied else 'not applied: the loop has left it out'}; "
+            "the loss shows nothing now, and a term of it trains nothing. "
+            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
+        )]  # fmt: skip
+        if self.losses == STREAK:
+            found.append((
+                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
+                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
+            ))  # fmt: skip
+        return self._new(found)
+
+    def skipped(self) -> None:
+        """Count a step whose gradients were not finite."""
+        self.streak += 1
+        self.losses = 0
+        if self.streak == 1:
+            self.verdict = self.helps = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the streak has come to a step that is examined under any scale: the 3rd, 6th, 12th and so on."""
+        times, rest = divmod(self.streak, THIRD)
+        return self.verdict is None and not rest and times > 0 and not times & (times - 1)
+
+    def see(self, step: SkippedStep) -> list[str]:
+        """Return what has not been reported before about a bad step that `skipped` has counted."""
+        return self._new(self._diagnoses(step))
+
+    def _new(self, diagnoses: Iterable[tuple[str, str]]) -> list[str]:
+        found = []
+        for name, text in diagnoses:
+            if name not in self.reported:
+                self.reported.add(name)
+                found.append(f"{name}: {text}")
+        return found
+
+    def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
+        if not seen.state_finite:
+            yield (
+                "weights or optimizer state are not finite",
+                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
+            )
+            return
+        dynamic = seen.scaling == "dynamic"
+        if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
+            yield "the scale is at its floor", f"{seen.scale:g} cannot get lower; {self._reason()}"
+        elif dynamic and self.helps and self.helps < 1.0:
+            yield (
+                "the loss is too large for fp16 gradients",
+                f"at a loss scale of 1 they overflow too, and at {self.helps:g} they are finite; a dynamic scale gets "
+                "there by skipping steps, and a smaller loss (a mean for a sum) skips none",
+            )
+        if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
+            if seen.applied:
+                yield f"the gradients of {self.streak} steps in a row were not finite", self._reason()
+            else:
+                yield f"{self.streak} steps in a row were skipped", f"training stands still; {self._reason()}"
+        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none" and not seen.applied:
+            yield (
+                "bf16 skips steps",
+                f"bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid; {self._reason()}",
+            )
+        if not seen.loss_finite and self.streak >= 2 and not seen.applied:
+            yield (
+                "the loss is not finite",
+                f"skipping leaves weights as they are, so the same data gives the same; {self._reason()}",
+            )
+
+    def _reason(self) -> str:
+        """Return what is known of the reason of a streak."""
+        verdict = self.verdict
+        if verdict is not None and verdict.kind == "bad_batch":
+            return f"look at the batch: {verdict.headline}"
+        if verdict is not None and verdict.kind != "not_reproducible":
+            return f"the verdict on step {verdict.step} has the reason and what helps"
+        if self.helps:
+            return f"a replay was finite at a loss scale of {self.helps:g}"
+        return "the reason is not known yet (step.explain() looks for it)"
+
+
+class Box:
+    """What the boxes of a `TrainStep` and of a loop written by hand share."""
+
     spelled = "step"  # the object whose explain() the user calls
+    explainable: str  # which steps that method explains, in words
 
     def __init__(self, evidence: Path | None) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: Verdict | None = None  # the last one, or None
         self._folder = evidence
         self._written: list[Path] = []
-        self._trouble = Trouble()
+        self._streak = Streak()
         self._replays = 0
         self._warned: set[str] = set()
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
         self._posted = ""  # the last topic that a verdict was posted about
+        self._explained_step = 0  # the step that `verdict` is about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
         self._more: dict[int, MicroBatch] = {}  # micro-batches for trials, given to explain()
 
@@ -156,16 +245,55 @@ class Box:
         finally:
             self._more = {}
 
+    # ------------------------------------------------------------------ what the two boxes know of a step
+
+    def _wrong_window(self) -> Window | None:
+        """Return the last window if it was not finite."""
+        raise NotImplementedError
+
+    def _subject(self, window: Window) -> Subject:
+        """Return the window as a step to diagnose."""
+        raise NotImplementedError
+
+    def _topic(self, window: Window, place: str) -> Topic | None:
+        """Return the topic of a window that all ranks see as bad; None of any other, and without other ranks."""
+        raise NotImplementedError
+
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
+        raise NotImplementedError
+
+    def _judged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
+        return verdict
+
+    # ------------------------------------------------------------------ one step
+
     def _last(self) -> Verdict:
         """Return the verdict on the last step that was not finite."""
-        raise NotImplementedError
+        window = self._wrong_window()
+        if window is None:
+            if self.verdict is None:
+                raise StepError(f"explain(): there is no step to explain: {self.explainable}, before the next one")
+            return self.verdict
+        known = None if self._more else self._known(window)
+        if known is None:
+            return self._explained(window)
+        topic = self._topic(window, CALL) if self._missing else None
+        if topic is not None:  # ranks may have posted theirs since
+            self.verdict = self._first_of_ranks(topic, 0.0)
+        return self.verdict or known
+
+    def _known(self, window: Window) -> Verdict | None:
+        return self.verdict if self._explained_step == window.last else None
+
+    def _explained(self, window: Window, place: str = CALL) -> Verdict:
+        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
+        self._explained_step = window.last
+        return verdict
 
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
         """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
-
-        Args:
-            subject: the step.
-            topic: that of the step, if other ranks explain it too.
 
         Raises:
             StepError: the replay failed, and the model is on this rank alone; or a further batch cannot be run.
@@ -204,24 +332,12 @@ class Box:
                     self._warn_once("evidence", saved)
         return self.verdict
 
-    def _judged(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
-        return verdict
-
     # ------------------------------------------------------------------ ranks
-
-    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
-        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
-        raise NotImplementedError
 
     @cached_property
     def exchange(self) -> Exchange | None:
         """The exchange of the ranks that see the same bad steps; None if there are no others."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return None
-        from halfstep.lens.box.exchange import exchange_of  # some builds of torch have no stores
-
-        return exchange_of(*self._named_models())
+        return exchange_of(*self._named_models()) if processes()[1] > 1 else None
 
     def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
         """Return whether a step matters on some rank; `mine`: it does on this one."""
@@ -235,56 +351,41 @@ class Box:
             self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
 
-    def _is_due(self, seen: SkippedStep, topic: Callable[[], Topic | None], subject: Callable[[], Subject]) -> bool:
-        """Return whether a bad step is explained without being asked about; all ranks come here together.
-
-        Args:
-            seen: what is known of it.
-            topic: returns that of the step.
-            subject: returns the step, for a replay at lower scales.
-        """
-        trouble = self._trouble
-        if self._replays >= MOST_REPLAYS or not (trouble.streak == 1 or trouble.undecided):
+    def _is_due(self, seen: SkippedStep, window: Window) -> bool:
+        """Return whether a bad step is explained without being asked about; all ranks come here together."""
+        streak = self._streak
+        if self._replays >= MOST_REPLAYS or not (streak.streak == 1 or streak.undecided):
             return False
         if seen.scaling != "dynamic":
             return True
-        if trouble.streak > 1:
-            return self._matters(topic(), mine=self._beyond_scaling(subject()))
+        if streak.streak > 1:
+            return self._matters(self._topic(window, UPDATE), mine=self._beyond_scaling(self._subject(window)))
         # more than a dynamic scale on its way down
-        return seen.scale <= LOW_SCALE or self._matters(topic(), mine=not seen.loss_finite)
+        return seen.scale <= LOW_SCALE or self._matters(self._topic(window, UPDATE), mine=not seen.loss_finite)
 
     def _beyond_scaling(self, subject: Subject) -> bool:
         """Return whether replays show that no loss scale makes a step finite; not of one that cannot be replayed.
 
-        Of sharded parameters it returns True: `explain_subject` gathers them, and then finds it out.
+        True of sharded parameters: `explain_subject` gathers them, and then finds it out.
         """
         if subject.gone or math.isinf(subject.scale) or has_parts(subject.model):
             return has_parts(subject.model) and not subject.gone
         try:
             helps = helping_scale(subject)
-            self._trouble.helps = helps if helps >= subject.floor else 0.0
+            self._streak.helps = helps if helps >= subject.floor else 0.0
         except Exception as error:
             self._warn_once("scales", f"step {subject.step} was not replayed: {type(error).__name__}: {error}")
             return False
-        return not self._trouble.helps
+        return not self._streak.helps
 
     def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
-        """Gather the parameters of a sharded model until `whole` is left, if all ranks agree; collective then.
-
-        Raises:
-            StepError: they do not.
-        """
+        """Gather the parameters of a sharded model until `whole` is left; StepError if not all ranks agree to it."""
         if topic is None or self.exchange is None:
-            if torch.distributed.get_world_size() > 1:
+            if processes()[1] > 1:
                 raise StepError("its parameters are sharded, and the other ranks have no part in this")
         elif not self.exchange.agree(topic.agreement, ok=has_room(model), patience=topic.patience):
             raise StepError("its parameters are sharded, and a rank was missing or had no room to gather them all")
         whole.enter_context(unsharded(model))
-
-    def _again(self, topic: Topic) -> Verdict:
-        """Return the verdict of all ranks, some of which may have posted theirs since."""
-        self.verdict = self._first_of_ranks(topic, 0.0)
-        return self.verdict
 
     def _first_of_ranks(self, topic: Topic, patience: float) -> Verdict:
         """Return the verdict of the lowest rank with a fault, which is the same on all ranks that come in time."""
@@ -294,8 +395,8 @@ class Box:
             if self._posted != topic.name:
                 self._posted = topic.name
                 # without any fault all take the verdict of the first rank
-                shown = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
-                exchange.post(topic.name, pickle.dumps(mine) if shown else None)
+                told = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
+                exchange.post(topic.name, pickle.dumps(mine) if told else None)
             answers = exchange.collect(topic.name, patience, at_update=topic.place == UPDATE)
         except Exception as error:
             note = f"the other ranks could not be reached: {type(error).__name__}: {error}"
@@ -306,12 +407,12 @@ class Box:
         alike = (v.rank for v in found if _weight(v) == _weight(first) < FINITE)
         notes = first.notes
         if answers.missing:
-            notes = (*notes, f"no verdict came from {_named(answers.missing)} in {patience:.0f} s")
+            notes = (*notes, f"no verdict came from {shown(answers.missing, 'rank', SHOWN)} in {patience:.0f} s")
         return replace(first, ranks=tuple(sorted(alike)), notes=notes)
 
     def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
         """Return whether weights and optimizer state are finite; reads them at every `LOOK_EVERY`-th step."""
-        if self._trouble.streak % LOOK_EVERY != 2:  # the first bad loss is explained
+        if self._streak.streak % LOOK_EVERY != 2:  # the first bad loss is explained
             return True
         states = () if optimizer is None else optimizer.state.values()
         found = [v for state in states for v in state.values() if isinstance(v, Tensor)]
@@ -321,7 +422,7 @@ class Box:
         """Log what happened and what helps in one line, once for each cause; nothing if a dynamic scale is to fall."""
         if verdict.kind == "scale_too_high" and dynamic:
             return
-        self._trouble.verdict = verdict
+        self._streak.verdict = verdict
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
@@ -342,20 +443,18 @@ class Box:
 
 
 class StepBox(Box):
-    """The black box of one TrainStep, made when one of its steps is not finite.
+    """The black box of one TrainStep, made when one of its steps is not finite."""
 
-    Attributes:
-        verdict: the last one, or None.
-    """
+    explainable = (
+        "the last one was applied and its loss was finite, or nothing has run; call it after a step whose "
+        "result.skipped is true or whose result.loss is not finite"
+    )
 
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step.evidence)
         self._ref = weakref.ref(step)
         self._bad_steps = 0  # updates that were not applied
-        self._explained_step = 0  # the step that `verdict` is about
         self._lone = 0  # explanations of applied steps, on which ranks do not agree
-
-    # ------------------------------------------------------------------ what is read of the TrainStep
 
     @property
     def step(self) -> TrainStep:
@@ -371,11 +470,6 @@ class StepBox(Box):
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         return history
 
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        """Return the loss, in the region of the policy that the model is bound to now."""
-        model = self._history.model
-        return self.step.run_forward(model, batch, named, _recipe(model))[0]
-
     @property
     def _scaling(self) -> str:
         scaler = self.step.scaler
@@ -390,33 +484,22 @@ class StepBox(Box):
 
     def see(self, window: Window) -> None:
         """Count an update; examine one that was not applied. No error of the box reaches the training loop."""
-        if not window.wrong:
-            self._trouble.fine()
-            return
         try:
             if window.bad:
                 self._skipped(window)
-            else:
+            elif window.wrong:
                 self._lost(window)
+            else:
+                self._streak.fine()
         except Exception as error:
             self._warn_once("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
 
     def _skipped(self, window: Window) -> None:
         """Examine an update that was not applied. All ranks come here, at the same place of the program."""
         self._bad_steps += 1
-        self._trouble.skipped()
-        seen = self._facts(window)
-        due = self._is_due(seen, lambda: self._topic(window, UPDATE), lambda: self._subject(window))
-        try:
-            if due:  # also after an error: the other ranks wait for a verdict
-                self._replays += 1
-                self._explain_by_itself(window)
-        finally:
-            self._warn(window.last, self._trouble.see(seen))
-
-    def _facts(self, window: Window) -> SkippedStep:
+        self._streak.skipped()
         step, finite = self.step, window.finite()
-        return SkippedStep(
+        seen = SkippedStep(
             loss_finite=finite,
             scaling=self._scaling,
             scale=_scale(window),
@@ -424,69 +507,49 @@ class StepBox(Box):
             low=step.policy.dtype,
             state_finite=finite or self._state_finite(self._history.model, step.optimizer),
         )
+        due = self._is_due(seen, window)
+        try:
+            if due:  # also after an error: the other ranks wait for a verdict
+                self._replays += 1
+                known = self._known(window)  # the user has called `explain` on this rank
+                if known is None:
+                    self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
+                else:
+                    self._take(known, window)
+        finally:
+            self._warn(window.last, self._streak.see(seen))
 
     def _lost(self, window: Window) -> None:
-        """Examine an update that was applied though a loss of this rank was not finite.
-
-        The other ranks may not have such a loss, so nothing here is collective, and it has a count of its own.
-        """
-        self._warn(window.last, self._trouble.lost())
-        if self._trouble.losses == 1 and self._lone < MOST_REPLAYS:
+        """Examine an update that was applied though a loss of this rank alone may not be finite."""
+        self._warn(window.last, self._streak.lost())
+        if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
             self._lone += 1
             self._announce(self._known(window) or self._explained(window))
 
-    def _explain_by_itself(self, window: Window) -> None:
-        """Explain a step without a call of `explain`, in one line."""
-        known = self._known(window)  # the user has called `explain` on this rank
-        if known is None:
-            self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
-            return
-        self._trouble.verdict = known
-        if self.exchange is not None and has_parts(self._history.model):  # the others need not wait for this rank
-            topic = self._topic(window, UPDATE)
-            assert topic is not None
+    def _take(self, known: Verdict, window: Window) -> None:
+        """Take a verdict that `explain` has given; the other ranks need not wait for this one."""
+        self._streak.verdict = known
+        topic = self._topic(window, UPDATE)
+        if topic is not None and self.exchange is not None and has_parts(self._history.model):
             self.exchange.agree(topic.agreement, ok=False, patience=0.0)
 
     # ------------------------------------------------------------------ replay
 
-    def _last(self) -> Verdict:
-        """Return the verdict on the last step that was not applied or whose loss was not finite."""
+    def _wrong_window(self) -> Window | None:
+        """Return the last window that was not applied or whose loss was not finite."""
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
-        if window is not None and window.explainable():
-            known = None if self._more else self._known(window)
-            topic = self._topic(window, CALL) if known is None or self._missing else None
-            if known is None:
-                return self._explained(window, CALL)
-            return known if topic is None else self._again(topic)
-        if self.verdict is None:
-            raise StepError(
-                "explain(): there is no step to explain: the last one was applied and its loss was finite, or nothing "
-                "has run; call it after a step whose result.skipped is true or whose result.loss is not finite, before "
-                "the next one"
-            )
-        return self.verdict
-
-    def _known(self, window: Window) -> Verdict | None:
-        return self.verdict if self._explained_step == window.last else None
+        return window if window is not None and window.explainable() else None
 
     def _topic(self, window: Window, place: str) -> Topic | None:
-        """Return the topic of an update that was not applied; None of any other, and without other ranks."""
         if window.flag is None or not bool(window.flag) or self.exchange is None:
             return None
         number = self._bad_steps + (not window.seen)  # not counted yet
         return Topic(f"{number}.{window.last}", place)
 
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
-        self._explained_step = window.last
-        return verdict
-
     def _subject(self, window: Window) -> Subject:
         step, model = self.step, self._history.model
-        around = partial(_recomputing, model)
-        wide = step.policy.grads == "fp32"
         binding = binding_of(model)
         dropped, notes = window.dropped, []
         if dropped:
@@ -494,19 +557,33 @@ class StepBox(Box):
             notes.append(f"micro-batches 1 to {dropped} of {size} were dropped and not run again: {limit} bytes")
         gone = notes.pop() if dropped == len(window.batches) else ""
         if window.flag is not None and not bool(window.flag):
-            notes.append(APPLIED)
+            notes.append(
+                "gradients were finite and the update was applied: the weights have been written to since, and the "
+                "replay ran with those after it"
+            )
         elif step.update_in_backward:
-            notes.append(BEFORE)
-        subject = Subject(
-            replay=Replay(model, self._forward, window.batches[0 if gone else dropped :], window.buffers, around, wide),
+            notes.append(
+                "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
+                "updated, and the replay ran with them"
+            )
+        return Subject(
+            replay=Replay(
+                model=model,
+                forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
+                window=window.batches[0 if gone else dropped :],
+                buffers=window.buffers,
+                around=lambda: recomputing(_recipe(model)),
+                wide=step.policy.grads == "fp32",
+            ),
             model=model,
             optimizer=step.optimizer,
             policy=None if binding is None else binding.wanted,
             under=lambda policy: rebound(model, policy),
             scaling=self._scaling,
             scale=_scale(window),
+            floor=step.scaler.rule.floor if self._scaling == "dynamic" else 0.0,
             step=window.last,
-            rank=rank(),
+            rank=processes()[0],
             notes=tuple(notes),
             dropped=0 if gone else dropped,
             gone=gone,
@@ -515,9 +592,6 @@ class StepBox(Box):
             clip_value=step.clip_value,
             signals=step.record.signals,
         )
-        if subject.scaling == "dynamic":
-            subject.floor = step.scaler.rule.floor
-        return subject
 
 
 def _weight(verdict: Verdict) -> int:
@@ -533,7 +607,7 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject, attempt)
+    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject)
     try:
         verdict = settle(subject, verdict, attempt, trials)
         if attempt is None or trials is None:
@@ -543,27 +617,12 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 
 
-def _named(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
 def _recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of the policy that `model` is bound to: in a trial that is the policy under trial."""
+    """Return the recipe of the policy that `model` is bound to now: in a trial that is the policy under trial."""
     binding = binding_of(model)
     assert binding is not None
     return binding.recipe
 
 
-def _recomputing(model: nn.Module) -> AbstractContextManager[None]:
-    return recomputing(_recipe(model))
-
-
 def _scale(window: Window) -> float:
     return 1.0 if window.scale is None else number(window.scale)
-
-
-def rank() -> int:
-    """Return the rank of this process, 0 where there are no others."""
-    here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if here else 0

@@ -22,32 +22,26 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.box.origins import Call, CallRecord, Origins
+from halfstep.lens.box.origins import Call, Origins
 from halfstep.lens.calls import (
     RUNS_BACKWARD,
     TAG,
     Site,
     autocasting,
-    copied,
-    described,
-    extremes,
     floats,
     has_storage,
     name_of_node,
     numbers_of,
     public,
-    read,
     region_here,
     spelled,
-    storage,
     tag,
-    writes,
 )
 from halfstep.lens.tracing import Sink, Tracer, line_of, user_frame
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id
 from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
-from halfstep.trees import map_tensors, tensors
+from halfstep.trees import tensors
 
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
@@ -57,12 +51,10 @@ SILENT = frozenset(
 )
 """Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
 
-OPENED = frozenset({"multi_head_attention_forward"})
-"""Composites of so many operators that a verdict names the part."""
+OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
 
 
-ENGINE = "_engine_run_backward"
-"""The function of torch that runs the autograd engine."""
+ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
 @contextmanager
@@ -74,32 +66,19 @@ def _unobserved() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Trace(Sink):
-    """The instruments of one replay, and what they have seen.
+    """The instruments of one replay, and what they have seen."""
 
-    Args:
-        model: the user's model; names of modules, parameters and buffers are those in it.
-
-    Attributes:
-        count: how many operator calls there were.
-        origins: where values that are not finite come from.
-        loss: the loss of the replay, if it or a gradient is not finite.
-        gradients: leaf -> its gradient, of such a replay.
-        low: the low format of the last region that was on, or None.
-        region: the policy of the last `hs.autocast` that was on, or None.
-        numbers: call -> the floats among its arguments, and the format of its result.
-    """
-
-    model: nn.Module
-    count: int = 0
-    loss: Tensor | None = None
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    low: torch.dtype | None = None
-    region: Policy | None = None
+    model: nn.Module  # the user's model; names of modules, parameters and buffers are those in it
+    loss: Tensor | None = None  # the loss of the replay, if it or a gradient is not finite
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, of such a replay
+    low: torch.dtype | None = None  # the low format of the last region that was on, or None
+    region: Policy | None = None  # the policy of the last `hs.autocast` that was on, or None
+    # call -> the floats among its arguments, and the format of its result
     numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._depth = 0  # functions that are running
-        self.origins = Origins()
+        self.origins = Origins()  # where values that are not finite come from
         self._inner: list[Tensor] = []  # results of the kernels of the running function
         self._applied: dict[str, Site] = {}  # custom Function -> where it was applied last
         self._forwards: dict[CodeType, tuple[str, ...]] = {}  # see `_customs`
@@ -230,48 +209,19 @@ class Trace(Sink):
         self._depth += 1
         try:
             with _unobserved():
-                inputs = read(func, args, kwargs)
-                given = {storage(tensor) for tensor in tensors((args, kwargs))}
-                parents, outside = self.origins.made_by((args, kwargs))
-                before = [extremes(tensor) for tensor in inputs]
-                carrier = self.origins.carrier(inputs, before)
-                finite_in = all(finite for _, finite, _ in before)
-                in_place = writes(func)
-                # what the operator overwrites is needed again in `_source`, and only there
-                copies = map_tensors((args, kwargs), copied) if in_place and finite_in else None
-            for tensor in inputs:
+                call = Call(self.origins, site, func, args, kwargs)
+            for tensor in call.inputs:
                 self._tag_custom(tensor)
             self._inner = []
             if self.tracer.below is None:
                 result = func(*args, **kwargs)
             else:
                 result = self.tracer.below.__torch_function__(func, (), args, kwargs)
-            returned = args[0] if func is Tensor.__setitem__ else result
-            outputs = floats(returned)
             with _unobserved():
-                after = [extremes(tensor) for tensor in outputs]
-                record = CallRecord(
-                    site,
-                    *described(inputs),
-                    largest=max((value for value, _, _ in before), default=0.0),
-                    finite_in=finite_in,
-                    finite_out=all(finite for _, finite, _ in after),
-                    made=max((value for value, _, _ in after), default=0.0),
-                    dtype=next((t.dtype for t in outputs if t.is_floating_point()), None),
-                    parents=parents,
-                    outside=outside,
-                    carrier=carrier,
-                )
-                written = {storage(tensor) for tensor in outputs} if in_place else set()
-                self.origins.note(record, (returned, self._inner), given - written)
-                if not outputs:
-                    return result
-                self.count += 1
-                again = None if in_place and copies is None else copies or (args, kwargs)
-                call = Call(record, self.count, func, args, kwargs, again, inputs, before, outputs, after, self._inner)
-                self.origins.follow(call)
-            self.numbers[site] = numbers_of(func, args, kwargs), outputs[0].dtype
-            for tensor in outputs:
+                self.origins.follow(call, args[0] if func is Tensor.__setitem__ else result, self._inner)
+            if call.outputs:
+                self.numbers[site] = numbers_of(func, args, kwargs), call.outputs[0].dtype
+            for tensor in call.outputs:
                 tag(tensor, site)
             return result
         finally:

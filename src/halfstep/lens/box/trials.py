@@ -1,8 +1,7 @@
 """Trials: some steps of training under a policy, from the state of a bad step, beside the same steps in fp32.
 
 A policy under which a step is finite once may still not train: its loss is 1e13, or statistics of a BatchNorm become
-infinite. A trial replays the step's window, updates, and goes on with the same micro-batches (and more, if given), from
-the weights, optimizer state, buffers and generators of the bad step. Everything is as before afterwards.
+infinite. A trial goes on from the bad step with the same micro-batches, and more if given; then all is as before.
 
 Note [trial weights]: a trial has parameters of its own, which take the places of the model's for its time, and a copy
 of the optimizer over fp32 values of them; the user's tensors are not written to. Where the policy has low parameters,
@@ -41,31 +40,15 @@ from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
 from halfstep.trees import tensors
-from halfstep.weights import WeightStore
 
-STEPS = 12
-"""Steps of a trial, the bad one included."""
-
-MOST_BATCHES = 32
-"""So many of the batches given are taken, and kept until the trials end."""
-
-BYTES = 12
-"""Of trial weights, their gradients and what an update needs meanwhile, for each element."""
-
-BEYOND = 2.0**20
-"""A loss above this, which is 16 times what fp16 holds, may be none to train on."""
-
-ABSURD = 1e3
-"""It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
-
-LOST = 3.0
-"""Training is lost if the loss was so many times the usual one before the step and, after the trial, is so still."""
-
-NEAR = 0.25
-"""A loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most."""
-
-LAST = 3
-"""So many losses are averaged at the end of a trial."""
+STEPS = 12  # steps of a trial, the bad one included
+MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
+BYTES = 12  # of trial weights, their gradients and what an update needs meanwhile, for each element
+BEYOND = 2.0**20  # a loss above this, which is 16 times what fp16 holds, may be none to train on
+ABSURD = 1e3  # times the usual loss, above which it is none; at first it is above the square of the batch's values
+LOST = 3.0  # training is lost if the loss was so many times the usual one before the step, and is so after the trial
+NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most
+LAST = 3  # so many losses are averaged at the end of a trial
 
 
 FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
@@ -77,34 +60,22 @@ class Trial:
     """What training under one policy showed.
 
     Attributes:
-        finite_once: whether the bad step is finite under it; None if it cannot run.
-        trained: steps that were made and finite.
-        losses: their losses.
-        buffers_finite: whether buffers that were finite before are so afterwards.
         trains: whether all steps are finite, their losses no larger than losses may be, and near those of fp32.
-        outcome: all this in words.
-        scale: the loss scale at which the first step was finite.
     """
 
-    finite_once: bool | None
-    trained: int = 0
-    losses: tuple[float, ...] = ()
-    buffers_finite: bool = True
+    finite_once: bool | None  # whether the bad step is finite under it; None if it cannot run
+    trained: int = 0  # steps that were made and finite
+    losses: tuple[float, ...] = ()  # their losses
     trains: bool = False
-    outcome: str
-    scale: float = 1.0
+    outcome: str  # all this in words
+    scale: float = 1.0  # the loss scale at which the first step was finite
 
 
 class Trials:
-    """The trials of one bad step; each policy is tried once.
+    """The trials of one bad step, whose policy is known by now, if it can be; each policy is tried once."""
 
-    Args:
-        subject: the step; its `policy` is known by now, if it can be.
-        attempt: the replay that was diagnosed.
-    """
-
-    def __init__(self, subject: Subject, attempt: Attempt) -> None:
-        self.subject, self.attempt = subject, attempt
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
         self._known: dict[Policy | None, Trial] = {}
 
     @property
@@ -122,7 +93,7 @@ class Trials:
 
     @property
     def usual(self) -> float | None:
-        """What the size of the loss was before the bad step: the median of those kept; None without any."""
+        """The median size of the losses before the bad step; None without any."""
         return median(self.before) if self.before else None
 
     def of(self, policy: Policy | None) -> Trial:
@@ -170,9 +141,8 @@ class Trials:
         subject, scale = self.subject, self._scale(policy)
         assert subject.optimizer is not None
         losses: list[float] = []
-        broken: list[str] = []
         found, first_scale = "", scale
-        with _placed(subject.model, self._trained, self._store) as weights:
+        with _placed(subject.model, self._trained) as weights:
             optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
             for window in self._windows():
@@ -192,18 +162,13 @@ class Trials:
                 finite_once=bool(losses),
                 trained=len(losses),
                 losses=tuple(losses),
-                buffers_finite=not broken,
                 outcome=found,
                 scale=first_scale,
             )
 
     @torch.no_grad()
     def _update(
-        self,
-        optimizer: Optimizer,
-        weights: Sequence[_Weight],
-        gradients: dict[Tensor, Tensor],
-        divisor: float,
+        self, optimizer: Optimizer, weights: Sequence[_Weight], gradients: dict[Tensor, Tensor], divisor: float
     ) -> None:
         """Update trial weights as the step does, and round them into the model's leaves."""
         for weight in weights:
@@ -221,16 +186,7 @@ class Trials:
                 weight.leaf.copy_(weight.precise)
 
     def _finite(self, windows: Windows, window: Sequence[MicroBatch], scale: float) -> tuple[Attempt, float]:
-        """Replay a window at `scale` or, if that is dynamic, at the largest lower one at which it is finite."""
-
-        def at(scale: float) -> Attempt:
-            return windows(window, factor=scale / self.subject.scale)
-
-        attempt = at(scale)
-        if not attempt.bad or self.subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-            return attempt, scale
-        lower = highest(lambda scale: not at(scale).bad, scale, max(self.subject.floor, LOWEST))
-        return (at(lower), lower) if lower else (attempt, scale)
+        return adapted(self.subject, lambda scale: windows(window, factor=scale / self.subject.scale), scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step: those of the bad step, then the ones given, then these again.
@@ -264,12 +220,6 @@ class Trials:
         stepped = {id(p) for group in groups for p in group["params"]}
         named = self.subject.model.named_parameters()
         return {name: p for name, p in named if id(p) in stepped and p.requires_grad and not is_lazy(p)}
-
-    @cached_property
-    def _store(self) -> WeightStore | None:
-        """What keeps precise values of low parameters."""
-        binding = binding_of(self.subject.model)
-        return None if binding is None else binding.store
 
     @cached_property
     def _untrainable(self) -> str:
@@ -337,10 +287,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
-    """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
-
-    Returns:
-        Number in `batches`, from 1 -> micro-batch.
+    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
         StepError: they are no iterable of batches, or none is left.
@@ -361,14 +308,7 @@ def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
 
 
 def refuse_wrong(subject: Subject) -> None:
-    """Run each further batch of a step once, as the step was run; nothing is changed.
-
-    Args:
-        subject: a step that could be replayed.
-
-    Raises:
-        StepError: the loss function does not take one of them.
-    """
+    """Run each further batch of a step once, as the step was run; StepError if the loss function does not take it."""
     own = subject.replay.window[0]
     for number, micro in subject.more.items():
         why = ""
@@ -403,6 +343,15 @@ def _form(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
+def adapted(subject: Subject, at: Callable[[float], Attempt], scale: float) -> tuple[Attempt, float]:
+    """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
+    attempt = at(scale)
+    if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
+        return attempt, scale
+    lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
+    return (at(lower), lower) if lower else (attempt, scale)
+
+
 def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
     """Return the largest scale below `scale`, by powers of 16 and down to `floor`, that is finite; 0.0 for none."""
     if scale <= floor or not finite(floor):
@@ -427,22 +376,18 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Weight:
-    """One parameter of a trial: note [trial weights].
+    """One parameter of a trial: note [trial weights]."""
 
-    Attributes:
-        original: the user's.
-        precise: its fp32 value, which is updated.
-        leaf: what is in the model's place; `precise` itself unless the policy has a low one there.
-    """
-
-    original: nn.Parameter
-    precise: nn.Parameter
-    leaf: nn.Parameter
+    original: nn.Parameter  # the user's
+    precise: nn.Parameter  # its fp32 value, which is updated
+    leaf: nn.Parameter  # what is in the model's place; `precise` itself unless the policy has a low one there
 
 
 @contextmanager
-def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightStore | None) -> Iterator[list[_Weight]]:
+def _placed(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[list[_Weight]]:
     """Put trial weights in the places of the parameters `trained` in a block, in the formats that are there now."""
+    binding = binding_of(model)
+    store = None if binding is None else binding.store
     weights: dict[int, _Weight] = {}
     for name, original in trained.items():
         value = store.read(original) if store is not None and original in store else Tensor.detach(original).clone()
@@ -452,12 +397,22 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightSto
         leaf = precise if present.dtype is precise.dtype else nn.Parameter(rounded)
         leaf._backward_hooks = backward_hooks(original)
         weights[id(present)] = _Weight(original, precise, leaf)
+    with in_place_of(model, {key: weight.leaf for key, weight in weights.items()}):
+        yield list(weights.values())
+
+
+@contextmanager
+def in_place_of(model: nn.Module, made: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Put parameters in the places of others, given by their ids, in a block.
+
+    Another format in `.data` would remove the hooks of a gradient.
+    """
     with Snapshot(attributes(model.modules())).returning():
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and id(parameter) in weights:
-                    setattr(module, name, weights[id(parameter)].leaf)
-        yield list(weights.values())
+                if parameter is not None and id(parameter) in made:
+                    setattr(module, name, made[id(parameter)])
+        yield
 
 
 def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
