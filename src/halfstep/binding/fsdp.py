@@ -1,7 +1,7 @@
 """fully_shard (FSDP2): what halfstep reads of a model that it has sharded, and how it gathers all parameters.
 
 torch has no public way to ask for the groups of parameters that are gathered together, for their formats, and for the
-state of a pass; this file is the only one that reads and sets them.
+state of a pass; only this file reads and sets them. It also refuses averages of gradients in another format.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from halfstep.errors import BindError, StepError, UnbuiltError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import has_parts
 from halfstep.policy.policy import Policy
-from halfstep.torch_private.distributed import fsdp_groups, fsdp_state, is_root
+from halfstep.torch_private.distributed import active_ddp, fsdp_groups, fsdp_state, is_root
 
 ROOM = 2.0
 """Free memory that a replay needs on a device, in sizes of the whole model: its parameters and their gradients."""
@@ -116,6 +117,25 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
                     f"{str(found).removeprefix('torch.')}; use hs.shard(model, policy), or fully_shard(..., "
                     f"mp_policy=MixedPrecisionPolicy(reduce_dtype={wanted}))"
                 )
+
+
+def asked(policy: Policy) -> str:
+    """Return the field that DDP's own average does not satisfy."""
+    return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
+
+
+def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
+    """Refuse a forward pass in the user's own loop whose gradients would be averaged in another format."""
+    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
+        return
+    ddp = active_ddp()
+    if ddp is not None and ddp.require_backward_grad_sync:
+        raise UnbuiltError(
+            f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
+            f"{asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
+            "or use reduce='grad' and grads='param'"
+        )
+    refuse_other_average(model, policy, asked(policy))
 
 
 # ------------------------------------------------------------------ all parameters in one place

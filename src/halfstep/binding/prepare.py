@@ -6,7 +6,7 @@ were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import Binding, bind, binding_of, unbind
+from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fsdp import has_run, reshard
 from halfstep.binding.precise import low_places, put_back
@@ -32,6 +32,8 @@ from halfstep.policy.resolve import device_types_of
 from halfstep.scale.alarm import ExpectedScaler
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
+from halfstep.snapshot import Snapshot, optimizer_state
+from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.torch_private.modules import TorchLoss
 from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
@@ -163,11 +165,7 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[
         UnkeptWeights(low, in_region)
     elif low:
         frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
-        store = STRATEGIES[concrete.master]([], DTYPES[concrete.dtype])
-        store.in_region = in_region
-        store.check(low)
-        for name, parameter in low:
-            (store.lower if id(parameter) in frozen else store.adopt)(name, parameter)
+        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype], frozen=frozen, in_region=in_region)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
@@ -371,3 +369,41 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             )
         if lost:
             raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
+
+
+# ------------------------------------------------------------------ a step that cannot be built, or on trial
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Undo what a block does to `model` and `optimizer` if it raises; see `bound`."""
+    snapshot = Snapshot(optimizer_state(optimizer), bound(model))
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+def bound(model: nn.Module) -> Callable[[], None]:
+    """Note whether `model` is prepared; return a function that takes off what a training step makes of it.
+
+    Low weights with nothing behind them (a policy's master="none", frozen parameters) come back rounded.
+    """
+    inner = unwrap(model)
+    fresh = not is_bound(inner)
+    gradients = [(p, p.grad_dtype, set(post_accumulate_grad_hooks(p))) for p in inner.parameters()]
+
+    def undo() -> None:
+        behind = {id(store): store for p in inner.parameters() if (store := WeightStore.behind(p)) is not None}
+        if fresh and binding_of(inner) is not None:
+            unprepare(inner)
+        for store in behind.values() if fresh else ():  # also if preparing it was cut off
+            store.release(inner.parameters())
+        for parameter, dtype, hooks in gradients:
+            if parameter.grad_dtype is not dtype:
+                parameter.grad_dtype = dtype
+            for key in set(post_accumulate_grad_hooks(parameter)) - hooks:
+                del post_accumulate_grad_hooks(parameter)[key]
+
+    return undo

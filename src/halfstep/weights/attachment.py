@@ -173,7 +173,7 @@ class Attachment:
         """Forget widened gradients, and free their buffers where they are not kept: note [gradient buffers]."""
         self.widened = None
         self.gradients.clear()
-        for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_buffers]:
+        for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_masters]:
             del self.buffers[key]
 
     # ------------------------------------------------------------------ hooks
