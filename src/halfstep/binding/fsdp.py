@@ -164,8 +164,7 @@ def fits(size: int, device: torch.device) -> bool:
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Have all parameters of a model under `fully_shard` in one place in a block. Entering is collective.
 
-    While they are there, FSDP's hooks find nothing to gather and are set to reduce nothing, so that each rank can run
-    as many forward and backward passes as it needs, with the casts of FSDP's own policy. Afterwards FSDP is as before.
+    Meanwhile FSDP's hooks gather and reduce nothing, so that each rank can run any number of passes.
     """
     modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
     groups = list(_groups(model))

@@ -1,7 +1,6 @@
 """prepare: bind a policy to models and optimizers; unprepare: take it off; edit_weights: change weights by hand.
 
-Everything is checked before anything is changed (`bindable`): a call that fails leaves models and optimizers as they
-were.
+Everything is checked (`bindable`) before anything is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fsdp import has_run, reshard
-from halfstep.binding.precise import low_places, put_back
+from halfstep.binding.precise import low_places, replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.state import in_region
 from halfstep.errors import BindError, WeightsError
@@ -193,7 +192,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
         binding = Binding(
             wanted,
             devices,
-            policy=plan.policy,
+            concrete=plan.policy,
             path=path,
             root=root,
             rule=rule,
@@ -338,17 +337,13 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
         store.editing = editing or bool(places)
-        for module, name, parameter in places:
+        for _, name, parameter in places:
             master = store.master(parameter)  # referenced in `shown`: some strategies make it only while it is
             shown.append((name, parameter, master, master._version, master.data))
-            module._parameters[name] = master
-        yield model
+        with replaced(places, {id(parameter): master for _, parameter, master, *_ in shown}):
+            yield model
     finally:
-        try:
-            put_back(places)
-        finally:
-            put_back(places)
-            store.editing = editing
+        store.editing = editing
         resized, touched, same = "", [], set()
         for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:

@@ -29,9 +29,8 @@ def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
 def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
     """Refuse a communication hook whose callbacks can wait for each other for good.
 
-    gloo has two threads for callbacks and collectives. The hooks of `WAITING` wait in a callback for a collective that
-    needs a thread, so two buckets of gradients block both. One bucket has one format and no more than
-    DistributedDataParallel's limit for the first of them.
+    gloo has two threads for callbacks and collectives; hooks of `WAITING` wait in a callback for a collective, so two
+    buckets of gradients block both. One bucket has one format and at most DistributedDataParallel's first limit.
     """
     waiting = [hook for hook, _ in comm_hooks(wrapper) if _waits(hook)]
     trained = [

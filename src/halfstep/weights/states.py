@@ -31,17 +31,10 @@ from halfstep.weights.every_step import Turn, at_each_step, not_at_each_step
 
 
 class LowStates:
-    """Keeps the states of one optimizer in bf16 between its steps.
+    """Keeps the states of one optimizer, to which weight stores are attached already, in bf16 between its steps.
 
     Only plain tensors, or DTensors, in the shape of their parameter: step counts and factored moments are few, and stay
-    fp32; nested states stay what they are.
-
-    Args:
-        optimizer: any torch optimizer; attach weight stores to it before.
-        draws: where random bits come from, shared with a store that has some.
-
-    Raises:
-        WeightsError: as `refuse_unhooked`.
+    fp32; nested states stay what they are. `draws` is shared with a store that has some.
     """
 
     _known: weakref.WeakKeyDictionary[Optimizer, LowStates] = weakref.WeakKeyDictionary()
@@ -109,8 +102,7 @@ class LowStates:
         if device is not None and not skipped(optimizer):
             self.draws.advance(device)
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        """Round what was loaded to nearest: exact for what was saved from low states."""
+    def _after_load(self, optimizer: Optimizer) -> None:  # rounds to nearest: exact for what was saved from low states
         for parameter, state in optimizer.state.items():
             for name, value in _elementwise(parameter, state):
                 state[name] = value.to(torch.bfloat16)

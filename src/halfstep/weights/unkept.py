@@ -1,8 +1,7 @@
-"""none: low weights with nothing behind them, whose changes by hand are told if the low format loses them.
+"""none: low weights with nothing behind them (2 bytes per parameter), which optimizers step as torch does.
 
-Bytes per parameter: 2 (low). Such a parameter is a `kernels.watched.WatchedParameter` as those of a store are:
-outside of regions its methods and copies compute in fp32. A change by hand is rounded to nearest. Optimizers step the
-low values as torch does.
+Outside of regions methods and copies of such a `kernels.watched.WatchedParameter` compute in fp32, as those of a store
+do; a change by hand is rounded to nearest, with a warning if the low format loses it.
 """
 
 from __future__ import annotations
