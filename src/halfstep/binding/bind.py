@@ -229,9 +229,8 @@ def _casts(
 ) -> tuple[Any, Any, torch.dtype | None]:
     """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
     policy, outside = binding.policy, outer is None or outer is SUSPENDED or outer is CALLED
-    if binding.rule == "fp32" and binding.entrance:
-        args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
-    elif binding.root and policy.dtype == "fp32":  # parameters that came low are fp32 now, and no operator casts
+    # of a root in fp32 parameters that came low are fp32 now, and no operator casts
+    if (binding.rule == "fp32" and binding.entrance) or (binding.root and policy.dtype == "fp32"):
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
     elif binding.root and policy.inputs == "low" and not method:
         for _, dtype, on in binding.recipe.devices:

@@ -52,21 +52,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _states(model: nn.Module) -> Iterator[Any]:
-    """Iterate over what fully_shard keeps for each module it was called on; several modules can share one."""
-    seen = set[int]()
-    for module in model.modules():
-        if is_fsdp(module):
-            state: Any = fsdp_state(module)
-            if id(state) not in seen:
-                seen.add(id(state))
-                yield state
+def _states(model: nn.Module) -> list[Any]:
+    """Return what fully_shard keeps for each module it was called on; several modules can share one."""
+    states: list[Any] = [fsdp_state(module) for module in model.modules() if is_fsdp(module)]
+    return list({id(state): state for state in states}.values())
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """Iterate over the groups of parameters that fully_shard gathers together."""
-    for state in _states(model):
-        yield from fsdp_groups(state)
+def _groups(model: nn.Module) -> list[Any]:
+    """Return the groups of parameters that fully_shard gathers together."""
+    return [group for state in _states(model) for group in fsdp_groups(state)]
 
 
 def has_run(model: nn.Module) -> bool:
@@ -97,7 +91,7 @@ def check_groups(model: nn.Module, dtypes: dict[int, torch.dtype], low: Iterable
 
 def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
     """Refuse a sharded model whose gradients fully_shard sums in another format than the policy's `reduce`."""
-    groups = list(_groups(model))
+    groups = _groups(model)
     if not groups and not is_distributed(model):
         return
     if policy.params == "low" and policy.grads == "fp32":
@@ -167,7 +161,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     Meanwhile FSDP's hooks gather and reduce nothing, so that each rank can run any number of passes.
     """
     modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
-    groups = list(_groups(model))
+    groups = _groups(model)
     switches = [{name: getattr(group, name) for name in SWITCHES} for group in groups]
     try:
         for module in modules:

@@ -78,16 +78,13 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
     for name in () if keep_vars else self._parameters:
         if isinstance(value := destination.get(prefix + name), WeightTensor):
             destination[prefix + name] = value.as_subclass(Tensor)
-    for name, parameter, store in low_parameters(self, frozen=True):
-        if store.is_frozen(parameter):
-            store.check_frozen(parameter)
-            value = parameter if keep_vars else Tensor.detach(parameter)
+    for name, parameter, owner in [*low_parameters(self, frozen=True), *UnkeptWeights.of(self._parameters.items())]:
+        if isinstance(owner, WeightStore) and not owner.is_frozen(parameter):
+            value = owner.value(parameter) if keep_vars else owner.read(parameter)
         else:
-            value = store.value(parameter) if keep_vars else store.read(parameter)
+            owner.check(parameter)
+            value = parameter if keep_vars else Tensor.detach(parameter)
         destination[prefix + name] = value
-    for name, parameter, owner in UnkeptWeights.of(self._parameters.items()):
-        owner.check(parameter)
-        destination[prefix + name] = parameter if keep_vars else Tensor.detach(parameter)
 
 
 def load(
@@ -115,8 +112,7 @@ def load(
             if isinstance(value, Tensor):
                 store.refuse(parameter, value)
     with ExitStack() as loading:
-        owners: set[WeightStore | UnkeptWeights] = {store for *_, store in low}
-        for owner in owners.union(owner for *_, owner in UnkeptWeights.of(self._parameters.items())):
+        for owner in {owner for *_, owner in (*low, *UnkeptWeights.of(self._parameters.items()))}:
             loading.enter_context(owner.loaded())
         load_state_of(type(self))(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

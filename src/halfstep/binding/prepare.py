@@ -333,7 +333,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         return
     reshard(inner)
     places = low_places(inner, store)
-    editing, frozen = store.editing, [parameter for *_, parameter in places if store.is_frozen(parameter)]
+    editing, frozen = store.editing, {id(p) for *_, p in places if store.is_frozen(p)}
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
         store.editing = editing or bool(places)
@@ -344,7 +344,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             yield model
     finally:
         store.editing = editing
-        resized, touched, same = "", [], set()
+        resized, touched, same = "", [], []
         for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
@@ -352,11 +352,11 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
                 master.data = values
             if master.device.type == "cpu" or master._version != version:  # on other devices, looking at values waits
                 touched.append(parameter)
-            if master._version == version:
-                same.add(id(parameter))
+            if master._version == version and id(parameter) in frozen:
+                same.append(parameter)
         lost = store.undo_beyond(touched)
         store.write_back(parameter for _, parameter, *_ in shown)
-        store.freeze(parameter for parameter in frozen if id(parameter) in same)
+        store.freeze(same)
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "

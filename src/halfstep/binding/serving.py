@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,7 +249,7 @@ def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: G
             known[node] = next(given)
         elif node.op == "output":
             return args[0]
-        elif node.op == "get_attr" and isinstance(body := _attribute(source, node.target), nn.Module):
+        elif node.op == "get_attr" and isinstance(body := operator.attrgetter(node.target)(source), nn.Module):
             known[node] = body
         elif name == "wrap_with_autocast":
             device, dtype, on, _, body, *operands = args
@@ -273,32 +273,18 @@ def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: G
     raise AssertionError("a graph without an output")
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _nodes(values: Any) -> Iterator[Node]:
-    """Iterate over the nodes in `values` whose format a policy may change."""
-    found: list[Node] = []
-    map_arg(values, found.append)
-    for node in found:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dtype in POLICY_DTYPES:
-            yield node
-
-
 def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) -> tuple[Any, Any]:
     """Return the arguments of an operator as torch.autocast casts them in `regions`, by nodes added to `graph`."""
-    found = list(_nodes((args, kwargs)))
+    nodes: list[Node] = []
+    map_arg((args, kwargs), nodes.append)
+    found = [n for n in nodes if isinstance(v := n.meta.get("val"), Tensor) and v.dtype in POLICY_DTYPES]
     device = next((n.meta["val"].device.type for n in found), "")
     low, on = regions.get(device, (torch.float32, False))
     if not on:
         return args, kwargs
     full = schema_of(node.target).name  # of an OpOverload
-    row = _rows(device).get(full.partition("::")[2])
+    rules = {name.replace(".", "_"): row.rule for name, row in table("torch", device).items()}  # by dispatcher's name
+    row = rules.get(full.partition("::")[2])
     if row is None:
         overload = schema_of(node.target).overload_name
         key = f"Autocast{dispatch_key_for_device(device)}"
@@ -313,19 +299,13 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
         return args, kwargs
 
     def one(n: Node) -> Node:
-        value = n.meta.get("val")
-        if not isinstance(value, Tensor) or value.dtype not in POLICY_DTYPES or value.dtype is target:
+        if n not in found or n.meta["val"].dtype is target:
             return n
         cast = graph.call_function(torch.ops.aten.to.dtype, (n, target))
-        cast.meta = {**n.meta, "val": value.to(target)}
+        cast.meta = {**n.meta, "val": n.meta["val"].to(target)}
         return cast
 
     return map_arg((args, kwargs), one)
-
-
-def _rows(device: str) -> Mapping[str, str]:
-    """Return the rules of torch.autocast's list by the names of torch's dispatcher."""
-    return {name.replace(".", "_"): row.rule for name, row in table("torch", device).items()}
 
 
 # ------------------------------------------------------------------ weights
@@ -337,7 +317,8 @@ def _fold(module: GraphModule) -> GraphModule:
     while groups := _weight_casts(module):
         for (source, _), casts in groups.items():
             path = str(source.target)
-            value = casts[0].target(Tensor.detach(_attribute(module, path)), *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
+            weight = Tensor.detach(operator.attrgetter(path)(module))
+            value = casts[0].target(weight, *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
             if len(source.users) > len(casts):
                 path = f"{path}_{str(value.dtype).removeprefix('torch.')}"
             owner, _, name = path.rpartition(".")

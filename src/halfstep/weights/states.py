@@ -91,13 +91,16 @@ class LowStates:
         place, device = 0, None
         for group in optimizer.param_groups:
             # low parameters first: the order in which halfstep's own update hands out random bits
-            for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for parameter in sorted(stepped, key=lambda p: p.dtype not in LOW_DTYPES):
                 state, device = optimizer.state.get(parameter, {}), parameter.device
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
                     if value.dtype is torch.bfloat16:
                         self._own[value] = None
                     else:
-                        state[name] = _rounded(value, self.draws, place, min(stream, 3))
+                        part = local(value)  # of a sharded state (DTensor) each rank rounds its part
+                        bits = self.draws.bits(place, min(stream, 3), part, shard_of(value))
+                        state[name] = sharded_like(value, stochastic_bf16(part, bits))
                 place += 1
         if device is not None and not skipped(optimizer):
             self.draws.advance(device)
@@ -106,12 +109,6 @@ class LowStates:
         for parameter, state in optimizer.state.items():
             for name, value in _elementwise(parameter, state):
                 state[name] = value.to(torch.bfloat16)
-
-
-def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
-    """Return `value` in bf16; of a sharded one (DTensor) each rank rounds its part."""
-    part = local(value)
-    return sharded_like(value, stochastic_bf16(part, draws.bits(place, stream, part, shard_of(value))))
 
 
 @cache
@@ -129,10 +126,6 @@ def _keep_if_listed(optimizer: Optimizer) -> None:
             if parameter in listed:
                 LowStates(optimizer, listed[parameter])
                 return
-
-
-def _is_wide(parameter: Tensor) -> bool:
-    return parameter.dtype not in LOW_DTYPES
 
 
 def _elementwise(parameter: object, state: object) -> list[tuple[str, Tensor]]:

@@ -237,7 +237,7 @@ class WeightStore(Owner):
                 "prepare the model after its parameters are made"
             )
         if key in self._frozen:
-            self.check_frozen(parameter)
+            self.check(parameter)
             self.generation += 1
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
@@ -250,7 +250,7 @@ class WeightStore(Owner):
                 self._read_low(key)
         return key
 
-    def check_frozen(self, parameter: nn.Parameter) -> None:
+    def check(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written into a frozen parameter."""
         if self._written_unseen(parameter):
             self._versions[id(parameter)] = parameter._version
@@ -281,7 +281,7 @@ class WeightStore(Owner):
         """Return the fp32 value of `parameter` to be read, as `_value` does."""
         if not self.is_frozen(parameter):
             return self._value(self._key(parameter))
-        self.check_frozen(parameter)
+        self.check(parameter)
         return nn.Parameter(Tensor.detach(parameter).float(), requires_grad=parameter.requires_grad)
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -485,10 +485,8 @@ class WeightStore(Owner):
         self._fresh.add(key)
 
     def _remove(self, parameter: nn.Parameter) -> None:
-        if self.is_frozen(parameter):
-            self._frozen.remove(id(parameter))
-        else:
-            self._forget(id(parameter))
+        self._frozen.discard(id(parameter))
+        self._forget(id(parameter))
         self._without_low.clear()
         self.generation += 1
         for entries in (self._names, self._parameters, self._versions):

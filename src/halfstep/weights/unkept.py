@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ class UnkeptWeights(Owner):
         for name, parameter in named:
             watch(parameter, self, name, held=True)
             self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
-        _living().add(self)
         at_each_step(Turn.CHECK, self, _before_step, _after_step)
 
     def __contains__(self, parameter: object) -> bool:
@@ -111,22 +109,16 @@ class UnkeptWeights(Owner):
             unwatch(parameter, owner)
 
 
-@cache
-def _living() -> weakref.WeakSet[UnkeptWeights]:
-    """Return all that live; optimizers of any kind write low values, without a word, while they step."""
-    return weakref.WeakSet()
-
-
-def _before_step(optimizer: Optimizer) -> None:
+def _before_step(optimizer: Optimizer) -> None:  # optimizers of any kind write low values, without a word
     for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
         owner.check(parameter)
         owner._stepping.add(id(optimizer))
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    for owner in _living():
+    for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
+        owner._versions[id(parameter)] = parameter._version
         owner._stepping.discard(id(optimizer))
-    UnkeptWeights.stepped(_stepped(optimizer))
 
 
 def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
