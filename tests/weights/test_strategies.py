@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights import STRATEGIES, WeightStore
@@ -276,15 +275,11 @@ def test_sparse_gradients_and_frozen_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_release_and_errors(name: str) -> None:
+def test_release(name: str) -> None:
     parameters = shapes()
     optimizer = torch.optim.AdamW(parameters, 1e-2)
     store = adopted(name, parameters)
     store.attach(optimizer)
-    with pytest.raises(WeightsError, match=r"p0 has shape \(4, 3\) and was assigned \(3,\)"):
-        store.assign(parameters[0], torch.ones(3))
-    with pytest.raises(WeightsError, match="has no fp32 master"):
-        store.read(nn.Parameter(torch.ones(2)))
     gradients(parameters, 0, BF16)
     optimizer.step()
     want = [store.read(p) for p in parameters]

@@ -41,16 +41,6 @@ def low_parameters(module: nn.Module, *, frozen: bool = False) -> list[tuple[str
     return [(n, p, store) for n, p in own if frozen or not store.is_frozen(p)]
 
 
-def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
-    """Return where in `model` parameters with precise weights in `store` are; those that are shared more than once."""
-    return [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter in store
-    ]
-
-
 @contextmanager
 def replaced(places: list[Place], values: Mapping[int, nn.Parameter]) -> Iterator[None]:
     """Have `values`, by id of the parameter, in `places` while a block runs."""
@@ -78,7 +68,8 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
     for name in () if keep_vars else self._parameters:
         if isinstance(value := destination.get(prefix + name), WeightTensor):
             destination[prefix + name] = value.as_subclass(Tensor)
-    for name, parameter, owner in [*low_parameters(self, frozen=True), *UnkeptWeights.of(self._parameters.items())]:
+    low: list[tuple[str, nn.Parameter, WeightStore | UnkeptWeights]] = [*low_parameters(self, frozen=True)]
+    for name, parameter, owner in low + UnkeptWeights.of(self._parameters.items()):
         if isinstance(owner, WeightStore) and not owner.is_frozen(parameter):
             value = owner.value(parameter) if keep_vars else owner.read(parameter)
         else:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fsdp import has_run, reshard
-from halfstep.binding.precise import low_places, replaced
+from halfstep.binding.precise import replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.state import in_region
 from halfstep.errors import BindError, WeightsError
@@ -332,7 +332,12 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         yield model
         return
     reshard(inner)
-    places = low_places(inner, store)
+    places = [
+        (module, name, parameter)
+        for module in inner.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in store
+    ]
     editing, frozen = store.editing, {id(p) for *_, p in places if store.is_frozen(p)}
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:

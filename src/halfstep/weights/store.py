@@ -220,10 +220,6 @@ class WeightStore(Owner):
         """Return whether `parameter` is a low parameter of this store."""
         return id(parameter) in self._parameters
 
-    def __len__(self) -> int:
-        """Return the number of low parameters."""
-        return len(self._parameters)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the low parameters."""
         return iter(self._parameters.values())
@@ -231,11 +227,6 @@ class WeightStore(Owner):
     def _key(self, parameter: nn.Parameter) -> int:
         """Return the key of `parameter` after what was written into it by hand has been taken over."""
         key = id(parameter)
-        if key not in self._parameters:
-            raise WeightsError(
-                f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
-                "prepare the model after its parameters are made"
-            )
         if key in self._frozen:
             self.check(parameter)
             self.generation += 1
@@ -287,9 +278,6 @@ class WeightStore(Owner):
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place."""
         self.refuse(parameter, value)
-        if value.shape != parameter.shape:
-            name = self._names[id(parameter)]
-            raise WeightsError(f"{name} has shape {tuple(parameter.shape)} and was assigned {tuple(value.shape)}")
         key = id(parameter)
         with torch.no_grad():
             if key in self._frozen:
