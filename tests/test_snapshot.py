@@ -38,7 +38,7 @@ USERS = {
     "lens/box/trials.py": {"Snapshot", "attributes"},
     "lens/calls.py": {"same_numbers", "torch_states"},
     "step/state.py": {"Snapshot", "optimizer_state", "scheduler_state"},
-    "binding/construct.py": {"Snapshot", "optimizer_state"},
+    "binding/prepare.py": {"Snapshot", "optimizer_state"},
     "step/graphs.py": {"Snapshot", "gradients", "noted"},
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},

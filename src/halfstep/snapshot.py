@@ -4,7 +4,7 @@ A snapshot is a list of parts: functions that restore one thing, made by functio
 
 Note [users]: who takes a snapshot, and of which parts.
 
-    a TrainStep that cannot be built            optimizer_state, construct.bound
+    a TrainStep that cannot be built            optimizer_state, prepare.bound
     policy="auto", for each visit               all, a Loan of weights included, but no scheduler
     the scheduler's step                        scheduler_state
     load_state_dict                             optimizer_state, scheduler_state, loss scale and rounding

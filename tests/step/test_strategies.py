@@ -163,9 +163,9 @@ def test_bad_steps_leave_no_trace(master: str, dtype: str, optimizer: str) -> No
         plain(*batch(i))
         if i in {0, 3}:
             x, y = batch(i)
-            before = weights(hurt.model), behind(hurt.model).state()
+            before = weights(hurt.model)
             assert bool(hurt(x * float("nan"), y).skipped)
-            assert same(weights(hurt.model), before[0])
+            assert same(weights(hurt.model), before)
             assert not list(behind(hurt.model).temporaries()) and not list(behind(hurt.model).buffers())
         hurt(*batch(i))
     if dtype == "bf16":  # in fp16 the bad step has lowered the scale, and the gradients' roundings with it

@@ -25,7 +25,7 @@ from halfstep.policy import SCALE_RULES
 from halfstep.scale.finite import _inverse
 from halfstep.scale.rule import advance, initial_state
 from halfstep.testing import count_step
-from halfstep.weights.stochastic import _stochastic_fp16
+from halfstep.weights.strategies import _stochastic_fp16
 
 
 class Refuses(TorchDispatchMode):

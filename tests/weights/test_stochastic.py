@@ -75,15 +75,15 @@ def test_replicas_draw_the_same_bits_whatever_their_seeds(monkeypatch: pytest.Mo
 def test_only_steps_round_by_chance() -> None:
     _, store = trained(2.0**-10, 1, count=1000)
     parameter = next(store.parameters())
-    before = store.state()
+    before = store.draws.state()
     store.assign(parameter, torch.full((1000,), 1 + 2.0**-9))
     assert torch.equal(store.read(parameter), torch.ones(1000))
-    assert store.state() == before
+    assert store.draws.state() == before
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     _, store = trained(2.0**-10, 1, count=10)
-    before = store.state()
+    before = store.draws.state()
     for wrong in (
         {},
         {"seed": 1},
@@ -92,5 +92,5 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         {"seed": 1, "counts": {"x": [1, 2]}},
     ):
         with pytest.raises(WeightsError, match="stochastic rounding does not fit here"):
-            store.load_state(wrong)
-        assert store.state() == before
+            store.draws.load_state(wrong)
+        assert store.draws.state() == before

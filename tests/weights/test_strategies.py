@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights import STRATEGIES, WeightStore
@@ -28,6 +28,10 @@ IDS = [f"{name}-{'bf16' if low is BF16 else 'fp16'}" for name, low in CASES]
 def adopted(name: str, parameters: list[nn.Parameter], low: torch.dtype = BF16) -> WeightStore:
     torch.manual_seed(5)
     return STRATEGIES[name]([(f"p{i}", p) for i, p in enumerate(parameters)], low)
+
+
+def counted(store: WeightStore) -> dict[str, Any]:
+    return {} if store.draws is None else store.draws.state()
 
 
 def compensated(wide: Tensor, low: torch.dtype) -> Tensor:
@@ -115,7 +119,8 @@ def test_resume_is_bit_exact(name: str, low: torch.dtype, optimizer_name: str, s
         gradients(parameters, i, low)
         optimizer.step()
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    second.load_state(store.state())
+    if store.draws is not None and second.draws is not None:
+        second.draws.load_state(store.draws.state())
     for p, q in zip(parameters, again, strict=True):
         second.assign(q, store.read(p))
         assert torch.equal(p, q)
@@ -151,14 +156,14 @@ def test_found_inf_leaves_everything(name: str, make: Callable[[list[nn.Paramete
     store.attach(optimizer)
     gradients(parameters, 0, BF16)
     optimizer.step()
-    before = [p.detach().clone() for p in parameters], [store.read(p) for p in parameters], store.state()
+    before = [p.detach().clone() for p in parameters], [store.read(p) for p in parameters], counted(store)
     gradients(parameters, 1, BF16)
     optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), None  # type: ignore[attr-defined]
     optimizer.step()
     del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     assert all(torch.equal(p, b) for p, b in zip(parameters, before[0], strict=True))
     assert all(torch.equal(store.read(p), b) for p, b in zip(parameters, before[1], strict=True))
-    assert store.state() == before[2]
+    assert counted(store) == before[2]
 
 
 @pytest.mark.parametrize("name", COMPACT)
@@ -270,15 +275,11 @@ def test_sparse_gradients_and_frozen_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_release_and_errors(name: str) -> None:
+def test_release(name: str) -> None:
     parameters = shapes()
     optimizer = torch.optim.AdamW(parameters, 1e-2)
     store = adopted(name, parameters)
     store.attach(optimizer)
-    with pytest.raises(WeightsError, match=r"p0 has shape \(4, 3\) and was assigned \(3,\)"):
-        store.assign(parameters[0], torch.ones(3))
-    with pytest.raises(WeightsError, match="has no fp32 master"):
-        store.read(nn.Parameter(torch.ones(2)))
     gradients(parameters, 0, BF16)
     optimizer.step()
     want = [store.read(p) for p in parameters]
@@ -294,8 +295,4 @@ def test_release_and_errors(name: str) -> None:
 def test_only_stochastic_has_a_state_of_its_own() -> None:
     for name in STRATEGIES:
         store = adopted(name, shapes())
-        assert bool(store.state()) is (name == "stochastic")
-        if name != "stochastic":
-            store.load_state({})
-            with pytest.raises(WeightsError, match=r"no state of their own, and were given \['seed'\]"):
-                store.load_state({"seed": 1})
+        assert (store.draws is not None) is (name == "stochastic")

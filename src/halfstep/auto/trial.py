@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from halfstep.accelerators import empty_cache
 from halfstep.binding.bind import binding_of
-from halfstep.binding.construct import bound
+from halfstep.binding.prepare import bound
 from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.snapshot import (

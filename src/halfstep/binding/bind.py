@@ -2,14 +2,13 @@
 
 A bound module keeps its class, and has methods of its own in its `__dict__`, which hide those of the class. Its
 `forward` opens the region unless this thread is in it already; `state_dict`, `load_state_dict`, `copy.deepcopy` and
-`pickle` see fp32 values (`precise`). No function of the user is replaced; taking the binding off removes these methods.
+`pickle` see fp32 values (`precise`).
 
-Note [instance methods]: Python gives what it finds in the `__dict__` of an instance as it is. So each of these methods
-is a `MethodType` whose first argument is the `Binding`, which refers weakly to its module: a strong reference would be
-a cycle, and the memory of a model would not be free when the model is deleted. Two consequences: such a method does not
-keep its model alive (`here` raises), and what copies the `__dict__` of a module has to bind the copy. That is done for
-copy, pickle and DataParallel. Python looks for the method `__copy__` in the class only: where that of the user's class
-shares the `__dict__`, the copy has to be prepared anew.
+Note [instance methods]: each is a `MethodType` whose first argument is the `Binding`, which refers weakly to its
+module: a strong reference would be a cycle, and the memory of a model would not be free when the model is deleted. So
+such a method does not keep its model alive (`here` raises), and what copies the `__dict__` of a module has to bind the
+copy, as copy, pickle and DataParallel do here. Python looks for `__copy__` in the class only: where that of the user's
+class shares the `__dict__`, the copy has to be prepared anew.
 
 Note [what is bound]: every module with a forward, also leaves of torch.nn: activation checkpointing recomputes any of
 them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
@@ -19,17 +18,14 @@ keep one GELU for a whole process. It follows the region it is called in and ope
 holds in the regions of the policy that has the rule. A loss opens a region where none is open, because its rules are
 meant for calls outside the model.
 
-Note [methods]: a public method of a user's class that is called with a tensor runs as forward does: in the region,
-with a root's outputs cast. Its inputs are not: they may be anything (returns, old log-probabilities). Called without a
-tensor it may as well merge weights or train, so no region is open, but what modules called from it give is cast, as if
-they were called from outside. Names that base classes of libraries have are theirs to call, and generators and
-coroutines are suspended: these stay as they are.
+Note [methods]: a public method of a user's class that is called with a tensor runs as forward does, but its inputs are
+not cast: they may be anything (returns, old log-probabilities). Called without a tensor it may as well merge weights or
+train, so no region is open, but what modules called from it give is cast, as if they were called from outside. Names
+that base classes of libraries have are theirs to call, and generators and coroutines are suspended: these stay.
 
 Note [tools]: transformers chooses a model's arguments by the names in its signature, and torch.fx makes placeholders
-from them, so a bound forward has the name, docstring, annotations and signature of the user's. Two tools would lose the
-region and are refused: `torch.jit.script` compiles the source of the user's forward, and `torch.fx` records the
-operators of a region and not the region. It runs the forward of the class, so it is refused where it asks the module
-for its name (`_name_for_fx`). `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see casts.
+from them, so a bound forward has those of the user's. Two tools lose the region and are refused: `torch.jit.script`
+compiles the source of the user's forward, and `torch.fx` runs the forward of the class and records operators only.
 """
 
 from __future__ import annotations
@@ -39,6 +35,7 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import lru_cache, update_wrapper
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,8 +46,8 @@ from torch import nn
 from torch.fx import GraphModule, Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.binding.own_loops import refuse_own_loop
-from halfstep.binding.precise import KEY, allow_in_files, load, low_parameters, make_precise, save, saving
+from halfstep.binding.fsdp import refuse_own_loop
+from halfstep.binding.precise import KEY, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
 from halfstep.cast.copies import low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
@@ -94,78 +91,51 @@ HUBS = ("transformers.", "diffusers.", "huggingface_hub.")
 """Modules of base classes, and of models, which have a forward."""
 
 
+@dataclass(eq=False, repr=False)
 class Binding:
-    """What a bound module carries: its policy, the rule it runs under and where its precise weights are.
+    """What a bound module carries: its policy, the rule it runs under and where its precise weights are."""
 
-    Attributes:
-        wanted: the policy the model was prepared with.
-        policy: the same, resolved for the first of `device_types`, with the master that is used.
-        device_types: the devices its region enters.
-        path: dotted name of the module under the prepared root; "" is the root.
-        root: whether it is, or was prepared as a model of its own before the whole was.
-        rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
-        entrance: whether this module is the outermost one its rule applies to (under "fp32" it casts inputs).
-        store: the precise weights behind low parameters, or None. Not copied and not pickled.
-        module_ref: returns the module, None if it is gone.
-        first: of a root, returns its first parameter, whose device type is that of the model; None if it is not known.
-        methods: the functions of the methods that its module has been given, by name.
-        recipe: the region of this module.
-        passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
-        home: the regions in which a guest follows its rule, see note [guests]; None for all other modules.
-        holders: the prepared models that a guest is a part of.
-        unruled: whether the region has no rule for what its forward calls; None: not yet known.
-        idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
-        averages: whether only `TrainStep` averages gradients over processes as the policy demands.
-        sharded: whether parameters were sharded (DTensor) before the model was prepared.
-        fresh: whether no forward pass has come here yet.
-    """
+    wanted: Policy  # the policy the model was prepared with
+    device_types: tuple[str, ...]  # the devices its region enters
+    _: KW_ONLY
+    path: str  # dotted name of the module under the prepared root; "" is the root
+    root: bool  # whether it is a model of its own; Dynamo guards on this: by path it would compile equal layers again
+    rule: str = ""  # the module rule that applies here ("low", "fp32", "keep")
+    entrance: bool = False  # whether it is the outermost module that has its rule (under "fp32" it casts inputs)
+    store: WeightStore | None = None  # the precise weights behind low parameters; not copied and not pickled
+    guest: bool = False  # see note [guests]
+    alone: bool = False  # whether a guest opens its region where none is open
+    concrete: InitVar[Policy | None] = None  # becomes `policy`
 
-    def __init__(
-        self,
-        wanted: Policy,
-        device_types: tuple[str, ...],
-        *,
-        policy: Policy | None = None,
-        path: str,
-        root: bool,
-        rule: str = "",
-        entrance: bool = False,
-        store: WeightStore | None = None,
-        guest: bool = False,
-        alone: bool = False,
-    ) -> None:
-        self.wanted = wanted
-        self.policy = resolved(wanted, device_types[0]) if policy is None else policy
-        self.path = path
-        self.root = root  # Dynamo guards on this and not on the path, which would compile equal layers one by one
-        self.rule = rule
-        self.entrance = entrance
-        self.store = store
-        self.holders = WeakSet[nn.Module]()
-        self.module_ref: Callable[[], nn.Module | None] = type(None)
-        self.first: Callable[[], nn.Parameter | None] = type(None)
-        self.methods = _Methods()
-        self.enter_on(device_types, guest=guest, alone=alone)
-        self.averages = reduces_itself(self.policy)
-        self.sharded = False
-        self.fresh = True
+    def __post_init__(self, concrete: Policy | None) -> None:
+        # `wanted`, resolved for the first of the devices, with the master that is used
+        self.policy = resolved(self.wanted, self.device_types[0]) if concrete is None else concrete
+        self.holders = WeakSet[nn.Module]()  # the prepared models that a guest is a part of
+        self.module_ref: Callable[[], nn.Module | None] = type(None)  # returns the module, None if it is gone
+        self.first: Callable[[], nn.Parameter | None] = type(None)  # returns a root's first parameter, None if unknown
+        self.methods = _Methods()  # the functions of the methods that its module has been given, by name
+        self.enter_on(self.device_types)
+        self.averages = reduces_itself(self.policy)  # whether only `TrainStep` averages gradients as the policy demands
+        self.sharded = False  # whether parameters were sharded (DTensor) before the model was prepared
+        self.fresh = True  # whether no forward pass has come here yet
 
-    def enter_on(self, device_types: tuple[str, ...], *, guest: bool, alone: bool) -> None:
+    def enter_on(self, device_types: tuple[str, ...]) -> None:
         """Let the region of this module be one on `device_types`."""
         self.device_types = device_types
         self.recipe = module_recipe(self.wanted, device_types, self.rule)
+        # the region in which its forward has nothing to do
         self.passes = NOWHERE if self.root or self.entrance else self.recipe
-        self.home: frozenset[Any] | None = None
-        if guest:
+        self.home: frozenset[Any] | None = None  # the regions in which a guest follows its rule
+        if self.guest:
             rules = {"", *(rule for _, rule in self.wanted.modules)} if self.entrance else ()
             self.home = frozenset(module_recipe(self.wanted, device_types, each) for each in rules)
-            self.home |= {None} if alone else set()
-        self.unruled: bool | None = None
-        self.idle = False
+            self.home |= {None} if self.alone else set()
+        self.unruled: bool | None = None  # whether the region has no rule for what its forward calls; None: not known
+        self.idle = False  # whether its forward needs nothing in the region: no mode taken off and no low weight
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
-        self.root, self.passes, self.home = True, NOWHERE, None
+        self.root, self.passes, self.home, self.guest = True, NOWHERE, None, False
         if (module := self.module_ref()) is not None:
             ROOTS[id(module)] = module
 
@@ -181,9 +151,8 @@ class Binding:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments, all plain values, of a binding for a copy of the module."""
-        names = ("wanted", "device_types", "path", "root", "rule", "entrance")
-        guest, alone = self.home is not None, self.home is not None and None in self.home
-        return {**{name: getattr(self, name) for name in names}, "guest": guest, "alone": alone}
+        names = ("wanted", "device_types", "path", "root", "rule", "entrance", "guest", "alone")
+        return {name: getattr(self, name) for name in names}
 
     def again(self, store: WeightStore | None = None) -> Binding:
         """Return a binding for a copy of the module."""
@@ -197,9 +166,8 @@ class Binding:
             if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
                 continue
             path = f"{self.path}.{name}".lstrip(".")
-            late = Binding(self.wanted, self.device_types, path=path, root=False, rule=self.rule, store=self.store)
-            late.policy = self.policy
-            bind(child, late)
+            given = {**self.settings(), "path": path, "root": False, "entrance": False, "guest": False}
+            bind(child, Binding(**given, concrete=self.policy, store=self.store))
 
     def without(self, value: Any) -> Any:
         """Return `value` without what binding has put into it, if it is the `__dict__` of the module or a copy."""
@@ -232,10 +200,7 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
 
 @lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
-    """Return the region of a module under `rule`, which wins over the policy's operator rules.
-
-    Policies that differ in module rules only have different regions: see note [guests].
-    """
+    """Return the region of a module under `rule`, which wins over operator rules; each policy has its own regions."""
     return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=rule != "fp32")
 
 
@@ -264,9 +229,8 @@ def _casts(
 ) -> tuple[Any, Any, torch.dtype | None]:
     """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
     policy, outside = binding.policy, outer is None or outer is SUSPENDED or outer is CALLED
-    if binding.rule == "fp32" and binding.entrance:
-        args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
-    elif binding.root and policy.dtype == "fp32":  # parameters that came low are fp32 now, and no operator casts
+    # of a root in fp32 parameters that came low are fp32 now, and no operator casts
+    if (binding.rule == "fp32" and binding.entrance) or (binding.root and policy.dtype == "fp32"):
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
     elif binding.root and policy.inputs == "low" and not method:
         for _, dtype, on in binding.recipe.devices:
@@ -320,11 +284,7 @@ def _is_elsewhere(binding: Binding, module: nn.Module) -> bool:
 
 
 def _follow(root: Binding, module: nn.Module) -> None:
-    """Let the regions of a prepared model be those of the devices that it was moved to.
-
-    Raises:
-        BindError: there its policy means other formats than those that it was prepared in.
-    """
+    """Let the regions of a prepared model be those of the devices that it was moved to."""
     there = device_types_of([module])
     if set(there) <= set(root.device_types):  # the parameters are on the meta device
         return
@@ -338,8 +298,7 @@ def _follow(root: Binding, module: nn.Module) -> None:
     for part in list(module.modules()):
         binding = binding_of(part)
         if binding is not None and binding.wanted == root.wanted:
-            kept = binding.settings()
-            binding.enter_on(there, guest=kept["guest"], alone=kept["alone"])
+            binding.enter_on(there)
             bind(part, binding)
 
 
@@ -423,10 +382,7 @@ ROOTS = WeakValueDictionary[int, nn.Module]()  # prepared models by their ids
 
 
 def _add_traced(root: int) -> None:
-    """Report a model, given by its id, to the training step whose loss Dynamo traces.
-
-    Dynamo calls this itself, once for each graph, and guards on the id: an argument has to be a constant.
-    """
+    """Report a model to the training step whose loss Dynamo traces; Dynamo calls this, with a constant: the id."""
     if STATE.statistics is not None and (model := ROOTS.get(root)) is not None:
         STATE.statistics.add(model)
 
@@ -469,10 +425,7 @@ def _enter_compiled(
 
 
 class _Methods(dict[str, Callable[..., Any]]):
-    """The functions of the methods that modules of one class get when they are bound; a dict that can be referred to.
-
-    The first argument of each is the `Binding`. Dynamo compiles a model again whose methods are other functions.
-    """
+    """The methods that modules of one class get: Dynamo compiles a model again whose methods are other functions."""
 
 
 METHODS = WeakValueDictionary[type[nn.Module], _Methods]()  # those in use
@@ -568,10 +521,7 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _plain_forward(original: type[nn.Module]) -> Any:
-    """Return what has the forward of `original` as a function of (module, ...): `original`, unless it is no function.
-
-    A static method or a callable object takes no module; its twin here leaves the module out.
-    """
+    """Return what has the forward of `original` as a function of (module, ...), also of a static method or object."""
     found: Any = inspect.getattr_static(original, "forward")
     if isinstance(found, FunctionType):
         return original  # looked up at each call: a forward that its class is given later counts
@@ -662,10 +612,7 @@ def _refuse_script(binding: Binding) -> nn.Module:
 
 
 def _name_for_fx(binding: Binding) -> str:
-    """Return the name of the class; torch.fx asks the module that it is about to trace for it.
-
-    It then runs the forward of the class, which opens no region.
-    """
+    """Return the name of the class; torch.fx asks the module that it is about to trace for it: note [tools]."""
     module = binding.here()
     if is_fx_symbolic_tracing() and not is_in_torch_dispatch_mode():
         _refuse_region(binding.recipe)
@@ -789,4 +736,5 @@ COMMON: dict[str, Callable[..., Any]] = {
 }
 """The methods that all bound modules get, by name; the first argument of each is the `Binding`."""
 
-allow_in_files(_rebuild, _Unkept, _Carried, Policy, ScaleRule)
+# a script that loads a whole model with ``weights_only=True`` allows its own classes; these are what binding adds
+torch.serialization.add_safe_globals([_rebuild, _Unkept, _Carried, Policy, ScaleRule])

@@ -24,11 +24,6 @@ from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond
 
-SHARDED = {
-    "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "
-    "without it",
-}
-
 RuledModule = tuple[str, nn.Module, str, bool]
 """Path, module, its rule or "", and whether it is the outermost one that has the rule."""
 
@@ -109,10 +104,7 @@ def _refuse_other_policies(model: nn.Module, wanted: Policy) -> None:
 
 
 def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
-    """Refuse parameters that are not finite, and parameters to be lowered that have no values or some too large.
-
-    Waits once for each device. Under a FakeTensorMode fake parameters are lowered as any other.
-    """
+    """Refuse parameters that are not finite, or to be lowered without values or with some too large; waits once."""
     pretending = detect_fake_mode() is not None
     flags: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
@@ -153,10 +145,7 @@ def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, lo
 
 
 def is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
-    """Return whether `model` is prepared with `wanted`; the copy of a prepared model still lacks its low parameters.
-
-    A guest of a model with another policy is not: from now on it is a model of its own.
-    """
+    """Return whether `model` is prepared with `wanted`; the copy of a prepared model still lacks its low parameters."""
     known = binding_of(unwrap(model))
     if known is None or (known.home is not None and known.wanted != wanted):
         return False
@@ -172,9 +161,11 @@ def _refuse_foreign(model: nn.Module) -> None:
                 f"{what} is a {type(module).__name__}: its compiled code looks at no rules; give hs.prepare the "
                 "torch Module that it was made from"
             )
-        for name, why in SHARDED.items():
-            if is_called(module, name) and KEY not in module.__dict__:
-                raise BindError(f"{what} is already {why}")
+        if is_called(module, "DeepSpeedEngine") and KEY not in module.__dict__:
+            raise BindError(
+                f"{what} is already run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare "
+                "the model without it"
+            )
 
 
 def _refuse_own_forwards(modules: Iterable[tuple[str, nn.Module, str, bool]]) -> None:

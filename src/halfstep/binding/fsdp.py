@@ -1,7 +1,7 @@
 """fully_shard (FSDP2): what halfstep reads of a model that it has sharded, and how it gathers all parameters.
 
 torch has no public way to ask for the groups of parameters that are gathered together, for their formats, and for the
-state of a pass; this file is the only one that reads and sets them.
+state of a pass; only this file reads and sets them. It also refuses averages of gradients in another format.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from halfstep.errors import BindError, StepError, UnbuiltError
 from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import has_parts
 from halfstep.policy.policy import Policy
-from halfstep.torch_private.distributed import fsdp_groups, fsdp_state, is_root
+from halfstep.torch_private.distributed import active_ddp, fsdp_groups, fsdp_state, is_root
 
 ROOM = 2.0
 """Free memory that a replay needs on a device, in sizes of the whole model: its parameters and their gradients."""
@@ -51,21 +52,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _states(model: nn.Module) -> Iterator[Any]:
-    """Iterate over what fully_shard keeps for each module it was called on; several modules can share one."""
-    seen = set[int]()
-    for module in model.modules():
-        if is_fsdp(module):
-            state: Any = fsdp_state(module)
-            if id(state) not in seen:
-                seen.add(id(state))
-                yield state
+def _states(model: nn.Module) -> list[Any]:
+    """Return what fully_shard keeps for each module it was called on; several modules can share one."""
+    states: list[Any] = [fsdp_state(module) for module in model.modules() if is_fsdp(module)]
+    return list({id(state): state for state in states}.values())
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """Iterate over the groups of parameters that fully_shard gathers together."""
-    for state in _states(model):
-        yield from fsdp_groups(state)
+def _groups(model: nn.Module) -> list[Any]:
+    """Return the groups of parameters that fully_shard gathers together."""
+    return [group for state in _states(model) for group in fsdp_groups(state)]
 
 
 def has_run(model: nn.Module) -> bool:
@@ -96,7 +91,7 @@ def check_groups(model: nn.Module, dtypes: dict[int, torch.dtype], low: Iterable
 
 def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
     """Refuse a sharded model whose gradients fully_shard sums in another format than the policy's `reduce`."""
-    groups = list(_groups(model))
+    groups = _groups(model)
     if not groups and not is_distributed(model):
         return
     if policy.params == "low" and policy.grads == "fp32":
@@ -116,6 +111,25 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
                     f"{str(found).removeprefix('torch.')}; use hs.shard(model, policy), or fully_shard(..., "
                     f"mp_policy=MixedPrecisionPolicy(reduce_dtype={wanted}))"
                 )
+
+
+def asked(policy: Policy) -> str:
+    """Return the field that DDP's own average does not satisfy."""
+    return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
+
+
+def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
+    """Refuse a forward pass in the user's own loop whose gradients would be averaged in another format."""
+    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
+        return
+    ddp = active_ddp()
+    if ddp is not None and ddp.require_backward_grad_sync:
+        raise UnbuiltError(
+            f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
+            f"{asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
+            "or use reduce='grad' and grads='param'"
+        )
+    refuse_other_average(model, policy, asked(policy))
 
 
 # ------------------------------------------------------------------ all parameters in one place
@@ -144,11 +158,10 @@ def fits(size: int, device: torch.device) -> bool:
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Have all parameters of a model under `fully_shard` in one place in a block. Entering is collective.
 
-    While they are there, FSDP's hooks find nothing to gather and are set to reduce nothing, so that each rank can run
-    as many forward and backward passes as it needs, with the casts of FSDP's own policy. Afterwards FSDP is as before.
+    Meanwhile FSDP's hooks gather and reduce nothing, so that each rank can run any number of passes.
     """
     modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
-    groups = list(_groups(model))
+    groups = _groups(model)
     switches = [{name: getattr(group, name) for name in SWITCHES} for group in groups]
     try:
         for module in modules:

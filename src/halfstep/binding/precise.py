@@ -1,25 +1,18 @@
 """Precise: `state_dict`, copies, pickles and ``save_pretrained`` of a bound module contain fp32 values.
 
-`save`, `load` and `saving` are methods of bound modules; their first argument is the `Binding`.
-
 Note [copies]: a copy lacks the optimizers of the original, so it has no masters: its own parameters are the fp32
 values. Parameters keep their identity, because an optimizer copied along refers to them; only their values change.
-
-Note [parts made later]: a parametrization registered on a bound module, or a module added to it, is not bound. It may
-have low parameters, so saving or copying a module binds such children first.
-
-Note [whole models]: ``torch.load(weights_only=True)`` fills an instance only if its class is allowed by name. A script
-allows its own classes; what a bound model needs besides is allowed by `allow_in_files`.
+A parametrization registered on a bound module, or a module added to it, may have low parameters and is not bound:
+saving or copying a module binds such children first (`Binding.bind_late`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
@@ -48,18 +41,21 @@ def low_parameters(module: nn.Module, *, frozen: bool = False) -> list[tuple[str
     return [(n, p, store) for n, p in own if frozen or not store.is_frozen(p)]
 
 
-def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
-    """Return where in `model` parameters with precise weights in `store` are; those that are shared more than once."""
-    return [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter in store
-    ]
+@contextmanager
+def replaced(places: list[Place], values: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Have `values`, by id of the parameter, in `places` while a block runs."""
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = values[id(parameter)]
+        yield
+    finally:
+        try:
+            _put_back(places)
+        finally:  # again, because Ctrl-C may end the first call
+            _put_back(places)
 
 
-def put_back(places: list[Place]) -> None:
-    """Put parameters back in place of the fp32 values; called twice, because Ctrl-C may end the first call."""
+def _put_back(places: list[Place]) -> None:
     for module, name, parameter in places:
         module._parameters[name] = parameter
 
@@ -72,16 +68,14 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
     for name in () if keep_vars else self._parameters:
         if isinstance(value := destination.get(prefix + name), WeightTensor):
             destination[prefix + name] = value.as_subclass(Tensor)
-    for name, parameter, store in low_parameters(self, frozen=True):
-        if store.is_frozen(parameter):
-            store.check_frozen(parameter)
-            value = parameter if keep_vars else Tensor.detach(parameter)
+    low: list[tuple[str, nn.Parameter, WeightStore | UnkeptWeights]] = [*low_parameters(self, frozen=True)]
+    for name, parameter, owner in low + UnkeptWeights.of(self._parameters.items()):
+        if isinstance(owner, WeightStore) and not owner.is_frozen(parameter):
+            value = owner.value(parameter) if keep_vars else owner.read(parameter)
         else:
-            value = store.value(parameter) if keep_vars else store.read(parameter)
+            owner.check(parameter)
+            value = parameter if keep_vars else Tensor.detach(parameter)
         destination[prefix + name] = value
-    for name, parameter, owner in UnkeptWeights.of(self._parameters.items()):
-        owner.check(parameter)
-        destination[prefix + name] = parameter if keep_vars else Tensor.detach(parameter)
 
 
 def load(
@@ -109,8 +103,7 @@ def load(
             if isinstance(value, Tensor):
                 store.refuse(parameter, value)
     with ExitStack() as loading:
-        owners: set[WeightStore | UnkeptWeights] = {store for *_, store in low}
-        for owner in owners.union(owner for *_, owner in UnkeptWeights.of(self._parameters.items())):
+        for owner in {owner for *_, owner in (*low, *UnkeptWeights.of(self._parameters.items()))}:
             loading.enter_context(owner.loaded())
         load_state_of(type(self))(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -130,10 +123,7 @@ def make_precise(module: nn.Module, precise: Mapping[str, Tensor]) -> None:
 
 
 def saving(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `own`, the ``save_pretrained`` of a library, run while the parameters are the fp32 values.
-
-    Such a method writes `state_dict`, and reads the format that it records from the parameters.
-    """
+    """Return `own`, a library's ``save_pretrained``, run while the parameters, whose format it records, are fp32."""
 
     @functools.wraps(own)
     def save_pretrained(binding: Binding, *args: Any, **kwargs: Any) -> Any:
@@ -144,20 +134,7 @@ def saving(own: Callable[..., Any]) -> Callable[..., Any]:
         low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
         # all are made before the first is placed; a shared parameter stays one parameter
         shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
-        places = [(module, name, parameter) for module, name, parameter, _ in low]
-        try:
-            for module, name, parameter in places:
-                module._parameters[name] = shown[id(parameter)]
+        with replaced([(module, name, parameter) for module, name, parameter, _ in low], shown):
             return own(self, *args, **kwargs)
-        finally:
-            try:
-                put_back(places)
-            finally:
-                put_back(places)
 
     return save_pretrained
-
-
-def allow_in_files(*allowed: Any) -> None:
-    """Allow files loaded with ``weights_only=True`` to name these classes and functions; note [whole models]."""
-    torch.serialization.add_safe_globals(list(allowed))

@@ -1,12 +1,11 @@
 """prepare: bind a policy to models and optimizers; unprepare: take it off; edit_weights: change weights by hand.
 
-Everything is checked before anything is changed (`bindable`): a call that fails leaves models and optimizers as they
-were.
+Everything is checked (`bindable`) before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import Binding, bind, binding_of, unbind
+from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fsdp import has_run, reshard
-from halfstep.binding.precise import low_places, put_back
+from halfstep.binding.precise import replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.state import in_region
 from halfstep.errors import BindError, WeightsError
@@ -32,6 +31,8 @@ from halfstep.policy.resolve import device_types_of
 from halfstep.scale.alarm import ExpectedScaler
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
+from halfstep.snapshot import Snapshot, optimizer_state
+from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.torch_private.modules import TorchLoss
 from halfstep.weights import STRATEGIES, UnkeptWeights, WeightStore
 from halfstep.weights.states import LowStates
@@ -163,11 +164,7 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[
         UnkeptWeights(low, in_region)
     elif low:
         frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
-        store = STRATEGIES[concrete.master]([], DTYPES[concrete.dtype])
-        store.in_region = in_region
-        store.check(low)
-        for name, parameter in low:
-            (store.lower if id(parameter) in frozen else store.adopt)(name, parameter)
+        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype], frozen=frozen, in_region=in_region)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
@@ -195,7 +192,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
         binding = Binding(
             wanted,
             devices,
-            policy=plan.policy,
+            concrete=plan.policy,
             path=path,
             root=root,
             rule=rule,
@@ -335,23 +332,24 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         yield model
         return
     reshard(inner)
-    places = low_places(inner, store)
-    editing, frozen = store.editing, [parameter for *_, parameter in places if store.is_frozen(parameter)]
+    places = [
+        (module, name, parameter)
+        for module in inner.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in store
+    ]
+    editing, frozen = store.editing, {id(p) for *_, p in places if store.is_frozen(p)}
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
         store.editing = editing or bool(places)
-        for module, name, parameter in places:
+        for _, name, parameter in places:
             master = store.master(parameter)  # referenced in `shown`: some strategies make it only while it is
             shown.append((name, parameter, master, master._version, master.data))
-            module._parameters[name] = master
-        yield model
+        with replaced(places, {id(parameter): master for _, parameter, master, *_ in shown}):
+            yield model
     finally:
-        try:
-            put_back(places)
-        finally:
-            put_back(places)
-            store.editing = editing
-        resized, touched, same = "", [], set()
+        store.editing = editing
+        resized, touched, same = "", [], []
         for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
@@ -359,11 +357,11 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
                 master.data = values
             if master.device.type == "cpu" or master._version != version:  # on other devices, looking at values waits
                 touched.append(parameter)
-            if master._version == version:
-                same.add(id(parameter))
+            if master._version == version and id(parameter) in frozen:
+                same.append(parameter)
         lost = store.undo_beyond(touched)
         store.write_back(parameter for _, parameter, *_ in shown)
-        store.freeze(parameter for parameter in frozen if id(parameter) in same)
+        store.freeze(same)
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
@@ -371,3 +369,41 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             )
         if lost:
             raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
+
+
+# ------------------------------------------------------------------ a step that cannot be built, or on trial
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Undo what a block does to `model` and `optimizer` if it raises; see `bound`."""
+    snapshot = Snapshot(optimizer_state(optimizer), bound(model))
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+def bound(model: nn.Module) -> Callable[[], None]:
+    """Note whether `model` is prepared; return a function that takes off what a training step makes of it.
+
+    Low weights with nothing behind them (a policy's master="none", frozen parameters) come back rounded.
+    """
+    inner = unwrap(model)
+    fresh = not is_bound(inner)
+    gradients = [(p, p.grad_dtype, set(post_accumulate_grad_hooks(p))) for p in inner.parameters()]
+
+    def undo() -> None:
+        behind = {id(store): store for p in inner.parameters() if (store := WeightStore.behind(p)) is not None}
+        if fresh and binding_of(inner) is not None:
+            unprepare(inner)
+        for store in behind.values() if fresh else ():  # also if preparing it was cut off
+            store.release(inner.parameters())
+        for parameter, dtype, hooks in gradients:
+            if parameter.grad_dtype is not dtype:
+                parameter.grad_dtype = dtype
+            for key in set(post_accumulate_grad_hooks(parameter)) - hooks:
+                del post_accumulate_grad_hooks(parameter)[key]
+
+    return undo

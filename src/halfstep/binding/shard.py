@@ -1,13 +1,8 @@
-"""shard: `fully_shard` (FSDP2) and `prepare` in one call, in the order that works, in groups that fit the policy.
+"""shard: `fully_shard` (FSDP2), which replaces parameters, and then `prepare`, which lowers them, in one call.
 
-fully_shard gathers the parameters of a group in one format. Which one follows from the policy: low where parameters are
-stored low, or where every operator that reads them casts them to the low format anyway; then half of the bytes are sent
-and the region has nothing left to cast. All others are gathered as they are stored. So a unit, a transformer block say,
-has one group or two.
-
-Note [order]: fully_shard replaces a model's parameters by sharded ones. It goes first; then `prepare` lowers these in
-place, each rank its part, and keeps what the weight strategy needs beside each part. A model on the meta device gets
-its memory and its values in between.
+fully_shard gathers the parameters of a group in one format: low where parameters are stored low, or where every
+operator that reads them casts them to the low format anyway; then half of the bytes are sent and the region has nothing
+left to cast. All others are gathered as they are stored. So a unit, a transformer block say, has one group or two.
 """
 
 from __future__ import annotations
@@ -36,15 +31,8 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 OPERATORS = {
-    "Linear": "linear",
-    "Bilinear": "bilinear",
-    "Conv1d": "conv1d",
-    "Conv2d": "conv2d",
-    "Conv3d": "conv3d",
-    "ConvTranspose1d": "conv_transpose1d",
-    "ConvTranspose2d": "conv_transpose2d",
-    "ConvTranspose3d": "conv_transpose3d",
-    "Embedding": "embedding",
+    **{name: name.lower() for name in ("Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "Embedding")},
+    **{f"ConvTranspose{n}d": f"conv_transpose{n}d" for n in (1, 2, 3)},
     "MultiheadAttention": "linear",
     "Conv1D": "addmm",  # of transformers
 }
@@ -159,13 +147,7 @@ def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 class _Grouping:
-    """Which modules' parameters are gathered together, and in which format.
-
-    Args:
-        model: the model.
-        plan: what the policy means for it.
-        units: those inside of others first.
-    """
+    """Which modules' parameters are gathered together, and in which format; of the units those inside others first."""
 
     def __init__(self, model: nn.Module, plan: Plan, units: list[nn.Module]) -> None:
         self._model, self._plan, self._units = model, plan, [*units, model]

@@ -1,8 +1,4 @@
-"""Wrappers that libraries put around models and optimizers: how the user's own is found inside.
-
-A policy is bound to the user's model, and the user's optimizer steps weights. Wrappers are recognised by the names of
-their classes, since none of these libraries is imported.
-"""
+"""Wrappers that libraries put around models and optimizers, known by the names of their classes; the user's inside."""
 
 from __future__ import annotations
 
@@ -59,10 +55,7 @@ def refuse_flat(model: nn.Module) -> None:
 
 
 def cuts_hooks(model: nn.Module) -> bool:
-    """Return whether `model` is wrapped in something that refers to the present parameters.
-
-    DistributedDataParallel has hooks on them, torch.compile guards; Fabric's wrapper calls the model, or one of these.
-    """
+    """Return whether a wrapper of `model` refers to its present parameters, as DDP's hooks and Dynamo's guards do."""
     within = model._modules.get("_forward_module") if is_called(model, FABRIC) else model
     return within is not None and unwrap(within) is not within
 

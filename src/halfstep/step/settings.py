@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep.arguments import COUNT, check, fixed
 from halfstep.auto.choose import Choice
 from halfstep.binding.bind import Binding, binding_of
-from halfstep.binding.construct import unchanged_on_failure
 from halfstep.binding.fsdp import is_distributed
-from halfstep.binding.prepare import prepare_with, prepared_policy, store_of
+from halfstep.binding.prepare import prepare_with, prepared_policy, store_of, unchanged_on_failure
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError

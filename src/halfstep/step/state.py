@@ -29,17 +29,14 @@ KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retr
 
 def rounding(updater: Updater) -> dict[str, Any]:
     """Return the state of stochastic rounding: of weights, optimizer states or both; {} for nothing."""
-    if updater.states is not None:
-        return updater.states.draws.state()
-    return {} if updater.store is None else updater.store.state()
+    draws = updater.draws
+    return {} if draws is None else draws.state()
 
 
 def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
     """Continue with the random bits that come after `state`, which `rounding` returned."""
-    if updater.states is not None:
-        updater.states.draws.load_state(state)
-    elif updater.store is not None:
-        updater.store.load_state(state)
+    if (draws := updater.draws) is not None:
+        draws.load_state(state)
     elif state:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
 

@@ -41,6 +41,7 @@ from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradi
 from halfstep.update.optimizer_step import clip_values_, step_unless
 from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
+from halfstep.weights.draws import Draws
 from halfstep.weights.states import LowStates
 
 LOG = logging.getLogger("halfstep")
@@ -83,6 +84,11 @@ class Updater:
         self._fused: FusedUpdate | None = None  # the tables of the last update, if they can be used again
         self._seen: list[object] = []  # options and hooks of the optimizer that were found to be in order
         self._unknown = ""  # what of it the operators do not implement
+
+    @property
+    def draws(self) -> Draws | None:
+        """Return where the random bits of stochastic rounding come from, of states or of weights."""
+        return getattr(self.store, "draws", None) if self.states is None else self.states.draws
 
     def stepped_parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""

@@ -6,9 +6,8 @@ model's parameters is never replaced: torch would drop their AccumulateGrad node
 with them.
 
 Note [gradient buffers]: during a step every strategy needs 4 bytes a parameter more for the fp32 gradient that the
-optimizer reads. On CPU `master` keeps these buffers from step to step (allocating them again costs more page faults
-than the optimizer costs arithmetic); on accelerators they go back to the caching allocator, as they always do under the
-other strategies, which are chosen for their bytes.
+optimizer reads. On CPU `master` keeps these buffers from step to step: allocating them again costs more page faults
+than the optimizer costs arithmetic. Accelerators have a caching allocator, and the other strategies save bytes.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class Attachment:
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state),
-            optimizer.register_state_dict_post_hook(self._after_state),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_state),
+            optimizer.register_state_dict_pre_hook(self.substitute),
+            optimizer.register_state_dict_post_hook(self.restore),
+            optimizer.register_load_state_dict_pre_hook(self.substitute),
+            optimizer.register_load_state_dict_post_hook(self.restore),
         ]
         if store.draws is not None:
             store.draws.save_with(optimizer)
@@ -82,11 +81,8 @@ class Attachment:
 
     # ------------------------------------------------------------------ substitution
 
-    def substitute(self, optimizer: Optimizer) -> None:
-        """Put masters into the optimizer's groups and re-key its state.
-
-        The order allows `restore` to undo it from any line at which an exception ends it.
-        """
+    def substitute(self, optimizer: Optimizer, *state_dict: Any) -> None:
+        """Put masters into the optimizer's groups and re-key its state; `restore` undoes it from any line."""
         self.store.restore()
         self.own = {}
         self.store.substituted.append((self, optimizer))
@@ -99,7 +95,7 @@ class Attachment:
                     group["params"][i] = master
                     _rename(optimizer, parameter, master)
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def restore(self, optimizer: Optimizer, *state_dict: Any) -> None:
         """Put the model's own parameters back; can be called again after an exception has ended it."""
         own = self.own or {}
         for group in optimizer.param_groups if own else ():  # masters of another store can be among them, and stay
@@ -124,7 +120,10 @@ class Attachment:
     # ------------------------------------------------------------------ gradients
 
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into fp32 buffers and return all gradients: `WeightStore.widen_gradients`."""
+        """Copy low gradients into fp32 buffers and return all gradients that `optimizer` will read, but for None.
+
+        Called again before the step, it returns the same tensors and copies nothing.
+        """
         if self.store.editing:
             raise WeightsError(
                 f"{type(optimizer).__name__} steps low weights inside `with hs.edit_weights(model):`, where the model "
@@ -158,10 +157,7 @@ class Attachment:
         return widened
 
     def check_own_list(self, parameter: nn.Parameter, name: str) -> None:
-        """Refuse a step that changes the low `parameter` itself, if its gradient is not the one to be stepped with.
-
-        Such an optimizer has a list of its own beside its groups. Scalers and clipping change fp32 gradients only.
-        """
+        """Refuse a step that changes the low `parameter` itself, whose gradient scalers and clipping do not change."""
         gradient, wide = parameter.grad, self.gradients.get(id(parameter))
         if wide is not None and gradient is not None and not torch.equal(gradient.float(), wide):
             raise WeightsError(
@@ -173,7 +169,7 @@ class Attachment:
         """Forget widened gradients, and free their buffers where they are not kept: note [gradient buffers]."""
         self.widened = None
         self.gradients.clear()
-        for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_buffers]:
+        for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_masters]:
             del self.buffers[key]
 
     # ------------------------------------------------------------------ hooks
@@ -197,11 +193,7 @@ class Attachment:
         )
 
     def _closed(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure` for an optimizer with masters in its groups, which has the model's own while it runs.
-
-        The closure evaluates what the optimizer has written into masters by then, and the optimizer continues with the
-        gradients that the closure leaves.
-        """
+        """Return `closure` for an optimizer with masters in its groups, which has the model's own while it runs."""
         known = {key: gradient._version for key, gradient in self.gradients.items()}
 
         @wraps(closure, updated=())
@@ -232,15 +224,6 @@ class Attachment:
         self.restore(optimizer)
         self.drop_gradients()
         self.store.settle()
-
-    def _before_state(self, optimizer: Optimizer) -> None:
-        self.substitute(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.substitute(optimizer)
-
-    def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
-        self.restore(optimizer)
 
 
 def is_low(value: object) -> bool:

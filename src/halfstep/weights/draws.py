@@ -1,21 +1,14 @@
 """The random bits of stochastic rounding: a seed and a count of updates, on every device that trains.
 
-Bits are a function of seed, count, parameter and element (`kernels.reference.operators.noise`), so a run draws
-the same ones through halfstep's own operators and through torch's optimizers.
+Bits are a function of seed, count, parameter and element (`kernels.reference.operators.noise`): the same through
+halfstep's own operators and through torch's optimizers. The count goes on with every update that is applied, and with
+those that torch's fused optimizers skip on an accelerator: reading their flag would cost a wait.
 
-Note [seeds]: the seed is what torch's default generator would give next when the object is made. It is read from a copy
-of the generator: `torch.manual_seed` makes a run repeatable, and shuffling and dropout after `hs.prepare` are the same
-under every policy. Models that are prepared without a draw between them have one seed; their values differ, so their
-rounding errors are not correlated. Replicas of a model must draw the same bits or they drift apart, and their programs
-often seed each rank differently; so where torch.distributed runs more than one process at the first update, the seed is
-0 on every rank. Different parts of sharded parameters draw from seeds of their own, which follow from that seed and the
-part's number: with equal bits their rounding errors would be correlated.
-
-Note [saved]: an optimizer whose step draws bits has seed and count in its `state_dict`, under `ROUNDING` beside torch's
-own keys: so a loop that saves model and optimizer resumes with the same bits. Other optimizers ignore the key.
-
-Note [skipped steps]: the count goes on with every update that is applied. An update that torch's fused optimizer skips
-on an accelerator counts too: reading its flag would cost a wait.
+Note [seeds]: the seed is what a copy of torch's default generator gives when the object is made: `torch.manual_seed`
+makes a run repeatable, and shuffling and dropout after `hs.prepare` are the same under every policy. Replicas of a
+model must draw the same bits or they drift apart, and programs often seed each rank differently; so where
+torch.distributed runs more than one process at the first update, the seed is 0 on every rank. Parts of sharded
+parameters have seeds of their own, by number: with equal bits their rounding errors would be correlated.
 """
 
 from __future__ import annotations
@@ -36,22 +29,16 @@ from halfstep.weights.ranks import replicated
 ROUNDING = "halfstep_rounding"
 """Key of an optimizer's state_dict: a state of `Draws` for each store or optimizer state that draws in its step."""
 
-
 SHARD = 0x9E3779B97F4A7C15  # from the seed of one part of sharded parameters to that of the next; any odd number does
 
 
 class Draws:
-    """Counters of random bits, one on each device for each part of sharded parameters that is there.
-
-    Attributes:
-        shared: whether optimizer states draw after the weights in an update; then they count it.
-    """
+    """Counters of random bits, one on each device for each part of sharded parameters that is there."""
 
     def __init__(self) -> None:
-        self.shared = False
+        self.shared = False  # whether optimizer states draw after the weights in an update, and count it
         copy = torch.default_generator.clone_state()
-        drawn = torch.randint(0, 2**63 - 1, (), device="cpu", generator=copy)
-        self._seed = int(drawn)
+        self._seed = int(torch.randint(0, 2**63 - 1, (), device="cpu", generator=copy))
         self._counters: dict[torch.device, dict[int, Tensor]] = {}
 
     def on(self, device: torch.device, shard: int = 0) -> Tensor:
@@ -81,7 +68,7 @@ class Draws:
             counter[1].add_(applied)
 
     def save_with(self, optimizer: Optimizer) -> None:
-        """Save and load the state with that of `optimizer`: note [saved]."""
+        """Save and load the state with that of `optimizer`: a loop that saves this resumes with the same bits."""
         known = _saved_with()
         if optimizer not in known:
             handles = [
@@ -123,9 +110,8 @@ class Draws:
         for device in set(counters) | set(self._counters):
             self.on(device)
             first = counters[device] if device in counters else torch.tensor(self._first(), device=device)
-            for shard, counter in self._counters[
-                device
-            ].items():  # changed in place: a captured update reads this tensor
+            for shard, counter in self._counters[device].items():
+                # in place: a captured update reads this tensor
                 counter.copy_(first + torch.tensor([_offset(shard), 0], device=device))
 
 

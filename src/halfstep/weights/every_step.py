@@ -1,7 +1,4 @@
-"""Calls before and after the steps of all optimizers of the process: how an optimizer made after `hs.prepare` is found.
-
-torch's hooks on all optimizers are there only while something lives that needs them.
-"""
+"""Calls around the steps of all optimizers of the process, made after `hs.prepare` too, while something needs them."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Call = Callable[[Optimizer], None]
 
 
 class Turn(IntEnum):
-    """In which order the calls before a step are made; an optimizer's own hooks, which calls can add, run after them.
-
-    A weight store is attached to an optimizer before its states become low: the attachment re-keys them.
-    """
+    """The order of calls. A store is attached to an optimizer before its states, which that re-keys, become low."""
 
     ATTACH = 0
     LOW_STATES = 1
@@ -63,10 +57,7 @@ def _nothing(optimizer: Optimizer) -> None:
 
 
 def at_each_step(turn: Turn, user: object, before: Call, after: Call = _nothing) -> None:
-    """Call `before` and `after` around every step of any optimizer as long as `user` lives.
-
-    Each turn has one pair of calls, for all its users.
-    """
+    """Call `before` and `after`, one pair for all users of a turn, around every step as long as `user` lives."""
     every = _every_step()
     every.calls[turn] = before, after
     if (turn, id(user)) not in every.users:

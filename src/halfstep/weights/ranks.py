@@ -1,30 +1,14 @@
-"""Ranks of DistributedDataParallel, which makes low weights equal when it wraps a model, and not what is beside them.
-
-The rest is sent from the wrapper's first rank too, at the first call that all ranks are known to reach: `hs.prepare` or
-`hs.TrainStep` of the wrapped model, or the first forward pass that trains it. Where compiled code hides these calls,
-`master` on every rank takes over the broadcast low weights as they are.
-"""
+"""Ranks of DistributedDataParallel: the wrapper whose forward pass runs, and communication hooks that cannot run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import UnbuiltError
-from halfstep.torch_private.distributed import (
-    active_ddp,
-    backend_of,
-    broadcast_coalesced,
-    comm_hooks,
-    first_bucket_bytes,
-)
-
-if TYPE_CHECKING:
-    from halfstep.weights.store import WeightStore
+from halfstep.torch_private.distributed import active_ddp, backend_of, comm_hooks, first_bucket_bytes
 
 WAITING = (".powerSGD_hook", ".quantization_hooks")
 """Modules of torch whose communication hooks wait for a collective in the callback of another one."""
@@ -45,9 +29,8 @@ def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
 def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
     """Refuse a communication hook whose callbacks can wait for each other for good.
 
-    gloo has two threads for callbacks and collectives. The hooks of `WAITING` wait in a callback for a collective that
-    needs a thread, so two buckets of gradients block both. One bucket has one format and no more than
-    DistributedDataParallel's limit for the first of them.
+    gloo has two threads for callbacks and collectives; hooks of `WAITING` wait in a callback for a collective, so two
+    buckets of gradients block both. One bucket has one format and at most DistributedDataParallel's first limit.
     """
     waiting = [hook for hook, _ in comm_hooks(wrapper) if _waits(hook)]
     trained = [
@@ -73,25 +56,6 @@ def _waits(hook: object) -> bool:
     """Return whether `hook`, or one that it was made of, is of `WAITING`."""
     inside = [getattr(hook, "func", None), *(c.cell_contents for c in getattr(hook, "__closure__", None) or ())]
     return str(getattr(hook, "__module__", "")).endswith(WAITING) or any(map(_waits, filter(callable, inside)))
-
-
-@torch.no_grad()
-def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """Give every rank of `wrapper` the low weights of its first rank and what is beside them; return these weights.
-
-    Collective: every rank must reach this call.
-    """
-    named = wrapper.module.named_parameters()
-    parameters = [p for name, p in named if p in store and name not in wrapper.parameters_to_ignore]
-    whole = [p for p in parameters if not store.is_frozen(p)]
-    parts = [Tensor.detach(part) for p in whole for part in store._parts(id(p)) if part is not None]
-    parts += [Tensor.detach(p) for p in parameters if store.is_frozen(p)]
-    # backends of torch.distributed take no int16
-    sent = [part.view(torch.float16) if part.dtype is torch.int16 else part for part in parts]
-    if sent:
-        bucket = int(wrapper.broadcast_bucket_size)
-        broadcast_coalesced(wrapper.process_group, sent, bucket, 0)
-    return parameters
 
 
 def replicated() -> bool:

@@ -31,17 +31,10 @@ from halfstep.weights.every_step import Turn, at_each_step, not_at_each_step
 
 
 class LowStates:
-    """Keeps the states of one optimizer in bf16 between its steps.
+    """Keeps the states of one optimizer, to which weight stores are attached already, in bf16 between its steps.
 
     Only plain tensors, or DTensors, in the shape of their parameter: step counts and factored moments are few, and stay
-    fp32; nested states stay what they are.
-
-    Args:
-        optimizer: any torch optimizer; attach weight stores to it before.
-        draws: where random bits come from, shared with a store that has some.
-
-    Raises:
-        WeightsError: as `refuse_unhooked`.
+    fp32; nested states stay what they are. `draws` is shared with a store that has some.
     """
 
     _known: weakref.WeakKeyDictionary[Optimizer, LowStates] = weakref.WeakKeyDictionary()
@@ -98,28 +91,24 @@ class LowStates:
         place, device = 0, None
         for group in optimizer.param_groups:
             # low parameters first: the order in which halfstep's own update hands out random bits
-            for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for parameter in sorted(stepped, key=lambda p: p.dtype not in LOW_DTYPES):
                 state, device = optimizer.state.get(parameter, {}), parameter.device
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
                     if value.dtype is torch.bfloat16:
                         self._own[value] = None
                     else:
-                        state[name] = _rounded(value, self.draws, place, min(stream, 3))
+                        part = local(value)  # of a sharded state (DTensor) each rank rounds its part
+                        bits = self.draws.bits(place, min(stream, 3), part, shard_of(value))
+                        state[name] = sharded_like(value, stochastic_bf16(part, bits))
                 place += 1
         if device is not None and not skipped(optimizer):
             self.draws.advance(device)
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        """Round what was loaded to nearest: exact for what was saved from low states."""
+    def _after_load(self, optimizer: Optimizer) -> None:  # rounds to nearest: exact for what was saved from low states
         for parameter, state in optimizer.state.items():
             for name, value in _elementwise(parameter, state):
                 state[name] = value.to(torch.bfloat16)
-
-
-def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
-    """Return `value` in bf16; of a sharded one (DTensor) each rank rounds its part."""
-    part = local(value)
-    return sharded_like(value, stochastic_bf16(part, draws.bits(place, stream, part, shard_of(value))))
 
 
 @cache
@@ -137,10 +126,6 @@ def _keep_if_listed(optimizer: Optimizer) -> None:
             if parameter in listed:
                 LowStates(optimizer, listed[parameter])
                 return
-
-
-def _is_wide(parameter: Tensor) -> bool:
-    return parameter.dtype not in LOW_DTYPES
 
 
 def _elementwise(parameter: object, state: object) -> list[tuple[str, Tensor]]:

@@ -1,7 +1,6 @@
 """fp32 values behind low parameters: any torch optimizer steps them while the model computes with the low ones.
 
-`WeightStore` is what the strategies share. `master`, `split`, `kahan` and `stochastic` store fp32 values between steps,
-`attachment` lets an optimizer step them.
+`strategies` define how `WeightStore` keeps fp32 values between steps; `attachment` lets an optimizer step them.
 
 Note [changes by hand]: a low parameter is a `kernels.watched.WatchedParameter`, so methods of it and of its ``.data``
 change its fp32 value (`writing`). What writes into low weights by another way is counted in their `_version`, or in
@@ -10,19 +9,18 @@ that the low format cannot represent is lost. Writes by torch.distributed and by
 change by a method takes them over. All changes can be made inside `hs.edit_weights`.
 
 Note [frozen parameters]: nothing is kept behind a parameter that is frozen when the model is prepared and that no
-optimizer has (`lower`): its low values are its values, rounded once. Its fp32 value begins as these, when an optimizer
+optimizer has: its low values are its values, rounded once. Its fp32 value begins as these, when an optimizer
 first asks for it or it is first changed by hand (`_key`).
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,49 +28,53 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.errors import WeightsError
-from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.sharded import local, put
+from halfstep.kernels.sharded import local, put, sharded_like
 from halfstep.kernels.watched import Owner, unwatch, watch
 from halfstep.torch_private.autograd import unsafe_preserve_version_counter
+from halfstep.torch_private.distributed import broadcast_coalesced
 from halfstep.torch_private.fake import is_fake
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step
-from halfstep.weights.ranks import broadcast, replicated, training_wrapper
+from halfstep.weights.ranks import replicated, training_wrapper
 
 NEAR = 0.1  # of its norm: a value that differs by less is the next one, and not another model's
 _version = attrgetter("_version")
 
 
 class WeightStore(Owner):
-    """fp32 values behind low parameters.
+    """fp32 values behind low parameters, which it lowers in place: (name, parameter) pairs, also with repetitions.
 
-    Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the store, as exactly as
-    the strategy keeps them. A parameter that is low already (a bf16 checkpoint) is adopted with the values it has.
-
-    Args:
-        named: (name, parameter) pairs; a shared parameter may come more than once.
-        low: torch.bfloat16 or torch.float16.
-
-    Raises:
-        WeightsError: `low` is no format of this strategy, or a parameter is neither fp32 nor low; nothing was changed.
+    A parameter that is low already (a bf16 checkpoint) is adopted with the values it has. `frozen`: ids of those with
+    nothing kept behind them. A WeightsError about a parameter comes before anything is changed.
     """
 
-    low_dtypes: ClassVar[frozenset[torch.dtype]] = LOW_DTYPES
     name: ClassVar[str]  # its value of `Policy.master`
     form: ClassVar[str]  # how two tensors store the fp32 value: note [forms] in `kernels.ops`
-    keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
+    keeps_masters: ClassVar[bool] = False  # fp32 values and, on CPU, gradient buffers stay from step to step
     keeps_more: ClassVar[bool] = True  # fp32 values have bits that the low weights lack
     draws: Draws | None = None  # where the random bits of steps come from, if they need some
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
-        if low not in self.low_dtypes:
-            raise WeightsError(self._refusal(low))
-        super().__init__(in_region=lambda: False)
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        low: torch.dtype,
+        *,
+        frozen: Container[int] = (),
+        in_region: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(in_region)
         pairs = list(named)
         self.dtype = low
-        self.check(pairs)
+        for name, parameter in pairs:
+            if parameter.dtype not in {torch.float32, low}:
+                raise WeightsError(
+                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {low} parameters; "
+                    "convert it, or give its module the rule 'keep'"
+                )
         self._parameters: dict[int, nn.Parameter] = {}
+        self._seconds: dict[int, Tensor] = {}  # what is kept beside a low weight
+        self._masters: MutableMapping[int, nn.Parameter] = {} if self.keeps_masters else weakref.WeakValueDictionary()
         self._frozen: set[int] = set()  # those with nothing behind them: note [frozen parameters]
         self.generation = 0  # counts up when other tensors store the fp32 value of a parameter
         self._data_read = False  # whether a parameter's ``.data`` was given out: writes into it are in no version
@@ -83,101 +85,120 @@ class WeightStore(Owner):
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
         self.editing = False  # whether the model contains fp32 values in place of low parameters
         for name, parameter in pairs:
-            self.adopt(name, parameter)
+            self.adopt(name, parameter, frozen=id(parameter) in frozen)
         stores().add(self)
         at_each_step(Turn.ATTACH, self, _attach_if_needed)
 
-    def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Refuse what cannot be lowered."""
-        for name, parameter in named:
-            if parameter.dtype not in {torch.float32, self.dtype}:
-                raise WeightsError(
-                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {self.dtype} "
-                    "parameters; convert it, or give its module the rule 'keep'"
-                )
+    # ------------------------------------------------------------------ what strategies define or replace
 
-    def _refusal(self, low: torch.dtype) -> str:
-        return f"low weights are bfloat16 or float16, not {low}"
+    def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
+        """Keep what belongs beside the low weight and return that: packing what `_unpack` gave changes nothing."""
+        raise NotImplementedError
 
-    # ------------------------------------------------------------------ what a strategy implements
+    def _unpack(self, key: int, low: Tensor) -> Tensor:
+        """Return the fp32 value: a new tensor, in the memory layout of `low`, as fused optimizers require."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _master(self, key: int) -> nn.Parameter:
-        """Return the fp32 parameter of `key` that optimizers and users change: one object while referenced."""
-
-    @abstractmethod
-    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        """Keep the fp32 values of `parameter` under `key` and return the low ones: of its part if it is sharded."""
-
-    @abstractmethod
-    def _read_low(self, key: int) -> None:
-        """Take over the values that were written into the low weight of `key`."""
-
-    def _read_unseen(self, key: int) -> None:  # compact strategies have nothing to compare
-        """Take over values that were written into the low weight of `key` and that no version counts."""
-
-    @abstractmethod
-    def _forget(self, key: int) -> None:
-        """Drop what is kept under `key`."""
-
-    @abstractmethod
-    def _move(self, key: int, like: Tensor) -> None:
-        """Move what is kept under `key` to the device and into the memory layout of `like`."""
-
-    @abstractmethod
-    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
-        """Put masters into low weights and what is kept beside them; return the keys that were written."""
-
-    @abstractmethod
-    def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors of `form`, `weights` and `beside`; of a sharded parameter this rank's part."""
-
-    @abstractmethod
     def _value(self, key: int) -> nn.Parameter:
         """Return the fp32 value of `key` to be read: the master itself, or one made for the caller."""
+        living = self._masters.get(key)
+        wide = self._wide(key) if living is None else living.detach().clone()
+        return nn.Parameter(wide, requires_grad=self._parameters[key].requires_grad)
 
-    def settle(self) -> None:  # masters that are always there are what is stored
-        """Set fp32 values that are still referenced, though they exist for a step only, to those that are stored."""
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
+        """Keep the fp32 values of `parameter` under `key` and return the low ones: of its part if it is sharded."""
+        return self._pack(key, local(Tensor.detach(parameter)).float(), stepped=False)
 
-    @abstractmethod
+    def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
+        """Return the tensors of `form`, `weights` and `beside`; of a sharded parameter this rank's part."""
+        return local(Tensor.detach(self._parameters[key])), self._seconds.get(key)
+
+    def _read_low(self, key: int) -> None:
+        """Take over the values that were written into the low weight of `key`.
+
+        The second part of the whole parameter becomes zero, because the written elements are unknown.
+        """
+        if key in self._seconds:
+            self._seconds[key].zero_()
+        if (living := self._masters.get(key)) is not None:
+            local(living).copy_(local(Tensor.detach(self._parameters[key])))
+
+    def _read_unseen(self, key: int) -> None:  # without masters there is nothing to compare
+        """Take over values that were written into the low weight of `key` and that no version counts."""
+
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
+        """Put masters into low weights and what is kept beside them; return the keys that were written."""
+        living = {key: master for key in keys if (master := self._masters.get(key)) is not None}
+        for key, master in living.items():  # the others cannot have changed
+            low = self._pack(key, local(master.detach()), stepped=stepped)
+            local(Tensor.detach(self._parameters[key])).copy_(low)
+        return list(living)
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _keep(self, key: int, part: Tensor) -> None:
+        """Keep `part` beside the low weight, in the memory of the one before: CUDA graphs have captured its address."""
+        known = self._seconds.get(key)
+        if known is None or known.shape != part.shape or known.device != part.device:
+            self._seconds[key] = part
+        else:
+            known.copy_(part)
+
+    def _wide(self, key: int) -> Tensor:
+        """Return the fp32 value that is stored, where no master is."""
+        parameter = self._parameters[key]
+        return sharded_like(parameter, self._unpack(key, local(Tensor.detach(parameter))))
+
+    def _master(self, key: int) -> nn.Parameter:
+        """Return the fp32 parameter of `key` that optimizers and users change: one object while referenced."""
+        master = self._masters.get(key)
+        if master is None:
+            master = self._masters[key] = nn.Parameter(self._wide(key))
+        return master
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Set fp32 values that are still referenced, though they exist for a step only, to those that are stored.
+
+        An exception that is kept refers to those of the step that it ended, and some optimizers refer to them always.
+        """
+        if not (self.keeps_masters or self.editing or self.substituted):
+            for key, living in list(self._masters.items()):
+                local(living).copy_(local(self._wide(key)))
+
+    def _move(self, key: int, like: Tensor) -> None:
+        """Move what is kept under `key` to the device and into the memory layout of `like`."""
+        if key in self._seconds:
+            self._seconds[key] = torch.empty_like(like, dtype=self._seconds[key].dtype).copy_(self._seconds[key])
+        if (living := self._masters.get(key)) is not None:
+            living.data = torch.empty_like(like, dtype=torch.float32).copy_(living.detach())
+
+    def _forget(self, key: int) -> None:
+        self._seconds.pop(key, None)
+        self._masters.pop(key, None)
+
     def kept(self) -> Iterator[Tensor]:
         """Iterate over the tensors kept beside the low weights from step to step."""
+        return iter((self._masters if self.keeps_masters else self._seconds).values())
 
-    @abstractmethod
     def temporaries(self) -> Iterator[Tensor]:
         """Iterate over fp32 values that exist only during a step or an edit."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides the model's fp32 state_dict; {} for nothing."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        if state:
-            raise WeightsError(f"these weights have no state of their own, and were given {sorted(state)}")
+        return iter([] if self.keeps_masters else list(self._masters.values()))
 
     # ------------------------------------------------------------------ the weights
 
-    def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        """Lower `parameter` in place and keep its fp32 values; a parameter adopted before stays as it is."""
+    def adopt(self, name: str, parameter: nn.Parameter, *, frozen: bool = False) -> None:
+        """Lower `parameter` in place and, unless it is `frozen`, keep its fp32 values; one adopted before stays."""
         if parameter in self:
             return
         key = id(parameter)
-        low = self._adopt(key, parameter)
+        low = local(Tensor.detach(parameter)).to(self.dtype) if frozen else self._adopt(key, parameter)
         if parameter.dtype is not self.dtype:
             put(parameter, low)
         watch(parameter, self, name)
         self._add(name, parameter)
-
-    def lower(self, name: str, parameter: nn.Parameter) -> None:
-        """Lower `parameter` in place and keep nothing behind it: note [frozen parameters]."""
-        if parameter in self:
-            return
-        if parameter.dtype is not self.dtype:
-            put(parameter, local(Tensor.detach(parameter)).to(self.dtype))
-        watch(parameter, self, name)
-        self._add(name, parameter)
-        self._frozen.add(id(parameter))
+        if frozen:
+            self._frozen.add(key)
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep nothing behind `parameters` any more: note [frozen parameters]."""
@@ -199,10 +220,6 @@ class WeightStore(Owner):
         """Return whether `parameter` is a low parameter of this store."""
         return id(parameter) in self._parameters
 
-    def __len__(self) -> int:
-        """Return the number of low parameters."""
-        return len(self._parameters)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the low parameters."""
         return iter(self._parameters.values())
@@ -210,13 +227,8 @@ class WeightStore(Owner):
     def _key(self, parameter: nn.Parameter) -> int:
         """Return the key of `parameter` after what was written into it by hand has been taken over."""
         key = id(parameter)
-        if key not in self._parameters:
-            raise WeightsError(
-                f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
-                "prepare the model after its parameters are made"
-            )
         if key in self._frozen:
-            self.check_frozen(parameter)
+            self.check(parameter)
             self.generation += 1
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
@@ -229,7 +241,7 @@ class WeightStore(Owner):
                 self._read_low(key)
         return key
 
-    def check_frozen(self, parameter: nn.Parameter) -> None:
+    def check(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written into a frozen parameter."""
         if self._written_unseen(parameter):
             self._versions[id(parameter)] = parameter._version
@@ -246,10 +258,7 @@ class WeightStore(Owner):
         self._data_read = True
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 master of `parameter`, to be changed and written back: one object while referenced.
-
-        If the low weight was changed by hand since it was last written back, the master takes the new values over.
-        """
+        """Return the fp32 master of `parameter`, to be changed and written back: one object while referenced."""
         found = self._master(self._key(parameter))
         found.requires_grad_(parameter.requires_grad)
         return found
@@ -257,25 +266,18 @@ class WeightStore(Owner):
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
         value = self.value(parameter).detach()
-        return value if self.is_frozen(parameter) else value.clone()
+        return value.clone() if self.keeps_masters and not self.is_frozen(parameter) else value
 
     def value(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 value of `parameter` to be read: the master itself, or one made for the caller."""
+        """Return the fp32 value of `parameter` to be read, as `_value` does."""
         if not self.is_frozen(parameter):
             return self._value(self._key(parameter))
-        self.check_frozen(parameter)
+        self.check(parameter)
         return nn.Parameter(Tensor.detach(parameter).float(), requires_grad=parameter.requires_grad)
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
-
-        Raises:
-            WeightsError: another shape, or values beyond the low format; nothing was changed.
-        """
+        """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place."""
         self.refuse(parameter, value)
-        if value.shape != parameter.shape:
-            name = self._names[id(parameter)]
-            raise WeightsError(f"{name} has shape {tuple(parameter.shape)} and was assigned {tuple(value.shape)}")
         key = id(parameter)
         with torch.no_grad():
             if key in self._frozen:
@@ -289,12 +291,7 @@ class WeightStore(Owner):
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None, *, stepped: bool = False) -> None:
-        """Round masters into low weights, in place: all, or those of `parameters`.
-
-        Args:
-            parameters: low parameters of this store.
-            stepped: whether an optimizer has moved them; then `stochastic` rounds up or down by chance.
-        """
+        """Round masters into low weights: all, or those of `parameters`, which an optimizer has moved if `stepped`."""
         wanted = self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters)
         keys = [key for key in wanted if key not in self._frozen]
         for key in self._write_low(keys, stepped=stepped) if keys else ():
@@ -310,10 +307,7 @@ class WeightStore(Owner):
         return "fp32 values of low weights are in use" if in_use else ""
 
     def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors that store the fp32 value of `parameter` in `form`, to be changed in place.
-
-        Call `stepped` afterwards.
-        """
+        """Return the tensors that store the fp32 value of `parameter` in `form`; who changes them calls `stepped`."""
         if self.is_frozen(parameter) and parameter.grad is None:
             return local(Tensor.detach(parameter)), None
         return self._parts(self._key(parameter))
@@ -324,11 +318,29 @@ class WeightStore(Owner):
         if (wrapper := training_wrapper(module)) is not None:
             self.broadcast(wrapper)
 
+    @torch.no_grad()
     def broadcast(self, wrapper: DistributedDataParallel) -> None:
-        """Give every rank of `wrapper` the same fp32 values. Collective, once for each wrapper."""
-        if self._wrapper is None or self._wrapper() is not wrapper:
-            self._wrapper = weakref.ref(wrapper)
-            self.stepped(broadcast(self, wrapper))
+        """Give every rank of `wrapper` the fp32 values of its first rank. Collective, once for each wrapper.
+
+        DistributedDataParallel makes low weights equal when it wraps a model, and not what is beside them. That is sent
+        at the first call that all ranks are known to reach: `hs.prepare` or `hs.TrainStep` of the wrapped model, or the
+        first forward pass that trains it. Where compiled code hides these calls, `master` on every rank takes over the
+        broadcast low weights as they are.
+        """
+        if self._wrapper is not None and self._wrapper() is wrapper:
+            return
+        self._wrapper = weakref.ref(wrapper)
+        named = wrapper.module.named_parameters()
+        parameters = [p for name, p in named if p in self and name not in wrapper.parameters_to_ignore]
+        parts = [Tensor.detach(p) for p in parameters if self.is_frozen(p)]
+        for parameter in parameters:
+            if not self.is_frozen(parameter):
+                parts += [Tensor.detach(part) for part in self._parts(id(parameter)) if part is not None]
+        # backends of torch.distributed take no int16
+        sent = [part.view(torch.float16) if part.dtype is torch.int16 else part for part in parts]
+        if sent:
+            broadcast_coalesced(wrapper.process_group, sent, int(wrapper.broadcast_bucket_size), 0)
+        self.stepped(parameters)
 
     def stepped(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that both parts of low `parameters` were changed."""
@@ -345,8 +357,7 @@ class WeightStore(Owner):
     def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
         """Give the fp32 value of `parameter` to be changed in place, and round it at the end into the low weight.
 
-        A frozen parameter gets an fp32 value behind it. `stochastic`, which keeps none, rounds by chance, and warns.
-        Where the values begin anew (`fills`, `loaded`), neither is done.
+        A frozen parameter gets an fp32 value behind it, and `stochastic` rounds by chance, unless values begin anew.
         """
         fills = fills or self.loading
         if fills and self.is_frozen(parameter):
@@ -409,10 +420,6 @@ class WeightStore(Owner):
         Its own value in fp32 or a wider format (`converted`) is its precise value, which an optimizer steps as any
         other from then on; back in the low format it is adopted again. Other values in these formats become its fp32
         value. On another device or in another layout, what is kept beside it follows.
-
-        Raises:
-            WeightsError: another low format, none of floating point numbers, or another shape than the fp32 value
-                behind it; nothing was changed.
         """
         now, low = Tensor.detach(parameter), value.to(self.dtype)
         if parameter in self and value.shape != now.shape:
@@ -466,10 +473,8 @@ class WeightStore(Owner):
         self._fresh.add(key)
 
     def _remove(self, parameter: nn.Parameter) -> None:
-        if self.is_frozen(parameter):
-            self._frozen.remove(id(parameter))
-        else:
-            self._forget(id(parameter))
+        self._frozen.discard(id(parameter))
+        self._forget(id(parameter))
         self._without_low.clear()
         self.generation += 1
         for entries in (self._names, self._parameters, self._versions):
@@ -494,8 +499,6 @@ class WeightStore(Owner):
 
     def attach(self, optimizer: Optimizer) -> None:
         """Let `optimizer` step the masters of the low parameters it holds."""
-        if self.attached(optimizer):
-            raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
         refuse_wrapper(optimizer)
         self._attached[id(optimizer)] = Attachment(self, optimizer)
 
@@ -531,20 +534,8 @@ class WeightStore(Owner):
         """Return whether `optimizer` steps these masters."""
         return id(optimizer) in self._attached
 
-    def detach(self, optimizer: Optimizer) -> None:
-        """Take the substitution off `optimizer`; it steps the model's parameters as they are from now on."""
-        attachment = self._attached.pop(id(optimizer), None)
-        if attachment is None:
-            raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
-        attachment.remove(optimizer)
-
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into fp32 and return all gradients `optimizer` will read.
-
-        Returns:
-            fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
-            give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
-        """
+        """Do `Attachment.widen_gradients` for `optimizer`."""
         return self._attached[id(optimizer)].widen_gradients(optimizer)
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
@@ -562,13 +553,6 @@ class WeightStore(Owner):
         self.settle()
         return True
 
-    def free_buffers(self) -> None:
-        """Free the fp32 gradient buffers (4 bytes a parameter); the next step makes them again."""
-        for attachment in self._attached.values():
-            attachment.buffers.clear()
-            attachment.widened = None
-            attachment.gradients.clear()
-
     def buffers(self) -> Iterator[Tensor]:
         """Iterate over the fp32 gradient buffers that are kept from step to step."""
         for attachment in self._attached.values():
@@ -585,17 +569,16 @@ class WeightStore(Owner):
                 put(parameter, wide)
                 self._remove(parameter)
             unwatch(parameter, self)
-        self.free_buffers()
-        for attachment in [] if self._parameters else list(self._attached.values()):
-            if (optimizer := attachment.optimizer()) is not None:
-                self.detach(optimizer)
+        for attachment in list(self._attached.values()):
+            attachment.buffers.clear()
+            attachment.drop_gradients()
+            if not self._parameters and (optimizer := attachment.optimizer()) is not None:
+                del self._attached[id(optimizer)]
+                attachment.remove(optimizer)
 
 
 def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
-    """Return a message if one of `values`, the weights called `name`, is finite and becomes infinite in `low`; else "".
-
-    Waits for the device of `values`.
-    """
+    """Return a message if a weight in `values` is finite and becomes infinite in `low`, else ""; waits for values."""
     values = local(values.detach())
     if values.is_meta or is_fake(values):
         return ""

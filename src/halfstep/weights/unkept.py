@@ -1,8 +1,7 @@
-"""none: low weights with nothing behind them, whose changes by hand are told if the low format loses them.
+"""none: low weights with nothing behind them (2 bytes per parameter), which optimizers step as torch does.
 
-Bytes per parameter: 2 (low). Such a parameter is a `kernels.watched.WatchedParameter` as those of a store are:
-outside of regions its methods and copies compute in fp32. A change by hand is rounded to nearest. Optimizers step the
-low values as torch does.
+Outside of regions methods and copies of such a `kernels.watched.WatchedParameter` compute in fp32, as those of a store
+do; a change by hand is rounded to nearest, with a warning if the low format loses it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ class UnkeptWeights(Owner):
         for name, parameter in named:
             watch(parameter, self, name, held=True)
             self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
-        _living().add(self)
         at_each_step(Turn.CHECK, self, _before_step, _after_step)
 
     def __contains__(self, parameter: object) -> bool:
@@ -112,22 +109,16 @@ class UnkeptWeights(Owner):
             unwatch(parameter, owner)
 
 
-@cache
-def _living() -> weakref.WeakSet[UnkeptWeights]:
-    """Return all that live; optimizers of any kind write low values, without a word, while they step."""
-    return weakref.WeakSet()
-
-
-def _before_step(optimizer: Optimizer) -> None:
+def _before_step(optimizer: Optimizer) -> None:  # optimizers of any kind write low values, without a word
     for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
         owner.check(parameter)
         owner._stepping.add(id(optimizer))
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    for owner in _living():
+    for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
+        owner._versions[id(parameter)] = parameter._version
         owner._stepping.discard(id(optimizer))
-    UnkeptWeights.stepped(_stepped(optimizer))
 
 
 def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:

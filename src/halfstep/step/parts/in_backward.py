@@ -59,8 +59,7 @@ class InBackward:
     ) -> None:
         _refuse(given, updater, scaler, alone=alone)
         self._updater, self._record, self._watchers = updater, record, watchers
-        store = updater.store
-        self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
+        self._draws = updater.draws
         self._written = self._looked = False
         self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
         self._bad = torch.zeros(())

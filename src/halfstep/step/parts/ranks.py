@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.binding.fsdp import is_distributed, refuse_other_average
-from halfstep.binding.own_loops import asked
+from halfstep.binding.fsdp import asked, is_distributed, refuse_other_average
 from halfstep.binding.precise import KEY
 from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError, UnbuiltError

@@ -1,7 +1,11 @@
-"""Exporting: a model under its policy as a `torch.export` program, with every cast in its graph.
+"""Serving: a plain copy of a model whose weights are cast once (`lowered`), or a `torch.export` program (`exported`).
 
-In: a model, prepared or with a policy, and example inputs. Out: a program whose weights are cast once and which needs
-no halfstep to run: for `torch.onnx`, `torch.compile`, AOTInductor, or as a module.
+Neither needs halfstep to run. In a program every cast is a node of its graph.
+
+Note [norms]: beside low inputs and fp32 statistics torch's kernels of BatchNorm take fp32 weights only. Those of
+LayerNorm and GroupNorm take them on a CPU; elsewhere a policy casts the weights of these two at each call, and here
+they are cast once. A norm written in Python multiplies by its weight, and an fp32 one would make its output fp32, which
+the next layer refuses: its weight becomes low.
 
 Note [regions in graphs]: torch.export records a region of autocast as a region: its casts happen at each call, weights
 included, and taken apart such a graph may not run (layouts of attention differ). So regions are resolved here: within
@@ -11,10 +15,11 @@ weight becomes a weight. Operators that halfstep's rules move have their casts i
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +27,26 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from halfstep.arguments import MODEL, NONE, Kind, check
-from halfstep.binding.lowered import twin
-from halfstep.errors import BindError, UnbuiltError, warn
-from halfstep.formats import POLICY_DTYPES, float64_of
+from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import prepare, store_of, unprepare
+from halfstep.binding.wrappers import unwrap
+from halfstep.errors import BindError, PolicyError, UnbuiltError, warn
+from halfstep.formats import DTYPES, POLICY_DTYPES, float64_of
+from halfstep.kernels.sharded import is_sharded, put
+from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.optable import table
+from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.torch_private.compiler import codegen_of
+from halfstep.torch_private.modules import NormBase
 from halfstep.torch_private.operators import OpOverload, dispatch_key_for_device, has_kernel_for_dispatch_key, schema_of
 from halfstep.trees import tensors
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 CHECKS = frozenset({"aten::_assert_tensor_metadata"})  # of formats: what they check is computed here
@@ -43,6 +56,113 @@ Regions = Mapping[str, tuple[torch.dtype, bool]]
 
 ARGS = Kind("a tuple of inputs", lambda args: isinstance(args, (tuple, list)))
 KWARGS = Kind("a dict of inputs", lambda kwargs: isinstance(kwargs, Mapping))
+
+
+def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> ModelT:
+    """Return a plain copy of `model` for serving, with its weights cast once; it needs no halfstep to run.
+
+    The copy and all its parts are of the user's own classes; it is in evaluation mode, and its parameters take no
+    gradients. Parameters have the formats of the policy's plan (``hs.resolve``), and operators compute in the formats
+    of their inputs: give it low inputs, and it returns low outputs. Rules for operators (`exp` in fp32) are not
+    followed; `hs.exported` follows them all. The model stays as it is.
+
+    Args:
+        model: prepared, or a plain model with `policy`.
+        policy: for a model that is not prepared, or to lower a prepared one by another policy: ``"pure"`` makes norms
+            low too, which is the format that libraries save and load.
+
+    Raises:
+        BindError: no policy is given and the model is not prepared, or it is sharded.
+        PolicyError: the policy keeps fp32 parameters and lowers operators, which no plain module does, or has rules for
+            operators, or modules in fp32.
+
+    Examples:
+        >>> served = hs.lowered(model, policy=hs.Policy.of("pure", dtype="bf16"))
+        >>> served(x.bfloat16()).dtype
+        torch.bfloat16
+    """
+    check("hs.lowered", BindError, model=(model, MODEL))
+    wanted = _policy_of(model) if policy is None else Policy.of(policy)
+    plan = resolve(wanted, unwrap(model))
+    _refuse(plan.policy)
+    made = _twin(model, policy, bound=False)
+    _cast_weights(made, plan)
+    return made
+
+
+def _policy_of(model: nn.Module) -> Policy:
+    binding = binding_of(unwrap(model))
+    if binding is None:
+        raise BindError("the model is not prepared: pass policy=, or the model that was given to hs.prepare")
+    return binding.wanted
+
+
+def _twin(model: ModelT, policy: Policy | str | Path | None, *, bound: bool) -> ModelT:
+    """Return a copy of `model` in evaluation mode, with the low weights it computes with, and no gradients."""
+    inner: Any = unwrap(model)
+    if policy is None:
+        _policy_of(model)
+    if any(is_sharded(parameter) for parameter in inner.parameters()):
+        raise BindError(
+            "the model is sharded, and a copy for serving holds whole weights: load its state_dict into a plain model, "
+            "and give that with policy="
+        )
+    made: Any = copy.deepcopy(inner)
+    unwatch_copies(made.parameters())
+    if binding_of(made) is not None and (policy is not None or not bound):
+        unprepare(made)
+    if policy is None:
+        store = store_of(inner)
+        for mine, own in zip(made.parameters(), inner.parameters(), strict=True):
+            if store is not None and own in store:  # its very bits: `stochastic` does not round to nearest
+                put(mine, Tensor.detach(own).clone())
+    elif bound:
+        prepare(made, policy=policy)
+    made.eval().requires_grad_(False)
+    return made  # type: ignore[no-any-return]
+
+
+def _refuse(policy: Policy) -> None:
+    """Refuse a policy that no plain module can follow."""
+    remedy = "hs.exported(model, inputs) makes a program that does"
+    if policy.params == "fp32" and policy.dtype != "fp32":
+        raise PolicyError(
+            f"policy {policy.name!r} keeps fp32 parameters and casts them in operators, which no plain module does; "
+            f"{remedy}, and hs.lowered(model, policy='pure') makes every weight low"
+        )
+    modules = {pattern: rule for pattern, rule in policy.modules if rule != "low"}
+    for field, what, value in (("ops", "operators", dict(policy.ops)), ("modules", "modules", modules)):
+        if value:
+            raise PolicyError(
+                f"policy {policy.name!r} has rules for {what} ({field}={value!r}), which a plain module does not "
+                f"follow; {remedy}"
+            )
+
+
+def _cast_weights(model: nn.Module, plan: Plan) -> None:
+    """Bring the parameters of a plain model into the formats of its plan; see note [norms]."""
+    kernels = (NormBase, nn.LayerNorm, nn.GroupNorm) if plan.device == "cpu" else (NormBase,)
+    norms = [module for module in model.modules() if isinstance(module, kernels)]
+    may = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+    must = {
+        id(parameter)
+        for norm in norms
+        if isinstance(norm, NormBase) and norm.running_mean is not None and norm.running_mean.dtype is torch.float32
+        for parameter in norm.parameters(recurse=False)
+    }
+    low = DTYPES[plan.policy.dtype]
+    for decision in plan.parameters:
+        parameter = model.get_parameter(decision.name)
+        value = Tensor.detach(parameter)
+        if decision.low or id(parameter) not in may:
+            value = value.to(low)
+        if id(parameter) in must:
+            value = value.float()
+        if parameter.dtype is not value.dtype or value.data_ptr() != parameter.data_ptr():
+            put(parameter, value)
+
+
+# ------------------------------------------------------------------ a program
 
 
 def exported(
@@ -81,13 +201,13 @@ def exported(
     """
     check("hs.exported", BindError, model=(model, MODEL), args=(args, ARGS), kwargs=(kwargs, KWARGS | NONE))
     args, named = tuple(args), dict(kwargs or {})
-    copy = twin(model, policy, bound=True)
+    made_from = _twin(model, policy, bound=True)
     with torch.no_grad():
-        program = torch.export.export(copy, args, named, dynamic_shapes=dynamic_shapes, strict=False)
+        program = torch.export.export(made_from, args, named, dynamic_shapes=dynamic_shapes, strict=False)
         plain = _fold(_resolve(program.module(check_guards=False)))
         made = torch.export.export(plain, args, named, dynamic_shapes=dynamic_shapes, strict=False)
         if not _written(plain):  # else running it would change its buffers
-            _compare(tensors(copy(*args, **named)), tensors(made.module()(*args, **named)))
+            _compare(tensors(made_from(*args, **named)), tensors(made.module()(*args, **named)))
     return made
 
 
@@ -129,7 +249,7 @@ def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: G
             known[node] = next(given)
         elif node.op == "output":
             return args[0]
-        elif node.op == "get_attr" and isinstance(body := _attribute(source, node.target), nn.Module):
+        elif node.op == "get_attr" and isinstance(body := operator.attrgetter(node.target)(source), nn.Module):
             known[node] = body
         elif name == "wrap_with_autocast":
             device, dtype, on, _, body, *operands = args
@@ -153,32 +273,18 @@ def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: G
     raise AssertionError("a graph without an output")
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _nodes(values: Any) -> Iterator[Node]:
-    """Iterate over the nodes in `values` whose format a policy may change."""
-    found: list[Node] = []
-    map_arg(values, found.append)
-    for node in found:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dtype in POLICY_DTYPES:
-            yield node
-
-
 def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) -> tuple[Any, Any]:
     """Return the arguments of an operator as torch.autocast casts them in `regions`, by nodes added to `graph`."""
-    found = list(_nodes((args, kwargs)))
+    nodes: list[Node] = []
+    map_arg((args, kwargs), nodes.append)
+    found = [n for n in nodes if isinstance(v := n.meta.get("val"), Tensor) and v.dtype in POLICY_DTYPES]
     device = next((n.meta["val"].device.type for n in found), "")
     low, on = regions.get(device, (torch.float32, False))
     if not on:
         return args, kwargs
     full = schema_of(node.target).name  # of an OpOverload
-    row = _rows(device).get(full.partition("::")[2])
+    rules = {name.replace(".", "_"): row.rule for name, row in table("torch", device).items()}  # by dispatcher's name
+    row = rules.get(full.partition("::")[2])
     if row is None:
         overload = schema_of(node.target).overload_name
         key = f"Autocast{dispatch_key_for_device(device)}"
@@ -193,19 +299,13 @@ def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) ->
         return args, kwargs
 
     def one(n: Node) -> Node:
-        value = n.meta.get("val")
-        if not isinstance(value, Tensor) or value.dtype not in POLICY_DTYPES or value.dtype is target:
+        if n not in found or n.meta["val"].dtype is target:
             return n
         cast = graph.call_function(torch.ops.aten.to.dtype, (n, target))
-        cast.meta = {**n.meta, "val": value.to(target)}
+        cast.meta = {**n.meta, "val": n.meta["val"].to(target)}
         return cast
 
     return map_arg((args, kwargs), one)
-
-
-def _rows(device: str) -> Mapping[str, str]:
-    """Return the rules of torch.autocast's list by the names of torch's dispatcher."""
-    return {name.replace(".", "_"): row.rule for name, row in table("torch", device).items()}
 
 
 # ------------------------------------------------------------------ weights
@@ -217,7 +317,8 @@ def _fold(module: GraphModule) -> GraphModule:
     while groups := _weight_casts(module):
         for (source, _), casts in groups.items():
             path = str(source.target)
-            value = casts[0].target(Tensor.detach(_attribute(module, path)), *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
+            weight = Tensor.detach(operator.attrgetter(path)(module))
+            value = casts[0].target(weight, *casts[0].args[1:], **casts[0].kwargs)  # type: ignore[operator]  # an OpOverload
             if len(source.users) > len(casts):
                 path = f"{path}_{str(value.dtype).removeprefix('torch.')}"
             owner, _, name = path.rpartition(".")
