@@ -374,7 +374,6 @@ def _call(run: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) ->
 
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
 run_eagerly(_call, below=False)
-run_eagerly(_follow)
 run_eagerly(WeightStore.before_forward)
 
 
@@ -390,6 +389,17 @@ def _add_traced(root: int) -> None:
 mark_constant(_add_traced)
 
 
+def _follow_moves() -> None:
+    """Let prepared models that were moved follow their parameters: Dynamo calls this itself, while it traces."""
+    for module in list(ROOTS.values()):
+        binding = binding_of(module)
+        if binding is not None and _is_elsewhere(binding, module):
+            _follow(binding, module)
+
+
+mark_constant(_follow_moves)
+
+
 def _enter_compiled(
     binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
 ) -> Any:
@@ -399,10 +409,7 @@ def _enter_compiled(
     if binding.home is not None and outer not in binding.home:
         return forward(module, *args, **kwargs)
     if binding.root:
-        for parameter in module.parameters():
-            if parameter.device.type not in binding.device_types and not parameter.is_meta:
-                _follow(binding, module)  # Dynamo breaks its graph here
-            break
+        _follow_moves()
     if state.statistics is not None and binding.root:
         _add_traced(id(module))
     elif binding.averages and binding.root:

@@ -74,9 +74,9 @@ class Owner(ABC):
     def __init__(self, in_region: Callable[[], bool]) -> None:
         self.in_region = in_region
         self.loading = False
-        self._names: dict[int, str] = {}
-        self._versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
-        self._warned: set[str] = set()  # kinds of warnings given, each once
+        self.names: dict[int, str] = {}
+        self.versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
+        self.warned: set[str] = set()  # kinds of warnings given, each once
 
     @abstractmethod
     def __contains__(self, parameter: object) -> bool:
@@ -123,13 +123,14 @@ class Owner(ABC):
         finally:
             self.loading = before
 
-    def _written_unseen(self, parameter: Any) -> bool:
+    def written_unseen(self, parameter: Any) -> bool:
         """Return whether low values were written by no method of `parameter`."""
-        return low_written(parameter) or parameter._version != self._versions[id(parameter)]
+        return low_written(parameter) or parameter._version != self.versions[id(parameter)]
 
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def warn_once(self, kind: str, text: str) -> None:
+        """Give each kind of warning once."""
+        if kind not in self.warned:
+            self.warned.add(kind)
             warnings.warn(text, stacklevel=2)
 
 

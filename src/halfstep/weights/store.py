@@ -231,25 +231,25 @@ class WeightStore(Owner):
             self.check(parameter)
             self.generation += 1
             self._adopt(key, parameter)
-            self._versions[key] = parameter._version
+            self.versions[key] = parameter._version
             self._frozen.remove(key)
-        if self._written_unseen(parameter):
+        if self.written_unseen(parameter):
             if not (key in self._fresh and replicated()):  # else DistributedDataParallel has made ranks equal
                 self._warn_unseen(parameter)
-            self._versions[key] = parameter._version
+            self.versions[key] = parameter._version
             with torch.no_grad():
                 self._read_low(key)
         return key
 
     def check(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written into a frozen parameter."""
-        if self._written_unseen(parameter):
-            self._versions[id(parameter)] = parameter._version
+        if self.written_unseen(parameter):
+            self.versions[id(parameter)] = parameter._version
             self._warn_unseen(parameter)
 
     def take_over(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over what was written by hand into low `parameters`: note [changes by hand]."""
-        if self._data_read or [*map(_version, parameters)] != [*map(self._versions.get, map(id, parameters))]:
+        if self._data_read or [*map(_version, parameters)] != [*map(self.versions.get, map(id, parameters))]:
             for parameter in parameters:
                 self._key(parameter)
 
@@ -287,7 +287,7 @@ class WeightStore(Owner):
                 master.copy_(value)
                 self.write_back([parameter])
                 self.settle()
-        self._versions[key] = parameter._version
+        self.versions[key] = parameter._version
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None, *, stepped: bool = False) -> None:
@@ -295,7 +295,7 @@ class WeightStore(Owner):
         wanted = self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters)
         keys = [key for key in wanted if key not in self._frozen]
         for key in self._write_low(keys, stepped=stepped) if keys else ():
-            self._versions[key] = self._parameters[key]._version
+            self.versions[key] = self._parameters[key]._version
         if stepped:
             self._fresh.clear()
 
@@ -345,7 +345,7 @@ class WeightStore(Owner):
     def stepped(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that both parts of low `parameters` were changed."""
         self._fresh.clear()
-        self._versions.update(zip(map(id, parameters), map(_version, parameters), strict=True))
+        self.versions.update(zip(map(id, parameters), map(_version, parameters), strict=True))
 
     # ------------------------------------------------------------------ manual changes: note [changes by hand]
 
@@ -364,26 +364,26 @@ class WeightStore(Owner):
             wide = self.value(parameter).detach()
             yield wide
             Tensor.detach(parameter).copy_(wide)
-            self._versions[id(parameter)] = parameter._version
+            self.versions[id(parameter)] = parameter._version
             return
         key = self._key(parameter)
         self._read_unseen(key)
         for attachment, _ in self.substituted:
-            attachment.check_own_list(parameter, self._names[key])
+            attachment.check_own_list(parameter, self.names[key])
         master = self._master(key)
         wide = master.detach()
         yield wide
         chance = not (self.keeps_more or fills)
-        if chance and "chance" not in self._warned and not torch.equal(local(wide), local(wide).to(self.dtype).float()):
-            self._warn(
+        if chance and "chance" not in self.warned and not torch.equal(local(wide), local(wide).to(self.dtype).float()):
+            self.warn_once(
                 "chance",
-                f"the weight {self._names[key]} was changed by hand, and master={self.name!r} keeps only its "
+                f"the weight {self.names[key]} was changed by hand, and master={self.name!r} keeps only its "
                 f"{self._kind} value: the change is rounded up or down by chance, right on average; a policy with "
                 "master='split' keeps it exactly",
             )
         with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             self._write_low([key], stepped=chance)
-        self._versions[key] = parameter._version
+        self.versions[key] = parameter._version
 
     def moved(self, parameter: nn.Parameter) -> bool:
         """Return whether frozen `parameter` has an fp32 value behind it, since it was changed by hand."""
@@ -392,22 +392,22 @@ class WeightStore(Owner):
     def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Warn if `parameter` is about to be given a low `value` near its own: what was computed in low is lost."""
         low = Tensor.detach(parameter)
-        if "rounded" in self._warned or self.loading or value.shape != low.shape:
+        if "rounded" in self.warned or self.loading or value.shape != low.shape:
             return
         change = (value.detach().to(low.device) - low).float().norm()
         if 0 < change < NEAR * low.float().norm():
-            self._warn(
+            self.warn_once(
                 "rounded",
-                f"the weight {self._names[id(parameter)]} was given {self._kind} values near its own: of a change that "
+                f"the weight {self.names[id(parameter)]} was given {self._kind} values near its own: of a change that "
                 f"was computed in {self._kind} small parts are lost; compute it with operators and methods of the "
                 "weight (0.9 * p, p.lerp_), or from p.float()",
             )
 
     def _warn_unseen(self, parameter: nn.Parameter) -> None:
         """Warn that low values were written."""
-        self._warn(
+        self.warn_once(
             "unseen",
-            f"the low weight {self._names[id(parameter)]} was written by no method of its own (but by out=, "
+            f"the low weight {self.names[id(parameter)]} was written by no method of its own (but by out=, "
             f"torch._foreach_..., a view of it, low .data or a kernel): what {self._kind} cannot hold of that is lost; "
             "call a method of the weight (add_, mul_, lerp_, copy_), write inside `with hs.edit_weights(model):`, "
             "where weights are fp32, or give its module the rule 'fp32'",
@@ -469,7 +469,7 @@ class WeightStore(Owner):
         self._without_low.clear()
         self.generation += 1
         key = id(parameter)
-        self._names[key], self._parameters[key], self._versions[key] = name, parameter, parameter._version
+        self.names[key], self._parameters[key], self.versions[key] = name, parameter, parameter._version
         self._fresh.add(key)
 
     def _remove(self, parameter: nn.Parameter) -> None:
@@ -477,12 +477,12 @@ class WeightStore(Owner):
         self._forget(id(parameter))
         self._without_low.clear()
         self.generation += 1
-        for entries in (self._names, self._parameters, self._versions):
+        for entries in (self.names, self._parameters, self.versions):
             entries.pop(id(parameter))
 
     def refuse(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Refuse finite values for `parameter` that its low format cannot hold; waits for their device."""
-        if lost := beyond(self._names[id(parameter)], value, self.dtype):
+        if lost := beyond(self.names[id(parameter)], value, self.dtype):
             raise WeightsError(f"{lost}; clamp it, or prepare the model with dtype='bf16' or its module in fp32")
 
     @torch.no_grad()
@@ -490,7 +490,7 @@ class WeightStore(Owner):
         """Reset masters with values beyond the low format to their low weights; return the first, "" for none."""
         lost = ""
         for parameter in parameters:
-            if found := beyond(self._names[id(parameter)], self.master(parameter), self.dtype):
+            if found := beyond(self.names[id(parameter)], self.master(parameter), self.dtype):
                 self._read_low(id(parameter))
                 lost = lost or found
         return lost
@@ -525,7 +525,7 @@ class WeightStore(Owner):
             state = optimizer.state.get(parameter, {})
             if float(state.get("step", 1)) > 0 and any(is_low(value) for value in state.values()):
                 raise WeightsError(
-                    f"the state of {type(optimizer).__name__} for {self._names[id(parameter)]} was rounded to "
+                    f"the state of {type(optimizer).__name__} for {self.names[id(parameter)]} was rounded to "
                     f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
                     "optimizer) first, then optimizer.load_state_dict"
                 )

@@ -35,7 +35,7 @@ class UnkeptWeights(Owner):
         self._stepping: set[int] = set()  # optimizers
         for name, parameter in named:
             watch(parameter, self, name, held=True)
-            self._names[id(parameter)], self._versions[id(parameter)] = name, parameter._version
+            self.names[id(parameter)], self.versions[id(parameter)] = name, parameter._version
         at_each_step(Turn.CHECK, self, _before_step, _after_step)
 
     def __contains__(self, parameter: object) -> bool:
@@ -55,8 +55,8 @@ class UnkeptWeights(Owner):
         yield wide
         with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             low.copy_(wide)
-        self._versions[id(parameter)] = parameter._version
-        if not (fills or self.loading or self._warned):
+        self.versions[id(parameter)] = parameter._version
+        if not (fills or self.loading or self.warned):
             if (wide - low).norm() > LOST * (wide - before).norm():
                 self._warn_rounded(parameter)
 
@@ -70,15 +70,15 @@ class UnkeptWeights(Owner):
 
     def check(self, parameter: nn.Parameter) -> None:
         """Warn if low values were written by no method of `parameter`."""
-        if self._written_unseen(parameter):
-            self._versions[id(parameter)] = parameter._version
+        if self.written_unseen(parameter):
+            self.versions[id(parameter)] = parameter._version
             self._warn_rounded(parameter)
 
     def _warn_rounded(self, parameter: nn.Parameter) -> None:
         kind = str(parameter.dtype).removeprefix("torch.")
-        self._warn(
+        self.warn_once(
             "rounded",
-            f"the weight {self._names[id(parameter)]} was changed by hand, and master='none' keeps only its {kind} "
+            f"the weight {self.names[id(parameter)]} was changed by hand, and master='none' keeps only its {kind} "
             f"value: what {kind} cannot hold of the change is lost; a policy with master='split' keeps it, or give "
             "its module the rule 'fp32'",
         )
@@ -100,7 +100,7 @@ class UnkeptWeights(Owner):
     def stepped(parameters: Iterable[nn.Parameter]) -> None:
         """Take note that an update has written those of `parameters` that are such low ones."""
         for _, parameter, owner in UnkeptWeights.of(enumerate(parameters)):
-            owner._versions[id(parameter)] = parameter._version
+            owner.versions[id(parameter)] = parameter._version
 
     @staticmethod
     def release(parameters: Iterable[nn.Parameter]) -> None:
@@ -117,7 +117,7 @@ def _before_step(optimizer: Optimizer) -> None:  # optimizers of any kind write 
 
 def _after_step(optimizer: Optimizer) -> None:
     for _, parameter, owner in UnkeptWeights.of(enumerate(_stepped(optimizer))):
-        owner._versions[id(parameter)] = parameter._version
+        owner.versions[id(parameter)] = parameter._version
         owner._stepping.discard(id(optimizer))
 
 
