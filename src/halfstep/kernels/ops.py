@@ -1,11 +1,8 @@
 """Schemas of halfstep's operators, `torch.ops.halfstep.*`: norms and their check, updates, loss scale, counts, losses.
 
-They are operators of torch's dispatcher, so counters, fake tensors and profilers see them; each schema states what is
-read and written. `kernels.choose` has the table of their implementations, `kernels.reference` computes the same in
-plain PyTorch. Call `choose.cannot_update` before an update operator.
-
-Each spec of `kernels.optimizers` makes one update operator: after `weights` and `beside` it takes the lists of its
-states and counters, then what all updates take, then its options.
+`kernels.choose` has the table of their implementations, `kernels.reference` computes the same in plain PyTorch. Call
+`choose.cannot_update` before an update operator. Each spec of `kernels.optimizers` makes an update operator: after
+`weights` and `beside` it takes the lists of its states and counters, then what all updates take, then its options.
 
 Note [forms]: where the fp32 value of a parameter is stored, named by `form`; `weights` and `beside` are lists.
 

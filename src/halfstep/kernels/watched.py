@@ -32,6 +32,8 @@ from halfstep.torch_private.modes import (
     disabled_torch_function_impl,
     is_in_torch_dispatch_mode,
 )
+from halfstep.trees import map_tensors
+from halfstep.trees import tensors as tensors_in
 
 NOTES = "_halfstep_notes"
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
@@ -240,7 +242,8 @@ class WeightTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not all(issubclass(kind, (cls, WatchedParameter, nn.Parameter)) or kind is Tensor for kind in types):
-            return func(*_mapped(args, _plain), **_mapped(kwargs, _plain))  # another class of tensors has its say
+            # another class of tensors has its say
+            return func(*map_tensors(args, _plain), **map_tensors(kwargs, _plain))
         with DisableTorchFunctionSubclass():
             return _call(func, args, kwargs)
 
@@ -256,10 +259,7 @@ class WeightTensor(Tensor):
             _set(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Make it a leaf of its own.
-
-        `nn.Parameter(p)` needs ``p.detach().requires_grad_()`` to have the class of p.
-        """
+        """Make it a leaf: `nn.Parameter(p)` needs ``p.detach().requires_grad_()`` to have the class of p."""
         with DisableTorchFunctionSubclass():
             if "direct" in self.__dict__:
                 self.__dict__.clear()
@@ -324,26 +324,6 @@ def _fp32(value: Any) -> Any:
     return wide
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with `change` applied to every tensor in them."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if type(tree) in {list, tuple}:
-        return type(tree)(_mapped(item, change) for item in tree)
-    if type(tree) is dict:
-        return {name: _mapped(item, change) for name, item in tree.items()}
-    return tree
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in arguments."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(item)
-
-
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that reads or writes weight tensors."""
     name = func.__name__.removeprefix("_foreach_")
@@ -359,13 +339,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     first = args[0] if args else None
     if name == "detach" and type(first) is WeightTensor:
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
-    tensors = list(_tensors((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     sources = [source for value in tensors if (source := _source(value)) is not None]
     if all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor):  # else one is a copy
         if name not in READS | COPIES or not sources or not all(_reads_fp32(source, tensors) for source in sources):
             return func(*args, **kwargs)
     if name not in COPIES:
-        return func(*_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+        return func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
     if name in CASTS and _is_low(found := func(*args, **kwargs)) and _names_format(args, kwargs):
         return found
     found = func(_fresh(first), *args[1:], **kwargs)
@@ -422,11 +402,11 @@ def _write(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, *, fills: bool
 ) -> Any:
     """Call a function that writes `written`: where that is low weights, it writes their fp32 values."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in _tensors((args, kwargs))):
+    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors_in((args, kwargs))):
         return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
     with torch.no_grad(), ExitStack() as writing:
         wide: dict[int, Tensor] = {}
-        for value in _tensors(written):
+        for value in tensors_in(written):
             if (source := _source(value)) is not None:
                 if func is Tensor.copy_ and len(args) > 1 and _is_low(args[1]) and _source(args[1]) is None:
                     _owner(source).rounded(source, args[1])  # type: ignore[union-attr]  # a source has one
@@ -434,12 +414,12 @@ def _write(
                 owner: Any = _owner(source)
                 wide[id(value)] = writing.enter_context(owner.writing(source, fills=fills, counted=counted))
 
-        into_low = not wide and all(map(_is_low, _tensors(written)))
+        into_low = not wide and all(map(_is_low, tensors_in(written)))
 
         def exchanged(value: Any) -> Any:
             return value if into_low else wide[id(value)] if id(value) in wide else _fp32(value)
 
-        found = func(*_mapped(args, exchanged), **_mapped(kwargs, exchanged))
+        found = func(*map_tensors(args, exchanged), **map_tensors(kwargs, exchanged))
     return found if found is None else written
 
 
@@ -476,14 +456,14 @@ def _method(name: str) -> Any:
         owner = _owner(self)
         if owner is None and NOTES in self.__dict__:
             return plain(self, *args, **kwargs)
-        if name in CASTS or (owner is not None and not _reads_fp32(self, list(_tensors((self, args, kwargs))))):
+        if name in CASTS or (owner is not None and not _reads_fp32(self, tensors_in((self, args, kwargs)))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
                 return found
             if owner.computes():  # its module may be cast in a forward pass
                 return _derived(found, converted=self)
         with DisableTorchFunctionSubclass():
-            found = plain(_fp32(self), *_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+            found = plain(_fp32(self), *map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
             if name not in COPIES:
                 return found
             return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.eager.bits import join_bf16, split_bf16
+from halfstep.kernels.eager.low import join_bf16, split_bf16
 from halfstep.weights.compact import CompactWeights
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.cast.arithmetic.rounded import apply, rules_off
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels import ops
 from halfstep.kernels.choose import kernels_take_logits

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import rules_off
+from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.losses.cross_entropy import differentiated
 from halfstep.errors import LossError
 from halfstep.kernels.choose import losses, rounded_gradient

@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from halfstep.arguments import COUNT, FLAG, FRACTION, INDEX, NONE, TENSOR, check, one_of
 from halfstep.cast.arithmetic.emulate import EMULATED
-from halfstep.cast.arithmetic.functions import apply
+from halfstep.cast.arithmetic.rounded import apply
 from halfstep.cast.losses.cross_entropy import cross_entropy
 from halfstep.cast.losses.linear_functions import GradientsAhead, LinearCrossEntropy
 from halfstep.cast.rules.dispatch import tensors_of

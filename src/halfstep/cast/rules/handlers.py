@@ -6,7 +6,7 @@ autocast off. `of_...` make handlers, which `recipe` puts into the table of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
+from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to, simulated
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
-from halfstep.cast.arithmetic.simulate import rounded_to, simulated
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, cast, cast_tensor, run, tensors_of
@@ -25,7 +24,7 @@ from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
-from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, CastTo, RuleKind
+from halfstep.policy.rule_kinds import RULE_KINDS, CastTo, RuleKind
 from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
@@ -124,7 +123,7 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
     return forward
 
 
-def _stateful(target: CastTo, form: Format | None) -> Handler:
+def of_stateful(target: CastTo, form: Format | None = None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
     Kernels take a low input with fp32 statistics and compute in fp32, but need weight and bias in the statistics'
@@ -157,11 +156,6 @@ def _stateful(target: CastTo, form: Format | None) -> Handler:
     if form is None:
         _INPUTS[handle] = target
     return handle
-
-
-def of_statistics() -> Handler:
-    """Return the handler of a norm without a rule whose parameters are low: they are cast to its statistics' format."""
-    return _stateful(NO_RULE.cast_to, None)
 
 
 def _to_low(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
@@ -225,22 +219,11 @@ def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[
         args = tuple([cast(a, dtype, mode) for a in args])
         kwargs = {k: cast(v, dtype, mode) for k, v in kwargs.items()}
         operands = [*(args[:3] if masked else args), *(v for k, v in kwargs.items() if k != "attn_mask")]
-        if strict and _formats(operands) != {torch.float16}:
+        if strict and {tensor.dtype for tensor in every_tensor(operands)} != {torch.float16}:
             return run(device, func, args, kwargs)  # torch raises its own dtype error here
         return run(device, emulation, args, kwargs)
 
     return handle
-
-
-def _formats(values: Iterable[Any]) -> set[torch.dtype]:
-    """Return the dtypes of all tensors in `values` and in lists and tuples among them."""
-    found = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            found.add(value.dtype)
-        elif isinstance(value, (list, tuple)):
-            found |= _formats(value)
-    return found
 
 
 def _simulated(form: Format, *, gathers: bool) -> Handler:
@@ -354,7 +337,7 @@ def cast_to(kind: RuleKind, name: str) -> CastTo:
 def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
     """Return the handler of the operator `name`, called as `func`, under a rule; `native`: torch.autocast does it."""
     if name in WITH_STATISTICS and not kind.refuses_low:
-        return _stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
+        return of_stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
     if kind.format == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)

@@ -1,9 +1,7 @@
 """Tables that multi-tensor kernels read first: where the tensors of a list are, and which program works on which part.
 
-A kernel is launched once for whole lists of tensors. It gets two tables: one assigns a part of a tensor to each
-program, and depends on sizes alone; the other holds the addresses, which can change in every step but seldom do. Both
-are made on the host, copied without a wait (from pinned memory, which torch's allocator takes back when the copy is
-done), and cached. Also what every launch needs: `on`, `FAITHFUL`, `KINDS`.
+One table assigns a part of a tensor to each program, and depends on sizes alone; the other holds the addresses, which
+can change in every step but seldom do. Both are made on the host, copied without a wait, and cached.
 
 Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
 is therefore copied by the graph itself, from pinned memory: a few KB a capture. Such memory cannot be allocated during
@@ -198,15 +196,9 @@ class Layout(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How kernels walk over lists of tensors.
+    """How kernels walk over lists of tensors: a `Layout`, ready to be read.
 
-    Attributes:
-        rows: (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
-        chunks: see `Layout`, as all that follow.
-        ends: number of programs for the columns before each.
-        chunk: elements of a chunk.
-        programs: of all launches together.
-        launches: those that have programs.
+    `rows` is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
     """
 
     rows: Tensor
