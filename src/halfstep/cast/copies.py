@@ -107,20 +107,6 @@ class Copies:
         task: the backward pass in which edges add gradients; -1: none.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_copies",
-        "_members",
-        "at_once",
-        "device",
-        "dtype",
-        "layers",
-        "recipe",
-        "sums",
-        "task",
-    )
-
     def __init__(
         self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, windows: bool = False
     ) -> None:

@@ -87,13 +87,9 @@ LIBRARY.impl("exponents", _exponents, "CompositeExplicitAutograd")
 # ------------------------------------------------------------------ shapes, for fake tensors
 
 
-def _scalars(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    return norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     "norms": lambda gradients: gradients[0].new_empty(len(gradients), dtype=torch.float32),
-    "judge": _scalars,
+    "judge": lambda norms, *rest: (norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())),
     "exponents": lambda x: x.new_empty(ROW, dtype=torch.int64),
     "losses": lambda logits, *rest: logits.new_empty(len(logits), dtype=torch.float32),
     "slope": lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),

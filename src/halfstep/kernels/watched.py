@@ -66,16 +66,11 @@ READS = frozenset(
 
 
 class Owner(ABC):
-    """What keeps the fp32 values of low parameters.
-
-    Attributes:
-        in_region: returns whether this thread is in a region.
-        loading: whether parameters are being filled: see `loaded`.
-    """
+    """What keeps the fp32 values of low parameters; `in_region` returns whether this thread is in a region."""
 
     def __init__(self, in_region: Callable[[], bool]) -> None:
         self.in_region = in_region
-        self.loading = False
+        self.loading = False  # whether parameters are being filled: see `loaded`
         self._names: dict[int, str] = {}
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
         self._warned: set[str] = set()  # kinds of warnings given, each once
@@ -136,22 +131,14 @@ class Owner(ABC):
 
 
 class _Notes:
-    """What is known of one low parameter.
-
-    Attributes:
-        owner: returns what keeps its fp32 value, None if that is gone.
-        name: dotted name in the model.
-        alias: what every ``.data`` is an alias of, or None: its version counts writes into low values.
-        seen: that version when it was last read.
-        replaced: whether it counted writes when it was last replaced.
-    """
+    """What is known of one low parameter: `owner` returns what keeps its fp32 value, None if that is gone."""
 
     __slots__ = ("alias", "name", "owner", "replaced", "seen")
 
     def __init__(self, owner: Callable[[], Owner | None], name: str) -> None:
         self.owner, self.name = owner, name
-        self.alias: Tensor | None = None
-        self.seen, self.replaced = 0, False
+        self.alias: Tensor | None = None  # what every ``.data`` is an alias of: its version counts writes of low values
+        self.seen, self.replaced = 0, False  # its version last read; whether it counted writes when last replaced
 
 
 class WatchedParameter(Tensor):
@@ -368,8 +355,7 @@ def _is_low(value: Any) -> bool:
 def _reads_fp32(source: Any, tensors: Sequence[Tensor]) -> bool:
     """Return whether a function of these `tensors` reads the fp32 value of `source`, which is among them.
 
-    Outside of forward and backward passes it does. In them, code without gradients may compute the next value of a
-    weight that it moves by hand from numbers and such weights alone.
+    In forward and backward passes: code without gradients that moves a weight by hand, by numbers and such weights.
     """
     owner: Any = _owner(source)
     if not owner.computes():
@@ -476,10 +462,7 @@ for _name in (WRITES | READS | CASTS - frozenset("cpu cuda xpu".split())) & froz
 
 
 def watch(parameter: Tensor, owner: Owner, name: str, *, held: bool = False) -> None:
-    """Let `parameter`, if it is of torch's own class, read and write the fp32 value that `owner` keeps.
-
-    `held`: the parameter keeps `owner` alive.
-    """
+    """Let a parameter of torch's own class use the fp32 value that `owner` keeps; `held`: it keeps `owner` alive."""
     if type(parameter) in {nn.Parameter, WatchedParameter}:
         parameter.__class__ = WatchedParameter
         refer: Callable[[], Owner | None] = (lambda: owner) if held else weakref.ref(owner)

@@ -204,10 +204,7 @@ class _Convolution(Function):
 
 
 class _Recomputed(Function):
-    """Any differentiable function of low tensors: the backward pass computes the fp32 operator once more.
-
-    `compute` serves forward and backward; `twice` replaces it where the backward itself is to be differentiated.
-    """
+    """Any differentiable `compute` of low tensors, done again in backward; by `twice` where that is differentiated."""
 
     generate_vmap_rule = True
 

@@ -49,26 +49,19 @@ ONCE = ((),)
 
 
 class _Frame:
-    """One open region: the state that it found and must restore, and where it was entered.
-
-    Attributes:
-        owner: the object that opened it, by a weak reference; `_closed` once the region is closed.
-        code: that of the user's function, with `instruction` in it.
-        states: (device type, whether autocast was on, its format), of each device entered.
-        counts: what torch's count of open regions became when this one was counted in and, after that, out.
-    """
+    """One open region: the state that it found and must restore, and where a user's function entered it."""
 
     __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "statistics")
 
     def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
-        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)
+        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)  # `_closed` once the region is closed
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # `place` computes the line
         self.pushed = pushed
         self.cache = is_autocast_cache_enabled()
         self.mode, self.bound, self.statistics = state["mode"], state["bound"], state["statistics"]
-        self.states: list[tuple[str, bool, torch.dtype]] = []
-        self.counts: list[int] = []
+        self.states: list[tuple[str, bool, torch.dtype]] = []  # of each device entered: autocast was on, its format
+        self.counts: list[int] = []  # torch's count of open regions after this one was counted in and, later, out
 
     @property
     def place(self) -> str:

@@ -1,10 +1,8 @@
 """Custom operators: a rule for a function, autograd.Function or torch.library operator of the user.
 
-`operator` gives a function a name and a rule. In a region its tensors are cast by the rule, wherever they are in its
-arguments, and it runs with autocast and every other rule off: its author chooses the formats inside. A policy can set
-another rule by the name. Under plain torch.autocast the rule holds too; outside regions nothing changes.
-
-A torch.library operator gets its rule in torch's dispatcher, so it holds for every caller of the operator.
+The operator runs with autocast and every other rule off: its author chooses the formats inside. A policy can set
+another rule by its name. Under plain torch.autocast the rule holds too. A torch.library operator gets its rule in
+torch's dispatcher, so it holds for every caller of the operator.
 """
 
 from __future__ import annotations
@@ -156,10 +154,7 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def _function_class(original: type[Function], op: CustomOperator) -> type:
-    """Return a class with an ``apply`` that follows the forward rule, of a Function that follows the backward rule.
-
-    It is no subclass of Function itself: Dynamo goes from the ``apply`` of any of these straight to ``forward``.
-    """
+    """Return a class with ``apply``, no Function: Dynamo goes from the ``apply`` of these straight to ``forward``."""
     regions = _backward_regions(op.backward)
     parent: Any = original
     # plain functions: Dynamo traces a method of a Function class only with the context it made itself

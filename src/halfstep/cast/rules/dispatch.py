@@ -64,13 +64,7 @@ dict, and the guard that it writes on this fails at once (torch 2.13 and 2.15; d
 
 
 class RuleMode(TorchFunctionMode):
-    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost.
-
-    Attributes:
-        handlers: callable -> handler, and the call by which a checkpoint with re-entry is recognised.
-        traceable: those of `handlers` that Dynamo finds; it traces into the others, down to operators that have one.
-        overrides: rules for custom operators.
-    """
+    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost."""
 
     def __init__(
         self,
@@ -81,10 +75,14 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {SET_GRAD_ENABLED: _as_called, **handlers}
+        self.handlers = {
+            SET_GRAD_ENABLED: _as_called,
+            **handlers,
+        }  # with the call that shows re-entrant checkpoints
+        # those that Dynamo finds: it traces into the others, down to operators that have a handler
         self.traceable = {func: handler for func, handler in self.handlers.items() if func not in METHODS}
         self.how = how
-        self.overrides = overrides
+        self.overrides = overrides  # rules for custom operators
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

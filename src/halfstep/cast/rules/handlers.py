@@ -182,10 +182,7 @@ def _banned(name: str) -> CastTo:
 
 
 def _low_cross_entropy(otherwise: Handler) -> Handler:
-    """Make the handler of fp32 for F.cross_entropy: of low logits no fp32 copy is kept for the backward pass.
-
-    Logits too few for that to matter go `otherwise`: a custom Function costs more than it saves there.
-    """
+    """Make the fp32 handler of F.cross_entropy: low logits are saved as they are; a few go `otherwise`, faster."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits = args[0] if args else kwargs.get("input")
@@ -294,10 +291,7 @@ def _linear_loss(
     recompute: bool | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Settings]:
-    """Read the arguments of linear_cross_entropy: ours has `chunk` and `recompute`, torch's has `options`.
-
-    Of these the rows a chunk are taken; without them torch's function has second derivatives, with them none.
-    """
+    """Read the arguments of linear_cross_entropy, torch's with `options` too, without which it differentiates twice."""
     again = options is None if recompute is None else recompute
     rows = chunk if options is None else options.batch_chunk_size
     return input, linear_weight, target, linear_bias, Settings(chunk=rows, recompute=again, **settings)

@@ -55,19 +55,12 @@ from halfstep.torch_private.operators import nn_functions
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
-    """A policy compiled for the devices a region enters. Compared by identity: equal policies share one recipe.
-
-    Attributes:
-        policy: the policy it was compiled from.
-        devices: (device type, dtype, autocast enabled) for each device entered; a dtype of None: as it is outside.
-        mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
-        cache: whether weight casts may be cached, by torch.autocast and here; None: as it is outside.
-    """
+    """A policy compiled for the devices a region enters. Compared by identity: equal policies share one recipe."""
 
     policy: Policy
-    devices: tuple[tuple[str, torch.dtype | None, bool], ...]
-    mode: RuleMode | None
-    cache: bool | None = None
+    devices: tuple[tuple[str, torch.dtype | None, bool], ...]  # type, dtype (None: as outside), autocast enabled
+    mode: RuleMode | None  # the rules on top of torch.autocast; None where torch's own lists are the policy
+    cache: bool | None = None  # whether weight casts may be cached, by torch.autocast and here; None: as outside
 
 
 @functools.lru_cache(maxsize=256)  # a search over policies may try thousands

@@ -158,41 +158,24 @@ def _capturing(device: torch.device) -> bool:
 
 
 class Launch(NamedTuple):
-    """Programs for tensors of the same formats.
+    """Programs for tensors of the same formats."""
 
-    Attributes:
-        dtypes: of each list; None for one that is empty.
-        aligned: whether all tensors of a block or more begin at a multiple of `ALIGNMENT` bytes.
-        first: the first program, counted over all launches.
-        programs: how many.
-    """
-
-    dtypes: tuple[torch.dtype | None, ...]
-    aligned: bool
-    first: int
+    dtypes: tuple[torch.dtype | None, ...]  # of each list; None for one that is empty
+    aligned: bool  # whether all tensors of a block or more begin at a multiple of `ALIGNMENT` bytes
+    first: int  # the first program, counted over all launches
     programs: int
 
 
 class Layout(NamedTuple):
-    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches.
+    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches."""
 
-    Attributes:
-        chunks: (programs, 2) int64: which column, and which chunk of it, a program works on.
-        ends: (tensors + 1,) int64: number of programs for the columns before each.
-        chunk: elements of a chunk.
-        programs: of all launches together.
-        launches: those that have programs.
-        order: (tensors,) int64, on the host: which tensor of a list is in each column.
-        facts: (2, tensors) int64, on the host: numbers of elements, and what tensors are called.
-    """
-
-    chunks: Copied
-    ends: Copied
-    chunk: int
-    programs: int
-    launches: list[Launch]
-    order: Tensor
-    facts: Tensor
+    chunks: Copied  # (programs, 2) int64: which column, and which chunk of it, a program works on
+    ends: Copied  # (tensors + 1,) int64: number of programs for the columns before each
+    chunk: int  # elements of a chunk
+    programs: int  # of all launches together
+    launches: list[Launch]  # those that have programs
+    order: Tensor  # (tensors,) int64, on the host: which tensor of a list is in each column
+    facts: Tensor  # (2, tensors) int64, on the host: numbers of elements, and what tensors are called
 
 
 class Walk(NamedTuple):
