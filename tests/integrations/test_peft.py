@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 import halfstep as hs  # noqa: E402
 from halfstep.binding.prepare import store_of  # noqa: E402
-from halfstep.kernels.eager.bits import split_bf16  # noqa: E402
+from halfstep.kernels.eager.low import split_bf16  # noqa: E402
 from tests.examples.loading import load  # noqa: E402
 
 pytestmark = [

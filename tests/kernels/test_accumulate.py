@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halfstep.kernels.eager.accumulate import PIECE, add_low_
+from halfstep.kernels.eager.low import PIECE, add_low_
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,

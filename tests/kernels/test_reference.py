@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.choose import norms_for
-from halfstep.kernels.eager import bits
+from halfstep.kernels.eager import low as bits
 from halfstep.kernels.eager import norms as eager_norms
 from halfstep.kernels.reference import operators as reference
 

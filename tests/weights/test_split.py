@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.eager.bits import join_bf16, split_bf16
+from halfstep.kernels.eager.low import join_bf16, split_bf16
 from halfstep.weights import MasterWeights, SplitWeights
 
 BF16 = torch.bfloat16

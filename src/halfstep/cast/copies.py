@@ -42,7 +42,7 @@ from halfstep.accelerators import current_stream
 from halfstep.cast.rules.dispatch import address, cast_activation
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.eager.accumulate import add_low_
+from halfstep.kernels.eager.low import add_low_
 from halfstep.torch_private.autograd import backward_hooks, current_graph_task_id, post_accumulate_grad_hooks
 from halfstep.torch_private.fake import FakeTensor, is_fake
 from halfstep.torch_private.foreach import foreach_copy_
@@ -63,16 +63,10 @@ ACTIVATIONS = frozenset({Tensor, FakeTensor})  # exact types: other subclasses m
 
 
 class _Copy:
-    """One parameter's copy.
+    """One parameter's copy: `low`, with its edge to the parameter, and `memory`, the same without an edge.
 
-    Attributes:
-        low: the copy, with its edge to the parameter.
-        memory: the same memory without an edge, to be written into.
-        version: the parameter's version when it was filled.
-        address: where the parameter's values were then.
-        used: whether it was used in this window.
-        stream: on which it was filled at its first use in this window: only readers there find it filled. 0: any may
-            read it, since it was filled when the window began, or the device has one stream.
+    `stream`: where it was filled at its first use in this window: only readers there find it filled. 0: any may read
+    it, since it was filled when the window began, or the device has one stream.
     """
 
     __slots__ = ("address", "low", "memory", "parameter", "stream", "used", "version")
@@ -104,35 +98,14 @@ class Copies:
     That is what torch.amp holds from forward to backward; here it stays while the optimizer steps and between steps,
     on accelerators too, where addresses that stay are what a captured graph needs. `free` gives it back.
 
-    Args:
-        model: whose parameters get copies.
-        parameters: which of them may: those that the step's optimizer changes.
-        recipe: the region they serve in. Its first device is the one whose parameters get copies.
-        windows: whether a window has several micro-batches.
+    Those of `parameters` on the first device of `recipe` get copies. `windows`: whether a window has several
+    micro-batches, over which gradients are summed (`sums`, note [sums]).
 
     Attributes:
-        recipe: as above.
-        device: the device type of the parameters that get copies.
-        dtype: the low format.
         at_once: whether all copies are filled when a window begins, or each at its first use; note [data].
         layers: ids of the modules that own such a parameter named weight.
-        sums: whether gradients are summed over micro-batches; note [sums].
-        task: the backward pass in which edges add them; -1: none.
+        task: the backward pass in which edges add gradients; -1: none.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_copies",
-        "_members",
-        "at_once",
-        "device",
-        "dtype",
-        "layers",
-        "recipe",
-        "sums",
-        "task",
-    )
 
     def __init__(
         self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, windows: bool = False

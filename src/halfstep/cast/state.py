@@ -12,29 +12,17 @@ if TYPE_CHECKING:
 
 
 class _State(threading.local):
-    """State of one thread.
-
-    Attributes:
-        mode: the mode of the innermost region; those of outer regions, still on torch's stack, are inactive.
-        bound: the innermost recipe opened by a bound module or a training step, or None.
-        statistics: `Statistics` of the training step that runs in this thread, to which every prepared model that is
-            not in its `models` is added before it runs; or None.
-        frames: the open regions, innermost last.
-        casts: the low tensors that `dispatch` caches until the outermost region ends.
-        copies: the low weights of the training step that runs in this thread, or None.
-        above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
-        marked: the hooks for saved tensors that `recompute.mark_checkpoints` has examined last, a weak reference.
-    """
+    """State of one thread."""
 
     def __init__(self) -> None:
-        self.mode: RuleMode | None = None
-        self.bound: Any = None
-        self.statistics: Any = None
-        self.frames: list[Any] = []
-        self.casts: dict[Hashable, Any] = {}
-        self.copies: Copies | None = None
-        self.above: Any = None
-        self.marked: Callable[[], Any] | None = None
+        self.mode: RuleMode | None = None  # of the innermost region; those of outer regions, on torch's stack, are off
+        self.bound: Any = None  # the innermost recipe opened by a bound module or a training step
+        self.statistics: Any = None  # `Statistics` of the running training step: prepared models are added to it
+        self.frames: list[Any] = []  # the open regions, innermost last
+        self.casts: dict[Hashable, Any] = {}  # the low tensors that `dispatch` caches until the outermost region ends
+        self.copies: Copies | None = None  # the low weights of the running training step
+        self.above: Any = None  # a function mode above those of all regions: it sees operators as they are called
+        self.marked: Callable[[], Any] | None = None  # weak: the hooks `recompute.mark_checkpoints` examined last
 
 
 STATE = _State()

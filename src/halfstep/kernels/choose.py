@@ -1,7 +1,6 @@
 """Which implementation of an operator runs: the table `OPERATORS`, and the functions that choose by device and tensor.
 
-The functions take tensors and call an operator of `kernels.ops` where its kernels can be used, else the implementation
-in the column `otherwise`. `why_no_kernels` and `cannot_update` return the reason as a sentence.
+The functions take tensors and call an operator of `kernels.ops` where its kernels can be used, else torch's operators.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,33 +32,18 @@ from halfstep.kernels.watched import WatchedParameter
 from halfstep.torch_private.fake import FakeTensor
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
-
-class Implementations(NamedTuple):
-    """Functions below `halfstep.kernels` that implement one operator.
-
-    Attributes:
-        cpu: a method of `native.calls.Kernels`.
-        cuda: a function in Triton.
-        otherwise: what runs on other devices, and for tensors that kernels do not take.
-    """
-
-    cpu: str
-    cuda: str
-    otherwise: str
-
-
-OPERATORS: Mapping[str, Implementations] = MappingProxyType(
+OPERATORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "norms": Implementations("norms", "triton.norms.norms", "eager.norms"),
-        "judge": Implementations("check_norms", "triton.norms.check_norms", "reference.operators"),
-        "advance_": Implementations("advance_", "triton.norms.advance_", "torch's operators in scale.rule"),
-        **dict.fromkeys(BY_OPERATOR, Implementations("update", "triton.updates.update", "the optimizer's own step")),
-        "exponents_": Implementations("exponents_", "triton.exponents.exponents_", "reference.exponents"),
-        "losses": Implementations("losses", "triton.loss.losses", "reference.cross_entropy"),
-        "slope": Implementations("logits_gradient", "triton.loss.gradient", "reference.cross_entropy"),
+        "norms": ("norms", "triton.norms.norms"),
+        "judge": ("check_norms", "triton.norms.check_norms"),
+        "advance_": ("advance_", "triton.norms.advance_"),
+        **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
+        "exponents_": ("exponents_", "triton.exponents.exponents_"),
+        "losses": ("losses", "triton.loss.losses"),
+        "slope": ("logits_gradient", "triton.loss.gradient"),
     }
 )
-"""Operator of torch.ops.halfstep -> what implements it."""
+"""Operator of torch.ops.halfstep -> the method of `native.calls.Kernels` on a CPU, the function in Triton on CUDA."""
 
 KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
 """Exact tensor types that kernels take; other subclasses may be sharded, or consist of several tensors."""
@@ -73,9 +57,8 @@ _LOCK = threading.RLock()
 def load_kernels(device: str, index: int | None = None) -> str:
     """Register the kernels of a device type; return "" if device `index` can use them, else why not, in one sentence.
 
-    On a CPU the first call loads those of the wheel, or compiles them, which takes some seconds, unless the user's
-    cache has them. On CUDA the
-    first call for a device (default: the current one) launches an empty kernel (`triton.unsupported`).
+    On a CPU the first call may compile them, which takes some seconds. On CUDA the first call for a device (default:
+    the current one) launches an empty kernel (`triton.unsupported`).
     """
     if device == "cpu" and (wanted := os.environ.get("HALFSTEP_NATIVE")):
         if wanted == "0":
@@ -99,8 +82,8 @@ def _registered(device: str, index: int | None) -> str:
             return str(error)
         except OSError as error:  # a full disk, a file taken away
             return f"the kernels could not be compiled: {error}"
-        for operator, row in OPERATORS.items():
-            ops.LIBRARY.impl(operator, _of(operator, getattr(kernels, row.cpu)), "CPU")
+        for operator, (method, _) in OPERATORS.items():
+            ops.LIBRARY.impl(operator, _of(operator, getattr(kernels, method)), "CPU")
         return ""
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -145,8 +128,8 @@ def native_kernels(tensor: Tensor) -> Kernels | None:
 
 @cache
 def _register_triton() -> None:
-    for operator, row in OPERATORS.items():
-        ops.LIBRARY.impl(operator, _of(operator, _imported_when_called(row.cuda)), "CUDA")
+    for operator, (_, path) in OPERATORS.items():
+        ops.LIBRARY.impl(operator, _of(operator, _imported_when_called(path)), "CUDA")
 
 
 def _imported_when_called(path: str) -> Callable[..., Any]:
@@ -233,12 +216,7 @@ def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) 
 
 
 def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Add the exponents of the n-th tensor to the n-th row (`reference.exponents`), without waiting for the device.
-
-    Args:
-        rows: (len(tensors), ROW) int64, contiguous.
-        tensors: floating or complex, on the device of `rows`.
-    """
+    """Add the exponents of the n-th tensor to the n-th of contiguous rows (`reference.exponents`), without a wait."""
     found = [exponents.parts(tensor) for tensor in tensors]
     for tensor in found:
         if tensor.device != rows.device:

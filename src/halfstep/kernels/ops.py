@@ -1,11 +1,8 @@
 """Schemas of halfstep's operators, `torch.ops.halfstep.*`: norms and their check, updates, loss scale, counts, losses.
 
-They are operators of torch's dispatcher, so counters, fake tensors and profilers see them; each schema states what is
-read and written. `kernels.choose` has the table of their implementations, `kernels.reference` computes the same in
-plain PyTorch. Call `choose.cannot_update` before an update operator.
-
-Each spec of `kernels.optimizers` makes one update operator: after `weights` and `beside` it takes the lists of its
-states and counters, then what all updates take, then its options.
+`kernels.choose` has the table of their implementations, `kernels.reference` computes the same in plain PyTorch. Call
+`choose.cannot_update` before an update operator. Each spec of `kernels.optimizers` makes an update operator: after
+`weights` and `beside` it takes the lists of its states and counters, then what all updates take, then its options.
 
 Note [forms]: where the fp32 value of a parameter is stored, named by `form`; `weights` and `beside` are lists.
 
@@ -90,13 +87,9 @@ LIBRARY.impl("exponents", _exponents, "CompositeExplicitAutograd")
 # ------------------------------------------------------------------ shapes, for fake tensors
 
 
-def _scalars(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    return norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     "norms": lambda gradients: gradients[0].new_empty(len(gradients), dtype=torch.float32),
-    "judge": _scalars,
+    "judge": lambda norms, *rest: (norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())),
     "exponents": lambda x: x.new_empty(ROW, dtype=torch.int64),
     "losses": lambda logits, *rest: logits.new_empty(len(logits), dtype=torch.float32),
     "slope": lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),

@@ -34,10 +34,7 @@ MOST_BY_DEFAULT = 2**25  # bytes: where MMAP_THRESHOLD ends when malloc moves it
 
 
 def keep_pages(user: object) -> None:
-    """Let malloc keep freed memory as long as `user` lives; note [pages].
-
-    Does nothing where malloc is not glibc's, or has settings of the user's; note [user's settings].
-    """
+    """Let malloc, where it is glibc's without settings of the user's, keep freed memory as long as `user` lives."""
     library = _glibc()
     if library is None or _is_set():
         return

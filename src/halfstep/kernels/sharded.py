@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from halfstep.torch_private.distributed import local_of, set_local
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
+    return type(tensor) not in {Tensor, nn.Parameter} and hasattr(tensor, "placements")
 
 
 def has_parts(model: nn.Module) -> bool:

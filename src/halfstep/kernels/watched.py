@@ -32,6 +32,8 @@ from halfstep.torch_private.modes import (
     disabled_torch_function_impl,
     is_in_torch_dispatch_mode,
 )
+from halfstep.trees import map_tensors
+from halfstep.trees import tensors as tensors_in
 
 NOTES = "_halfstep_notes"
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
@@ -64,16 +66,11 @@ READS = frozenset(
 
 
 class Owner(ABC):
-    """What keeps the fp32 values of low parameters.
-
-    Attributes:
-        in_region: returns whether this thread is in a region.
-        loading: whether parameters are being filled: see `loaded`.
-    """
+    """What keeps the fp32 values of low parameters; `in_region` returns whether this thread is in a region."""
 
     def __init__(self, in_region: Callable[[], bool]) -> None:
         self.in_region = in_region
-        self.loading = False
+        self.loading = False  # whether parameters are being filled: see `loaded`
         self.names: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
         self.warned: set[str] = set()  # kinds of warnings given, each once
@@ -135,22 +132,14 @@ class Owner(ABC):
 
 
 class _Notes:
-    """What is known of one low parameter.
-
-    Attributes:
-        owner: returns what keeps its fp32 value, None if that is gone.
-        name: dotted name in the model.
-        alias: what every ``.data`` is an alias of, or None: its version counts writes into low values.
-        seen: that version when it was last read.
-        replaced: whether it counted writes when it was last replaced.
-    """
+    """What is known of one low parameter: `owner` returns what keeps its fp32 value, None if that is gone."""
 
     __slots__ = ("alias", "name", "owner", "replaced", "seen")
 
     def __init__(self, owner: Callable[[], Owner | None], name: str) -> None:
         self.owner, self.name = owner, name
-        self.alias: Tensor | None = None
-        self.seen, self.replaced = 0, False
+        self.alias: Tensor | None = None  # what every ``.data`` is an alias of: its version counts writes of low values
+        self.seen, self.replaced = 0, False  # its version last read; whether it counted writes when last replaced
 
 
 class WatchedParameter(Tensor):
@@ -241,7 +230,8 @@ class WeightTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not all(issubclass(kind, (cls, WatchedParameter, nn.Parameter)) or kind is Tensor for kind in types):
-            return func(*_mapped(args, _plain), **_mapped(kwargs, _plain))  # another class of tensors has its say
+            # another class of tensors has its say
+            return func(*map_tensors(args, _plain), **map_tensors(kwargs, _plain))
         with DisableTorchFunctionSubclass():
             return _call(func, args, kwargs)
 
@@ -257,10 +247,7 @@ class WeightTensor(Tensor):
             _set(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Make it a leaf of its own.
-
-        `nn.Parameter(p)` needs ``p.detach().requires_grad_()`` to have the class of p.
-        """
+        """Make it a leaf: `nn.Parameter(p)` needs ``p.detach().requires_grad_()`` to have the class of p."""
         with DisableTorchFunctionSubclass():
             if "direct" in self.__dict__:
                 self.__dict__.clear()
@@ -325,26 +312,6 @@ def _fp32(value: Any) -> Any:
     return wide
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with `change` applied to every tensor in them."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if type(tree) in {list, tuple}:
-        return type(tree)(_mapped(item, change) for item in tree)
-    if type(tree) is dict:
-        return {name: _mapped(item, change) for name, item in tree.items()}
-    return tree
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in arguments."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(item)
-
-
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that reads or writes weight tensors."""
     name = func.__name__.removeprefix("_foreach_")
@@ -360,13 +327,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     first = args[0] if args else None
     if name == "detach" and type(first) is WeightTensor:
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
-    tensors = list(_tensors((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     sources = [source for value in tensors if (source := _source(value)) is not None]
     if all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor):  # else one is a copy
         if name not in READS | COPIES or not sources or not all(_reads_fp32(source, tensors) for source in sources):
             return func(*args, **kwargs)
     if name not in COPIES:
-        return func(*_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+        return func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
     if name in CASTS and _is_low(found := func(*args, **kwargs)) and _names_format(args, kwargs):
         return found
     found = func(_fresh(first), *args[1:], **kwargs)
@@ -389,8 +356,7 @@ def _is_low(value: Any) -> bool:
 def _reads_fp32(source: Any, tensors: Sequence[Tensor]) -> bool:
     """Return whether a function of these `tensors` reads the fp32 value of `source`, which is among them.
 
-    Outside of forward and backward passes it does. In them, code without gradients may compute the next value of a
-    weight that it moves by hand from numbers and such weights alone.
+    In forward and backward passes: code without gradients that moves a weight by hand, by numbers and such weights.
     """
     owner: Any = _owner(source)
     if not owner.computes():
@@ -423,11 +389,11 @@ def _write(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, *, fills: bool
 ) -> Any:
     """Call a function that writes `written`: where that is low weights, it writes their fp32 values."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in _tensors((args, kwargs))):
+    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors_in((args, kwargs))):
         return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
     with torch.no_grad(), ExitStack() as writing:
         wide: dict[int, Tensor] = {}
-        for value in _tensors(written):
+        for value in tensors_in(written):
             if (source := _source(value)) is not None:
                 if func is Tensor.copy_ and len(args) > 1 and _is_low(args[1]) and _source(args[1]) is None:
                     _owner(source).rounded(source, args[1])  # type: ignore[union-attr]  # a source has one
@@ -435,12 +401,12 @@ def _write(
                 owner: Any = _owner(source)
                 wide[id(value)] = writing.enter_context(owner.writing(source, fills=fills, counted=counted))
 
-        into_low = not wide and all(map(_is_low, _tensors(written)))
+        into_low = not wide and all(map(_is_low, tensors_in(written)))
 
         def exchanged(value: Any) -> Any:
             return value if into_low else wide[id(value)] if id(value) in wide else _fp32(value)
 
-        found = func(*_mapped(args, exchanged), **_mapped(kwargs, exchanged))
+        found = func(*map_tensors(args, exchanged), **map_tensors(kwargs, exchanged))
     return found if found is None else written
 
 
@@ -477,14 +443,14 @@ def _method(name: str) -> Any:
         owner = _owner(self)
         if owner is None and NOTES in self.__dict__:
             return plain(self, *args, **kwargs)
-        if name in CASTS or (owner is not None and not _reads_fp32(self, list(_tensors((self, args, kwargs))))):
+        if name in CASTS or (owner is not None and not _reads_fp32(self, tensors_in((self, args, kwargs)))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
                 return found
             if owner.computes():  # its module may be cast in a forward pass
                 return _derived(found, converted=self)
         with DisableTorchFunctionSubclass():
-            found = plain(_fp32(self), *_mapped(args, _fp32), **_mapped(kwargs, _fp32))
+            found = plain(_fp32(self), *map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
             if name not in COPIES:
                 return found
             return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)
@@ -497,10 +463,7 @@ for _name in (WRITES | READS | CASTS - frozenset("cpu cuda xpu".split())) & froz
 
 
 def watch(parameter: Tensor, owner: Owner, name: str, *, held: bool = False) -> None:
-    """Let `parameter`, if it is of torch's own class, read and write the fp32 value that `owner` keeps.
-
-    `held`: the parameter keeps `owner` alive.
-    """
+    """Let a parameter of torch's own class use the fp32 value that `owner` keeps; `held`: it keeps `owner` alive."""
     if type(parameter) in {nn.Parameter, WatchedParameter}:
         parameter.__class__ = WatchedParameter
         refer: Callable[[], Owner | None] = (lambda: owner) if held else weakref.ref(owner)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.eager.bits import join_bf16, split_bf16
+from halfstep.kernels.eager.low import join_bf16, split_bf16
 from halfstep.kernels.reference.operators import WEIGHT, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.torch_private.foreach import foreach_copy_

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.cast.arithmetic.simulate import simulated
+from halfstep.cast.arithmetic.emulate import simulated
 from halfstep.errors import PolicyError, RegionError
 from halfstep.formats import format_of
 

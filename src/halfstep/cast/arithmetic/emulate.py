@@ -1,26 +1,24 @@
-"""Which operators are emulated on devices without units for their format, and how.
+"""Operators in formats that a device has no units for (emulated), or that no dtype stores (simulated).
 
-`rounded` does the arithmetic: low inputs, fp32 compute, one rounding of the result. Here are functions with the
-arguments of torch's operators that call it.
+`rounded` does the arithmetic of emulation: low inputs, fp32 compute, one rounding of the result. Here are functions
+with the arguments of torch's operators that call it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed, rounded
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.torch_private.operators import attention_math
 from halfstep.trees import map_tensors, tensors
-
-
-def _mm(input: Tensor, mat2: Tensor) -> Tensor:
-    return product(input, mat2)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -35,10 +33,6 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
         shape = (*input.shape[:-1], other.shape[-1])
         return product(input.flatten(0, -3), other.flatten(0, -3)).reshape(shape)
     return recomputed(torch.matmul, input, other)
-
-
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return add_product(input, mat1, mat2, beta=beta, alpha=alpha)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -148,11 +142,7 @@ def _attention(
 
 
 def widened(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `func` computed in fp32 from low tensors, every result rounded once (sequences, rare products).
-
-    The widening and the rounding are recorded by autograd, so gradients are rounded once where they leave; what `func`
-    saves for its backward pass is fp32.
-    """
+    """Return `func` computed in fp32 from low tensors, every result and gradient rounded once; it saves fp32."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         low = next((t.dtype for t in tensors((args, kwargs)) if t.dtype in LOW_DTYPES), None)
@@ -167,10 +157,10 @@ def widened(func: Callable[..., Any]) -> Callable[..., Any]:
 EMULATED: Mapping[str, Callable[..., Tensor]] = {
     "linear": linear,
     "matmul": _matmul,
-    "mm": _mm,
-    "bmm": _mm,
+    "mm": product,
+    "bmm": product,
     "mv": _mv,
-    "addmm": _addmm,
+    "addmm": add_product,
     "baddbmm": _baddbmm,
     "addmv": _addmv,
     "addbmm": _addbmm,
@@ -204,3 +194,48 @@ def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | No
     if name in WIDENED:
         return widened(func)
     return EMULATED.get(name)
+
+
+# ------------------------------------------------------------------ simulation
+#
+# What a unit for the format would do: its numbers in, fp32 compute, one rounding of the result; gradients are rounded
+# where they arrive and where they leave. Memory is fp32's and speed is worse: this shows what a format does to a model
+# before there is hardware for it.
+
+
+class _Simulated(Function):
+    """The numbers of a format nearest to a tensor's, as fp32; its gradient is rounded to the format too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, form: Format) -> Tensor:
+        return form.round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.form = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return rounded_to(ctx.form, grads[0]), None
+
+
+def rounded_to(form: Format, tensor: Tensor) -> Tensor:
+    """Return the numbers of `form` nearest to those of `tensor`, as fp32; tensors that no policy casts as they are."""
+    if tensor.dtype not in POLICY_DTYPES:
+        return tensor
+    function: type[Function] = _Simulated
+    return cast(Tensor, function.apply(tensor.float(), form))
+
+
+def simulated(func: Callable[..., Any], form: Format, *, inputs: bool = True) -> Callable[..., Any]:
+    """Return `func` as units for `form` would compute it: rounded tensors in (if `inputs`), a rounded result out."""
+    round_off = functools.partial(rounded_to, form)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            args, kwargs = map_tensors((args, kwargs), round_off)
+        return map_tensors(func(*args, **kwargs), round_off)
+
+    return call

@@ -1,28 +1,69 @@
 """fp32 arithmetic on low tensors, rounded once, forward and backward: what emulated operators are made of.
 
-What a tensor core does, on any device: low inputs, fp32 compute, one rounding of the result. Inputs are saved for
-backward in the low format and widened again there, so memory is that of the low format; the backward pass does the
-same (low gradient in, fp32 compute, one rounding out), with the formulas torch's own autograd uses, so that an eager
-result is bit-equal to running the fp32 operator on widened inputs and rounding once.
-
-Backward functions are plain torch operators: they can be differentiated again. Under `torch.compile` the operators are
-written as widen, compute, round; the compiler's partitioner decides what is saved.
+What a tensor core does, on any device. Inputs are saved for backward in the low format and widened again there. The
+backward pass does the same with the formulas and operators of torch's own autograd: it can be differentiated again, and
+an eager result is bit-equal to running the fp32 operator on widened inputs and rounding once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.cast.state import STATE
 from halfstep.torch_private.autograd import forward_ad_level
+from halfstep.torch_private.modes import (
+    are_functorch_transforms_active,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+    unwrap_dead_wrappers,
+)
 
-_aten = torch.ops.aten
+
+def apply(function: type[Function], *inputs: Any) -> Tensor:
+    """Call ``function.apply`` with all arguments of its forward.
+
+    Outside of torch.func transforms without torch's search for defaults in its signature: some 40 us a call on a CPU.
+    """
+    if are_functorch_transforms_active():
+        return cast(Tensor, function.apply(*inputs))
+    bare: Any = super(Function, function)
+    return cast(Tensor, bare.apply(*unwrap_dead_wrappers(inputs)))
+
+
+@contextmanager
+def rules_off(device: str) -> Iterator[None]:
+    """Switch autocast (and with it every operator rule) off: a backward pass may run inside a region of the user.
+
+    A mode that is alone on the stack has nothing to do then, and each operator costs a microsecond less without it.
+    """
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, False)
+    mode = _taken_off()
+    try:
+        yield
+    finally:
+        if mode is not None:
+            push_on_torch_function_stack(mode)
+        torch.set_autocast_enabled(device, enabled)
+
+
+def _taken_off() -> Any:
+    """Remove the region's mode from torch's stack, if it is there alone, and return it."""
+    if STATE.mode is None or STATE.above is not None or len_torch_function_stack() != 1:
+        return None
+    mode = pop_torch_function_stack()
+    if mode is STATE.mode:
+        return mode
+    push_on_torch_function_stack(mode)  # another mode
+    return None
 
 
 def rounded(wide: Tensor, low: Tensor) -> Tensor:
@@ -156,17 +197,14 @@ class _Convolution(Function):
         x, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         with rules_off(x.device.type):
-            wide = _aten.convolution_backward(
+            wide = torch.ops.aten.convolution_backward(
                 grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
             )
             return (*(rounded(g, x) if need else None for g, need in zip(wide, needs, strict=True)), None)
 
 
 class _Recomputed(Function):
-    """Any differentiable function of low tensors: the backward pass computes the fp32 operator once more.
-
-    `compute` serves forward and backward; `twice` replaces it where the backward itself is to be differentiated.
-    """
+    """Any differentiable `compute` of low tensors, done again in backward; by `twice` where that is differentiated."""
 
     generate_vmap_rule = True
 
@@ -194,51 +232,42 @@ class _Recomputed(Function):
             )
 
 
-def _recorded(*inputs: Tensor) -> bool:
-    """Return whether widening and rounding must be operators of their own: the Functions above cannot stand here.
+def _call(function: type[Function], *inputs: Any) -> Tensor:
+    """Call one of the Functions above, or, where it cannot stand, its forward: autograd records widening and rounding.
 
     Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
     """
-    return torch.compiler.is_compiling() or forward_ad_level() >= 0 or any(t.is_nested for t in inputs)
+    ragged = any(isinstance(value, Tensor) and value.is_nested for value in inputs)
+    if ragged or torch.compiler.is_compiling() or forward_ad_level() >= 0:
+        recorded: Callable[..., Tensor] = function.forward
+        return recorded(*inputs)
+    return apply(function, *inputs)
 
 
 def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
     """Return `compute` of `inputs`; its backward pass computes once more, by `twice` if that is differentiated too."""
-    if _recorded(*inputs):
-        return rounded(compute(*(t.float() for t in inputs)), inputs[0])
-    return apply(_Recomputed, compute, twice or compute, *inputs)
+    return _call(_Recomputed, compute, twice or compute, *inputs)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b: matrices, or stacks of as many."""
-    if _recorded(a, b):
-        return rounded(a.float() @ b.float(), a)
-    return apply(_Product, a, b)
+def product(input: Tensor, mat2: Tensor) -> Tensor:
+    """Return input @ mat2: matrices, or stacks of as many."""
+    return _call(_Product, input, mat2)
 
 
-def add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Return beta * bias + alpha * (a @ b): matrices, or stacks of as many."""
-    if _recorded(bias, a, b):
-        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
-        return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
-    return apply(_AddProduct, bias, a, b, beta, alpha)
+def add_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return beta * input + alpha * (mat1 @ mat2): matrices, or stacks of as many."""
+    return _call(_AddProduct, input, mat1, mat2, beta, alpha)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return torch.nn.functional.linear of low tensors."""
-    usual = weight.dim() == 2 and (bias is None or bias.dim() == 1)
-    if not usual or _recorded(input, weight):
-        return rounded(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
-    return apply(_Linear, input, weight, bias)
+    if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return _Linear.forward(input, weight, bias)
+    return _call(_Linear, input, weight, bias)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """Return torch.convolution of low tensors, `geometry` its last arguments; `x` may lack the batch dimension."""
-    batched = x.dim() == weight.dim()
-    x = x if batched else x[None]
-    if _recorded(x, weight):
-        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
-        out = rounded(wide, x)
-    else:
-        out = apply(_Convolution, x, weight, bias, geometry)
-    return out if batched else out[0]
+    if x.dim() == weight.dim():
+        return _call(_Convolution, x, weight, bias, geometry)
+    return _call(_Convolution, x[None], weight, bias, geometry)[0]

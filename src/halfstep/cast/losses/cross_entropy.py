@@ -1,10 +1,9 @@
 """Losses that keep low inputs for the backward pass instead of fp32 copies of them.
 
-cross_entropy over a vocabulary is the largest tensor of a language model: torch saves fp32 log-probabilities, twice the
-bytes of the bf16 logits they came from. Here the logits themselves are saved, as they are, and the fp32 probabilities
-are computed again in the backward pass: by kernels that read low logits, without a cast, or for a few rows at a time.
-The gradient is the fp32 gradient rounded once. Without kernels the losses of the rows are those torch computes from
-``logits.float()``, bit for bit; with kernels sums are as exact or more so.
+torch saves fp32 log-probabilities, twice the bytes of the bf16 logits they came from. Here the fp32 probabilities are
+computed again in the backward pass, by kernels that read low logits or for a few rows at a time, and their gradient is
+rounded once. Without kernels the losses of the rows are those torch computes from ``logits.float()``, bit for bit; with
+kernels sums are as exact or more so.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.cast.arithmetic.rounded import apply, rules_off
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels import ops
 from halfstep.kernels.choose import kernels_take_logits
@@ -29,7 +28,6 @@ from halfstep.kernels.reference.cross_entropy import (
     reduced,
     rows_at_a_time,
     shares,
-    spread,
 )
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active, is_legacy_batchedtensor
@@ -48,21 +46,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """F.cross_entropy in fp32 of low logits; what is saved for backward is the low logits.
-
-    Args:
-        input: logits, (C,) or (N, C, ...); fp16 or bf16 are saved as they are, fp32 logits take torch's own operator.
-        target: class indices, () or (N, ...); class probabilities take torch's own operator.
-        weight: (C,) or None.
-        size_average: torch's old spelling of `reduction`.
-        ignore_index: a target that does not count.
-        reduce: torch's old spelling of `reduction`.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: from 0 to 1.
-
-    Returns:
-        fp32: 0-dim, or with reduction="none" of the shape of `target`.
-    """
+    """F.cross_entropy in fp32, for fp16 or bf16 logits of class indices saving these; else by torch's own operator."""
     wide_weight = None if weight is None else weight.float()
     lean = (
         input.dtype in LOW_DTYPES
@@ -130,8 +114,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
         with rules_off(logits.device.type):
-            grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
-            share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
+            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1], ctx.reduction)
             if differentiated(grads[0]):
                 return gradient(logits, share).to(logits.dtype), None, None, None, None, None
             if kernels_take_logits(logits):

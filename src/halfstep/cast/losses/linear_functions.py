@@ -1,9 +1,4 @@
-"""The two autograd functions of `linear_loss`: cross entropy of a linear layer's outputs, some rows at a time.
-
-In: input, weight and bias of the layer, targets and settings that `linear_loss` has checked. Out: the loss, with its
-gradients computed in the forward pass (`GradientsAhead`) or from logits that the backward pass computes again
-(`LinearCrossEntropy`).
-"""
+"""The two autograd functions of `linear_loss`: cross entropy of a linear layer's outputs, some rows at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import rules_off
+from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.losses.cross_entropy import differentiated
 from halfstep.errors import LossError
 from halfstep.kernels.choose import losses, rounded_gradient
@@ -26,7 +21,6 @@ from halfstep.kernels.reference.cross_entropy import (
     parts,
     reduced,
     shares,
-    spread,
     widened,
 )
 from halfstep.torch_private.modes import is_legacy_batchedtensor
@@ -37,10 +31,7 @@ def _no_rules(device: str) -> AbstractContextManager[Any]:
 
 
 class GradientsAhead(Function):
-    """Reduced cross entropy of ``F.linear(input, linear_weight, linear_bias)``; its gradients come with it.
-
-    `needs` tells of which of input, weight and bias.
-    """
+    """Reduced cross entropy of a linear layer, with those gradients of input, weight and bias that `needs` names."""
 
     @staticmethod
     def forward(
@@ -58,9 +49,7 @@ class GradientsAhead(Function):
     ) -> Tensor:
         """Return the loss, 0-dim and wide; keep its gradients."""
         one = torch.ones((), dtype=widened(input[:0]).dtype, device=input.device)
-        share = shares(
-            spread(one, target, weight, ignored, reduction), target, weight, ignored, smoothing, len(linear_weight)
-        )
+        share = shares(one, target, weight, ignored, smoothing, len(linear_weight), reduction)
         product = _LinearLayer(linear_weight, linear_bias, emulating=False)
         found: list[Tensor] = []
 
@@ -110,9 +99,8 @@ class LinearCrossEntropy(Function):
     ) -> Tensor:
         """Return the loss, wide: 0-dim, or (N,) if it is not reduced."""
         product = _LinearLayer(linear_weight, linear_bias, emulating)
-        found = [
-            losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in parts(chunk, (input, target))
-        ]
+        taken = parts(chunk, (input, target))
+        found = [losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in taken]
         return reduced(torch.cat(found) if len(found) > 1 else found[0], target, weight, ignored, reduction)
 
     @staticmethod
@@ -127,8 +115,7 @@ class LinearCrossEntropy(Function):
         input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
         device = input.device.type
         with _no_rules(device):
-            grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
-            share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
+            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight), ctx.reduction)
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
@@ -138,10 +125,7 @@ class LinearCrossEntropy(Function):
 
 
 class _LinearLayer:
-    """The weight and bias of a linear layer, ready to be applied to one part of its input after the other.
-
-    Emulating means: fp32 arithmetic, each result rounded once to the low format.
-    """
+    """The weight and bias of a linear layer; emulating: fp32 arithmetic, each result rounded once to the low format."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, emulating: bool) -> None:
         self.low = weight.dtype

@@ -1,7 +1,5 @@
 """linear_cross_entropy: the loss of a linear layer's outputs, some rows at a time, so that no logits are saved.
 
-The function is torch's of version 2.13, on every version and on inputs of any number of dimensions.
-
 Over a large vocabulary the logits are most of what a language model saves. Here they exist for some rows at a time, and
 one of two things is saved instead:
 
@@ -30,7 +28,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from halfstep.arguments import COUNT, FLAG, FRACTION, INDEX, NONE, TENSOR, check, one_of
 from halfstep.cast.arithmetic.emulate import EMULATED
-from halfstep.cast.arithmetic.functions import apply
+from halfstep.cast.arithmetic.rounded import apply
 from halfstep.cast.losses.cross_entropy import cross_entropy
 from halfstep.cast.losses.linear_functions import GradientsAhead, LinearCrossEntropy
 from halfstep.cast.rules.dispatch import tensors_of
@@ -38,16 +36,10 @@ from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, load_kernels
-from halfstep.kernels.reference.cross_entropy import (
-    REDUCTIONS,
-    rows_at_a_time,
-)
+from halfstep.kernels.reference.cross_entropy import REDUCTIONS, rows_at_a_time
 from halfstep.policy.resolve import units
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active
-
-PRODUCT_DTYPES = POLICY_DTYPES | {torch.float64}
-"""The dtypes of the tensors of the product."""
 
 ENOUGH, LARGE = 512, 1 << 22
 """Rows of a part at least, and its logits, where a CPU's kernels read low logits. In parts of few rows adding up the
@@ -202,14 +194,13 @@ def fused_loss(
     chunk = settings.chunk or _rows(input, linear_weight)
     product = (rows, linear_weight, linear_bias)
     needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in product)
-    arguments = (
-        *(*product, labels, weight),
-        *(settings.ignored, settings.label_smoothing, settings.reduction, chunk),
-    )
-    if _takes_gradients_ahead(product, needs, settings):
-        found = _applied(GradientsAhead, *arguments, needs)
-    else:
-        found = _applied(LinearCrossEntropy, *arguments, emulating)
+    loss_settings = (settings.ignored, settings.label_smoothing, settings.reduction, chunk)
+    arguments = (*product, labels, weight, *loss_settings)
+    ahead = _takes_gradients_ahead(product, needs, settings)
+    function: type[Function] = GradientsAhead if ahead else LinearCrossEntropy
+    last = needs if ahead else emulating
+    compiling = torch.compiler.is_compiling()
+    found: Tensor = function.apply(*arguments, last) if compiling else apply(function, *arguments, last)
     return found.view(target.shape) if settings.reduction == "none" else found
 
 
@@ -259,7 +250,7 @@ def _check(
             f"linear_weight without its last dimension; got {_shape(linear_bias)}"
         )
     formats = {t.dtype for t in (input, linear_weight, linear_bias) if t is not None}
-    if len(formats) > 1 or not formats <= PRODUCT_DTYPES:
+    if len(formats) > 1 or not formats <= POLICY_DTYPES | {torch.float64}:
         names = ", ".join(sorted(str(f).removeprefix("torch.") for f in formats))
         raise LossError(
             f"linear_cross_entropy: input, linear_weight and linear_bias must have one floating format; got {names}; "
@@ -318,10 +309,3 @@ def _takes_gradients_ahead(
         and all(t is None or type(t) in KERNEL_TYPES for t in product)
         and not are_functorch_transforms_active()
     )
-
-
-def _applied(function: type[Function], *arguments: Any) -> Tensor:
-    if torch.compiler.is_compiling():
-        call: Any = function.apply
-        return call(*arguments)  # type: ignore[no-any-return]
-    return apply(function, *arguments)

@@ -133,10 +133,7 @@ class decorated(opened):
 
 
 def _refuse_what_needs_a_model(policy: Policy) -> None:
-    """Refuse the fields about a model, an optimizer or a loss, which a region does not have.
-
-    Two of them pass, since presets set them: `outputs` and ``scale="auto"``.
-    """
+    """Refuse fields about a model, an optimizer or a loss, but for those in presets: outputs, ``scale="auto"``."""
     needs_a_model = {
         "params": "lowers parameters",
         "modules": "has module rules",

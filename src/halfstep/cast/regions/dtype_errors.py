@@ -96,9 +96,7 @@ def _cause(text: str, tree: Any) -> str:
         return TOO_LARGE
     if NO_KERNEL.search(text):
         return MISSING
-    if not ONE_FORMAT.search(text):
-        return ""
-    if LABELS.search(text):
+    if LABELS.search(text) or not ONE_FORMAT.search(text):
         return ""
     if INTEGER.search(text):
         return WHOLE if formats and "can't be cast" not in text else ""

@@ -49,31 +49,19 @@ ONCE = ((),)
 
 
 class _Frame:
-    """One open region: the state that it found and must restore, and where it was entered.
-
-    Attributes:
-        owner: the object that opened it, by a weak reference; `_closed` once the region is closed.
-        code: that of the user's function, with `instruction` in it.
-        pushed: the mode it put on torch's stack, or None.
-        cache: whether torch's cache of weight casts was on.
-        mode: `STATE.mode` before.
-        bound: `STATE.bound` before.
-        statistics: `STATE.statistics` before.
-        states: (device type, whether autocast was on, its format), of each device entered.
-        counts: what torch's count of open regions became when this one was counted in and, after that, out.
-    """
+    """One open region: the state that it found and must restore, and where a user's function entered it."""
 
     __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "statistics")
 
     def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
-        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)
+        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)  # `_closed` once the region is closed
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # `place` computes the line
         self.pushed = pushed
         self.cache = is_autocast_cache_enabled()
         self.mode, self.bound, self.statistics = state["mode"], state["bound"], state["statistics"]
-        self.states: list[tuple[str, bool, torch.dtype]] = []
-        self.counts: list[int] = []
+        self.states: list[tuple[str, bool, torch.dtype]] = []  # of each device entered: autocast was on, its format
+        self.counts: list[int] = []  # torch's count of open regions after this one was counted in and, later, out
 
     @property
     def place(self) -> str:
@@ -124,9 +112,8 @@ def open_recipe(recipe: Recipe, owner: object) -> _Frame:
 def close_recipe(owner: object, *, failing: bool = False) -> None:
     """Leave the region that `owner` opened and restore the state that it found.
 
-    Raises:
-        RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); all state is restored first. Not raised while another exception passes (`failing`).
+    Where it is not the innermost of this thread (a generator was suspended inside a region) all state is restored
+    before the error, which is not raised while another exception passes (`failing`).
     """
     frames = STATE.frames
     if not frames or frames[-1].owner() is not owner:
@@ -152,8 +139,7 @@ def abandon(frame: _Frame | None) -> None:
 def _restore(frame: _Frame) -> bool:
     """Restore the state that the innermost region found and forget the region.
 
-    Returns:
-        Whether a region of torch.autocast was entered or left inside; torch's state is then left to that region.
+    Return whether a region of torch.autocast was entered or left inside; torch's state is then left to that region.
     """
     state = STATE.__dict__
     frames = state["frames"]
@@ -193,11 +179,7 @@ def _restore(frame: _Frame) -> bool:
 
 
 class opened:
-    """Open `recipe` for a block of our own code: a context manager; each object opens one region.
-
-    Args:
-        recipe: what to enter.
-    """
+    """Open `recipe` for a block of our own code: a context manager; each object opens one region."""
 
     __slots__ = ("__weakref__", "frame", "recipe")
 

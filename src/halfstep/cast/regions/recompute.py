@@ -13,7 +13,7 @@ opened inside the function.
 
 Note [simulated formats]: a region that simulates a format has autocast on with fp32. For the recomputation torch makes
 a `torch.autocast` of that state, which on a CPU warns and is off. So the checkpoint is made to keep "off", and the
-function that runs inside that object switches autocast on (`_On`).
+function that runs inside that object switches autocast on (`_switched_on`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,7 @@ saved_tensor_hooks: Callable[[bool], Any] = top_saved_tensors_default_hooks
 
 
 class _Again:
-    """A checkpointed function that runs in the region it ran in first.
-
-    Attributes:
-        function: what torch would call, which brings autocast's own state back.
-        mode: the rules of the region; None: torch's own lists, or none.
-        bound: what `STATE.bound` was.
-    """
+    """A checkpointed function that runs in the region it ran in first; torch brings autocast's own state back."""
 
     __slots__ = ("bound", "function", "mode")
 
@@ -71,41 +65,31 @@ class _Again:
 again_in_region = _Again.__call__
 
 
-class _On:
-    """A checkpointed function that runs with autocast on, in fp32, on `devices`; note [simulated formats]."""
+def _switched_on(function: Callable[..., Any], *kept: tuple[str, dict[str, Any] | None]) -> Callable[..., Any]:
+    """Return what a checkpoint is to run again: `function`, with autocast on if the region simulates a format."""
+    if STATE.mode is None or STATE.mode.how.simulated is None:
+        return function
+    devices = []
+    for device, state in kept:
+        if state is not None and state["enabled"]:
+            state["enabled"] = False
+            devices.append(device)
 
-    __slots__ = ("devices", "function")
-
-    def __init__(self, function: Callable[..., Any], devices: list[str]) -> None:
-        self.function, self.devices = function, devices
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = [(device, torch.is_autocast_enabled(device)) for device in self.devices]
+    def again(*args: Any, **kwargs: Any) -> Any:
+        before = [(device, torch.is_autocast_enabled(device)) for device in devices]
         try:
-            for device in self.devices:  # torch has entered a region in fp32, which is off
+            for device in devices:  # torch has entered a region in fp32, which is off
                 torch.set_autocast_enabled(device, True)
-            return self.function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             for device, on in before:
                 torch.set_autocast_enabled(device, on)
 
-
-def _switched_on(function: Callable[..., Any], *kept: tuple[str, dict[str, Any] | None]) -> Callable[..., Any]:
-    """Return what a checkpoint is to run again: `function`, or in a region that simulates a format an `_On`."""
-    if STATE.mode is None or STATE.mode.how.simulated is None:
-        return function
-    on = [(device, state) for device, state in kept if state is not None and state["enabled"]]
-    for _, state in on:
-        state["enabled"] = False
-    return _On(function, [device for device, _ in on])
+    return again
 
 
 def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
-    """Make the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
-
-    Raises:
-        RegionError: this version of torch keeps a checkpoint's function in a place that is not known.
-    """
+    """Make the checkpoints whose functions run now run them again in the region that is open; note [checkpoints]."""
     if func is SET_GRAD_ENABLED:
         _mark_entered()
     hooks = saved_tensor_hooks(True)

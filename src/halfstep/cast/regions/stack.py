@@ -47,10 +47,7 @@ def push(mode: RuleMode, above: Any) -> None:
 
 
 def remove(mode: RuleMode, others: int = 0) -> None:
-    """Remove `mode`, which `push` put on the stack, from wherever it is now; a second call changes nothing.
-
-    `others`: how many regions further out have put the same mode on the stack.
-    """
+    """Remove `mode` from wherever it is now; a second call changes nothing. `others`: regions further out with it."""
     top = len_torch_function_stack() - 1
     if top < 0:
         return

@@ -1,10 +1,8 @@
 """Custom operators: a rule for a function, autograd.Function or torch.library operator of the user.
 
-`operator` gives a function a name and a rule. In a region its tensors are cast by the rule, wherever they are in its
-arguments, and it runs with autocast and every other rule off: its author chooses the formats inside. A policy can set
-another rule by the name. Under plain torch.autocast the rule holds too; outside regions nothing changes.
-
-A torch.library operator gets its rule in torch's dispatcher, so it holds for every caller of the operator.
+The operator runs with autocast and every other rule off: its author chooses the formats inside. A policy can set
+another rule by its name. Under plain torch.autocast the rule holds too. A torch.library operator gets its rule in
+torch's dispatcher, so it holds for every caller of the operator.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from halfstep.arguments import TEXT, check, one_of
-from halfstep.cast.arithmetic.emulate import widened
-from halfstep.cast.arithmetic.simulate import simulated
+from halfstep.cast.arithmetic.emulate import simulated, widened
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.rules.handlers import cast_to
@@ -80,9 +77,10 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
                 f"hs.operator(backward={backward!r}) on {target!r}: its backward pass is made of the operators it "
                 "calls, in the formats they ran in; for one of its own write a torch.autograd.Function"
             )
-        made = CustomOperator(
-            name=name or _name(target, library), rule=rule, backward=backward, where=_where(target, library)
-        )
+        if not callable(target):
+            raise PolicyError(f"hs.operator gives a function its rule and got {target!r}")
+        own_name, where = _name_and_place(target, library)
+        made = CustomOperator(name=name or own_name, rule=rule, backward=backward, where=where)
         register(made)
         if library:
             for overload in library:
@@ -90,9 +88,12 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
             return target
         if _is_function_class(target):
             return _function_class(target, made)  # type: ignore[return-value,arg-type]
-        if not callable(target):
-            raise PolicyError(f"hs.operator gives a function its rule and got {target!r}")
-        return _ruled(target, made)  # type: ignore[return-value]
+
+        @functools.wraps(target)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _apply(made, target, args, kwargs)
+
+        return call  # type: ignore[return-value]
 
     return decorate
 
@@ -111,19 +112,16 @@ def _overloads(target: Any) -> list[Any]:
     return []
 
 
-def _name(target: Any, library: list[Any]) -> str:
+def _name_and_place(target: Any, library: list[Any]) -> tuple[str, str]:
+    """Return the name of an operator without one of the user's, and where it was made."""
     if library:
-        return str(schema_of(library[0]).name)
-    return f"{target.__module__}::{target.__qualname__}"
-
-
-def _where(target: Any, library: list[Any]) -> str:
-    if library:
-        return f"torch.ops:{schema_of(library[0]).name}"
+        name = str(schema_of(library[0]).name)
+        return name, f"torch.ops:{name}"
+    name = f"{target.__module__}::{target.__qualname__}"
     try:
-        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+        return name, f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (OSError, TypeError):  # made by exec, or built in
-        return f"{getattr(target, '__module__', '?')}:0"
+        return name, f"{target.__module__}:0"
 
 
 # ------------------------------------------------------------------ carrying a rule out
@@ -155,19 +153,8 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
     return run(device, func, args, kwargs)
 
 
-def _ruled(func: Callable[..., Any], op: CustomOperator) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _apply(op, func, args, kwargs)
-
-    return call
-
-
 def _function_class(original: type[Function], op: CustomOperator) -> type:
-    """Return a class with an ``apply`` that follows the forward rule, of a Function that follows the backward rule.
-
-    It is no subclass of Function itself: Dynamo goes from the ``apply`` of any of these straight to ``forward``.
-    """
+    """Return a class with ``apply``, no Function: Dynamo goes from the ``apply`` of these straight to ``forward``."""
     regions = _backward_regions(op.backward)
     parent: Any = original
     # plain functions: Dynamo traces a method of a Function class only with the context it made itself

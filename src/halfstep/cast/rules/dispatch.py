@@ -46,15 +46,10 @@ ACTIVATION = "activation"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowering:
-    """How a region carries out low operators where a device's own kernels do not serve.
+    """How a region carries out low operators where a device's own kernels do not serve."""
 
-    Attributes:
-        emulating: device types without units for the low format: fp16 in, fp32 compute, one rounding.
-        simulated: a format that no dtype stores: values rounded to it, kept in fp32.
-    """
-
-    emulating: frozenset[str] = frozenset()
-    simulated: Format | None = None
+    emulating: frozenset[str] = frozenset()  # device types without units for fp16: fp32 compute, one rounding
+    simulated: Format | None = None  # a format that no dtype stores: values rounded to it, kept in fp32
 
 
 NATIVELY = Lowering()
@@ -69,15 +64,7 @@ dict, and the guard that it writes on this fails at once (torch 2.13 and 2.15; d
 
 
 class RuleMode(TorchFunctionMode):
-    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost.
-
-    Attributes:
-        devices: device types of the region.
-        handlers: callable -> handler, and the call by which a checkpoint with re-entry is recognised.
-        traceable: those of `handlers` that Dynamo finds; it traces into the others, down to operators that have one.
-        how: how low operators are carried out.
-        overrides: rules for custom operators.
-    """
+    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost."""
 
     def __init__(
         self,
@@ -88,10 +75,14 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {SET_GRAD_ENABLED: _as_called, **handlers}
+        self.handlers = {
+            SET_GRAD_ENABLED: _as_called,
+            **handlers,
+        }  # with the call that shows re-entrant checkpoints
+        # those that Dynamo finds: it traces into the others, down to operators that have a handler
         self.traceable = {func: handler for func, handler in self.handlers.items() if func not in METHODS}
         self.how = how
-        self.overrides = overrides
+        self.overrides = overrides  # rules for custom operators
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

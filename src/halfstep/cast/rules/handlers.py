@@ -6,7 +6,7 @@ autocast off. `of_...` make handlers, which `recipe` puts into the table of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
+from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to, simulated
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
-from halfstep.cast.arithmetic.simulate import rounded_to, simulated
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, cast, cast_tensor, run, tensors_of
@@ -25,7 +24,7 @@ from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
-from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, CastTo, RuleKind
+from halfstep.policy.rule_kinds import RULE_KINDS, CastTo, RuleKind
 from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
@@ -124,7 +123,7 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
     return forward
 
 
-def _stateful(target: CastTo, form: Format | None) -> Handler:
+def of_stateful(target: CastTo, form: Format | None = None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
     Kernels take a low input with fp32 statistics and compute in fp32, but need weight and bias in the statistics'
@@ -159,11 +158,6 @@ def _stateful(target: CastTo, form: Format | None) -> Handler:
     return handle
 
 
-def of_statistics() -> Handler:
-    """Return the handler of a norm without a rule whose parameters are low: they are cast to its statistics' format."""
-    return _stateful(NO_RULE.cast_to, None)
-
-
 def _to_low(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
     """Return what the table's function does for rules that lower, without another file between."""
     return torch.get_autocast_dtype(device)
@@ -188,10 +182,7 @@ def _banned(name: str) -> CastTo:
 
 
 def _low_cross_entropy(otherwise: Handler) -> Handler:
-    """Make the handler of fp32 for F.cross_entropy: of low logits no fp32 copy is kept for the backward pass.
-
-    Logits too few for that to matter go `otherwise`: a custom Function costs more than it saves there.
-    """
+    """Make the fp32 handler of F.cross_entropy: low logits are saved as they are; a few go `otherwise`, faster."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits = args[0] if args else kwargs.get("input")
@@ -225,22 +216,11 @@ def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[
         args = tuple([cast(a, dtype, mode) for a in args])
         kwargs = {k: cast(v, dtype, mode) for k, v in kwargs.items()}
         operands = [*(args[:3] if masked else args), *(v for k, v in kwargs.items() if k != "attn_mask")]
-        if strict and _formats(operands) != {torch.float16}:
+        if strict and {tensor.dtype for tensor in every_tensor(operands)} != {torch.float16}:
             return run(device, func, args, kwargs)  # torch raises its own dtype error here
         return run(device, emulation, args, kwargs)
 
     return handle
-
-
-def _formats(values: Iterable[Any]) -> set[torch.dtype]:
-    """Return the dtypes of all tensors in `values` and in lists and tuples among them."""
-    found = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            found.add(value.dtype)
-        elif isinstance(value, (list, tuple)):
-            found |= _formats(value)
-    return found
 
 
 def _simulated(form: Format, *, gathers: bool) -> Handler:
@@ -311,10 +291,7 @@ def _linear_loss(
     recompute: bool | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Settings]:
-    """Read the arguments of linear_cross_entropy: ours has `chunk` and `recompute`, torch's has `options`.
-
-    Of these the rows a chunk are taken; without them torch's function has second derivatives, with them none.
-    """
+    """Read the arguments of linear_cross_entropy, torch's with `options` too, without which it differentiates twice."""
     again = options is None if recompute is None else recompute
     rows = chunk if options is None else options.batch_chunk_size
     return input, linear_weight, target, linear_bias, Settings(chunk=rows, recompute=again, **settings)
@@ -354,7 +331,7 @@ def cast_to(kind: RuleKind, name: str) -> CastTo:
 def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
     """Return the handler of the operator `name`, called as `func`, under a rule; `native`: torch.autocast does it."""
     if name in WITH_STATISTICS and not kind.refuses_low:
-        return _stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
+        return of_stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
     if kind.format == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)

@@ -38,7 +38,7 @@ from halfstep.cast.rules.handlers import (
     of_linear_loss,
     of_norm,
     of_rule,
-    of_statistics,
+    of_stateful,
 )
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, warn
@@ -55,19 +55,12 @@ from halfstep.torch_private.operators import nn_functions
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
-    """A policy compiled for the devices a region enters. Compared by identity: equal policies share one recipe.
-
-    Attributes:
-        policy: the policy it was compiled from.
-        devices: (device type, dtype, autocast enabled) for each device entered; a dtype of None: as it is outside.
-        mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
-        cache: whether weight casts may be cached, by torch.autocast and here; None: as it is outside.
-    """
+    """A policy compiled for the devices a region enters. Compared by identity: equal policies share one recipe."""
 
     policy: Policy
-    devices: tuple[tuple[str, torch.dtype | None, bool], ...]
-    mode: RuleMode | None
-    cache: bool | None = None
+    devices: tuple[tuple[str, torch.dtype | None, bool], ...]  # type, dtype (None: as outside), autocast enabled
+    mode: RuleMode | None  # the rules on top of torch.autocast; None where torch's own lists are the policy
+    cache: bool | None = None  # whether weight casts may be cached, by torch.autocast and here; None: as outside
 
 
 @functools.lru_cache(maxsize=256)  # a search over policies may try thousands
@@ -78,10 +71,7 @@ def recipe_for(
     enabled: bool = True,
     cache: bool | None = None,
 ) -> Recipe:
-    """Compile `policy` for `device_types`.
-
-    `enabled=False` makes a region in which nothing is cast. With a `cache` of None weight casts are cached as outside.
-    """
+    """Compile `policy` for `device_types`; `enabled=False` makes a region in which nothing is cast."""
     devices, lowered, emulating = [], [], set()
     simulated: Format | None = None
     for device in device_types:
@@ -109,13 +99,12 @@ def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...],
     """Call `func` in the region of `recipe` by what `torch.compile` can trace: torch.autocast objects in `with`."""
     if recipe.mode is not None and recipe.mode.how.simulated is not None:
         raise RegionError(f"format {recipe.policy.dtype!r} is simulated, which torch.compile cannot trace; run eagerly")
-    state = STATE
-    outer = state.mode
-    state.mode = recipe.mode
+    outer = STATE.mode
+    STATE.mode = recipe.mode
     try:
         return _call_in(recipe, len(recipe.devices), func, args, kwargs)
     finally:
-        state.mode = outer
+        STATE.mode = outer
 
 
 def _call_in(recipe: Recipe, depth: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -143,21 +132,14 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
 # ------------------------------------------------------------------ the table callable -> handler
 
 
-def _torch_kind(name: str, device: str) -> RuleKind | None:
-    row = table("torch", device).get(name)
-    return None if row is None else RULE_KINDS[row.rule]
-
-
 def _native(name: str, kind: RuleKind, devices: tuple[str, ...]) -> bool:
     """Return whether torch.autocast does the same with this operator on every one of `devices`."""
-    return kind.format != "input" and all(_torch_kind(name, device) is kind for device in devices)
+    rows = [table("torch", device).get(name) for device in devices]
+    return kind.format != "input" and all(row is not None and RULE_KINDS[row.rule] is kind for row in rows)
 
 
 def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
-    """Compile `policy` for `devices` into the table callable -> handler.
-
-    It has the operators that torch.autocast alone would treat differently on any of the devices.
-    """
+    """Return callable -> handler, of the operators that torch.autocast would treat differently on any of `devices`."""
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
         decisions.update(operator_rules(policy, device))
@@ -192,7 +174,7 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
             compiled[func] = of_rule(name, kind, func, how, native=native)
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
-            compiled.setdefault(func, of_statistics())
+            compiled.setdefault(func, of_stateful(NO_RULE.cast_to))  # parameters in the format of its statistics
     if "cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never":
         compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):

@@ -29,14 +29,7 @@ def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]],
 
     Each rank adds the squares of what it has. Elements that several ranks have count in equal shares: replicas of a
     part, and plain tensors, which every rank has for itself. So what is not finite on one rank is not finite on all.
-    Squares are added in fp64, where no fp32 norm overflows.
-
-    Args:
-        tensors: any that `reference.norms` takes, and dense floating DTensors, of which there is at least one.
-        plain: returns the norms of tensors without DTensors.
-
-    Returns:
-        (len(tensors),) fp32 on the device of the first tensor, equal on all ranks.
+    Squares are added in fp64, where no fp32 norm overflows. `plain` returns the norms of tensors without DTensors.
     """
     keys = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]  # type: ignore[attr-defined]
     mesh, around = _widest(tuple(dict.fromkeys(key[0] for key in keys if key is not None)))

@@ -76,12 +76,8 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
         self._runtime = _threads()
-        self._norms, self._check, self._advance, self._exponents = (
-            library.halfstep_norms,
-            library.halfstep_check_norms,
-            library.halfstep_advance,
-            library.halfstep_exponents,
-        )
+        self._norms, self._exponents = library.halfstep_norms, library.halfstep_exponents
+        self._check, self._advance = library.halfstep_check_norms, library.halfstep_advance
         self._updates = {spec.name: getattr(library, f"halfstep_{spec.name}") for spec in SPECS}
         self._pack_job = {spec.name: Struct(f"12q{1 + len(spec.options)}d").pack for spec in SPECS}
         self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
@@ -220,11 +216,8 @@ class Columns:
     __slots__ = ("_dtypes", "addresses", "elements", "packed", "sizes")
 
     def __init__(self, tensors: Tensors) -> None:
-        self.sizes, self._dtypes, self.addresses = (
-            [*map(_size, tensors)],
-            [*map(_dtype, tensors)],
-            [*map(_address, tensors)],
-        )
+        self.sizes, self._dtypes = [*map(_size, tensors)], [*map(_dtype, tensors)]
+        self.addresses = [*map(_address, tensors)]
         self.elements = sum(self.sizes)
         self.packed = _words((*self.sizes, *map(_type, self._dtypes), *self.addresses))
 
@@ -240,11 +233,7 @@ class Columns:
 class Packed:
     """The tensors of an update as `updates.h` reads them: the columns of `Parameter`.
 
-    Attributes:
-        count: number of parameters.
-        elements: of all of them.
-        chance: whether states are bf16, and so rounded stochastically.
-        packed: the columns.
+    `chance`: whether states are bf16, and so rounded stochastically.
     """
 
     __slots__ = ("chance", "count", "elements", "packed")

@@ -179,10 +179,7 @@ class Found(NamedTuple):
 
 
 def library(capability: str) -> Found:
-    """Return the compiled kernels, loaded: the shipped ones, else those compiled here.
-
-    With the environment variable HALFSTEP_NATIVE=build the shipped ones are passed over.
-    """
+    """Return the compiled kernels: the shipped ones, except with HALFSTEP_NATIVE=build, else those compiled here."""
     there = None if os.environ.get("HALFSTEP_NATIVE") == "build" else shipped(capability)
     if there is not None:
         path, name = there

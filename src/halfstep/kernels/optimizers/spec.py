@@ -1,8 +1,6 @@
 """What halfstep's fused update of an optimizer is, as data.
 
-Schema, fake, export, registration, the lists of an update, the checks of a saved state and the counted traffic are made
-from it. What it cannot hold is the update itself on each device: C++ in `native/updates.h`, Triton in
-`triton/updates.py`, under the spec's name.
+The update itself on each device has the spec's name: C++ in `native/updates.h`, Triton in `triton/updates.py`.
 """
 
 from __future__ import annotations

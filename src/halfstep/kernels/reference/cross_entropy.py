@@ -28,21 +28,13 @@ LARGE_CHUNK = 1 << 24
 
 
 class Shares(NamedTuple):
-    """What the targets of some rows do to their gradients; the first four are (N, ...).
+    """What the targets of some rows do to their gradients; the first four are (N, ...)."""
 
-    Attributes:
-        label: the target class, 0 where it is ignored.
-        own: what the target's class takes off.
-        every: factor of the probabilities.
-        scale: gradient of the row's loss, 0 where its target is ignored.
-        by_class: (C,) what label smoothing takes off every class, over `scale`; or None.
-    """
-
-    label: Tensor
-    own: Tensor
-    every: Tensor
-    scale: Tensor
-    by_class: Tensor | None
+    label: Tensor  # the target class, 0 where it is ignored
+    own: Tensor  # what the target's class takes off
+    every: Tensor  # factor of the probabilities
+    scale: Tensor  # gradient of the row's loss, 0 where its target is ignored
+    by_class: Tensor | None  # (C,) what label smoothing takes off every class, over `scale`
 
     def parts(self, rows: int) -> Iterator[Shares]:
         """Walk along the rows, `rows` at a time."""
@@ -84,11 +76,6 @@ def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, r
     return each.sum() / _counted(target, weight, ignored) if reduction == "mean" else each.sum()
 
 
-def spread(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
-    """Return the gradients of the losses, or one of all, where that of the reduced loss is `grad`."""
-    return grad / _counted(target, weight, ignored) if reduction == "mean" else grad
-
-
 def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     counts = target.ne(ignored)
     if weight is None:
@@ -96,8 +83,18 @@ def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     return torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()
 
 
-def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int) -> Shares:
-    """Return what `target` and `grad`, of the losses or one of all, make of the gradients of `classes` logits."""
+def shares(
+    grad: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignored: int,
+    smoothing: float,
+    classes: int,
+    reduction: str = "none",
+) -> Shares:
+    """Return what `target` and `grad`, that of the reduced loss, make of the gradients of `classes` logits."""
+    if reduction == "mean":
+        grad = grad / _counted(target, weight, ignored)
     counts = target.ne(ignored)
     scale = torch.where(counts, grad, 0.0)
     label = torch.where(counts, target, 0)

@@ -49,12 +49,8 @@ def parts(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in a format that kernels read: parts of complex ones, fp8 as fp32; no gradient.
 
     Of a sparse tensor the elements that are there, of a sharded one those of this rank.
-
-    Raises:
-        FormatError: its elements are integers or booleans.
     """
-    tensor = tensor.detach()
-    tensor = local(tensor)
+    tensor = local(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
@@ -67,12 +63,7 @@ def parts(tensor: Tensor) -> Tensor:
 
 
 def count_(into: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Add the elements of the n-th tensor to the n-th row, by torch's operators; waits for nothing.
-
-    Args:
-        into: (len(tensors), ROW) int64, on the device of the tensors.
-        tensors: of formats in `DIRECT`.
-    """
+    """Add the elements of the n-th tensor, of a format in `DIRECT`, to the n-th row, without waiting for the device."""
     for row, tensor in zip(into.unbind(), tensors, strict=True):
         if tensor.numel():
             merge_(row, _row(tensor))

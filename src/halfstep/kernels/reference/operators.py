@@ -23,14 +23,7 @@ WEIGHT, FIRST, SECOND = range(3)
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, accumulated in fp32.
-
-    Args:
-        tensors: floating or complex, dense or sparse, any shapes; an empty one has norm 0.
-
-    Returns:
-        (len(tensors),) fp32 on the first tensor's device. A tensor with a nan gives nan, one with an inf gives inf.
-    """
+    """Return the 2-norm of every tensor, dense or sparse, accumulated in fp32: (n,) on the device of the first."""
     if not tensors:
         return torch.zeros(0, device="cpu")
     device = tensors[0].device
@@ -50,17 +43,9 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the total norm, whether it is not finite, and the factor that the update multiplies gradients by.
+    """Return the total norm of the unscaled gradients, whether it is not finite, and the factor of the update, 0-dim.
 
-    Args:
-        norms: (n,) fp32 2-norms.
-        divisor: 0-dim fp32, what unscales the gradients; None: they are not scaled.
-        clip_norm: largest 2-norm of the unscaled gradient; None: no clipping.
-
-    Returns:
-        norm: 0-dim fp32, total 2-norm of the unscaled gradients.
-        bad: 0-dim bool, whether it is not finite.
-        factor: 0-dim fp32, what the update multiplies gradients by: ``1 / (divisor * max(1, (norm + 1e-6) / clip))``.
+    The factor is ``1 / (divisor * max(1, (norm + 1e-6) / clip_norm))``; `divisor` is 0-dim fp32, or None for 1.
     """
     norm = total_norm(norms)
     one = torch.ones_like(norm)
@@ -80,13 +65,7 @@ def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 into bf16 and a 16-bit remainder that together are the fp32 bits.
 
     Rounds half up on the bit pattern, ``low = (bits + 0x8000) >> 16``: with round-half-even one even bf16 would stand
-    for 65,537 fp32 values, one more than a remainder has. NaN keeps its upper half, made quiet so that it stays NaN.
-
-    Args:
-        wide: fp32, any shape.
-
-    Returns:
-        (bf16, int16), both of the shape of `wide`.
+    for 65,537 fp32 values, one more than a remainder (int16) has. NaN keeps its upper half, made quiet.
     """
     bits = wide.detach().view(torch.int32)
     nan = torch.isnan(wide)
@@ -98,12 +77,7 @@ def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
-    """Rebuild fp32 from `split_bf16`'s halves, bit for bit except for the payload of signalling NaNs.
-
-    Args:
-        low: bf16.
-        remainder: int16 of the same shape: the lower half of the fp32 pattern.
-    """
+    """Rebuild fp32 from `split_bf16`'s halves, bit for bit except for the payload of signalling NaNs."""
     lower = remainder.to(torch.int32) & 0xFFFF
     nan = torch.isnan(low)
     rounded_up = (lower >= HALF_ULP) & ~nan  # then the upper half was counted one too high
@@ -123,14 +97,7 @@ def mix(word: Tensor) -> Tensor:
 
 
 def noise(draws: Tensor, tensor: int, stream: int, count: int) -> Tensor:
-    """Return 16 random bits for each element of a tensor: (count,) int64 in [0, 65536).
-
-    Args:
-        draws: (2,) int64: seed and count.
-        tensor: which parameter.
-        stream: WEIGHT, FIRST or SECOND.
-        count: number of elements; the i-th in memory gets the i-th bits.
-    """
+    """Return 16 random bits for each of the `count` elements of a parameter, in memory's order: int64 below 65536."""
     seed, steps = draws[0], draws[1]
     key = mix(seed)
     for part in (seed >> 32, steps, steps.new_tensor(4 * tensor + stream)):
@@ -218,21 +185,10 @@ def update(
     maximize: bool,
     **options: Any,
 ) -> None:
-    """Update one parameter in place, as an operator of `kernels.ops` does.
+    """Update one parameter in place by `OptimizerSpec.reference`, as an operator of `kernels.ops` does.
 
-    Args:
-        rule: `OptimizerSpec.reference`, which takes `options` too.
-        weight: flat and contiguous, as all tensors but `factor` and `counters`, which have one element.
-        beside: what stands beside the weight under its form; None for nothing.
-        states: fp32, or bf16 and then rounded stochastically.
-        counters: fp32.
-        gradient: fp32, bf16 or fp16.
-        factor: what unscales and clips it.
-        noises: random bits of each stream; None where nothing is rounded stochastically.
-        form: note [forms] in `kernels.ops`.
-        lr: learning rate.
-        maximize: whether the gradient's sign is turned.
-        options: the rest of `OptimizerSpec.options`.
+    Tensors are flat and contiguous; `factor` and `counters` have one element. `noises` are the random bits of each
+    stream, None where nothing is rounded stochastically.
     """
     value = _take(form, weight, beside)
     gradient = gradient.float() * factor

@@ -44,7 +44,7 @@ def unsupported(device: torch.device) -> str:
     if found < OLDEST:
         return f"{device} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"
     try:
-        import_module("halfstep.kernels.triton.probe").launch(device)
+        import_module("halfstep.kernels.triton.words").launch(device)
     except Exception as error:  # of Triton, its compilers or the driver; any class
         first = next(iter(str(error).splitlines()), "")[:200]
         reason = f"Triton cannot launch a kernel on {device} ({type(error).__name__}: {first})"

@@ -14,6 +14,8 @@ begin at the first multiple of 16 bytes of the row that is written; what lies be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -221,7 +223,6 @@ def gradient_kernel(
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
     """Return the fp32 loss of every row of logits (N, C), whose classes lie side by side."""
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    block = _block(logits)
     if len(logits):
         with on(logits.device):
             losses_kernel[(len(logits),)](
@@ -232,14 +233,9 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
                 out,
                 ignored,
                 smoothing,
-                CLASSES=logits.shape[1],
                 WEIGHTED=weight is not None,
                 SMOOTHED=smoothing > 0.0,
-                KIND=KINDS[logits.dtype],
-                BLOCK=block,
-                ALIGNED=_aligned(logits),
-                num_warps=_warps(block),
-                **FAITHFUL,
+                **_options(logits, aligned=_aligned(logits)),
             )
     return out
 
@@ -249,7 +245,6 @@ def gradient(
 ) -> Tensor:
     """Return the gradient of logits (N, C) in their format, rounded once; the rest are the fields of `Shares`."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    block = _block(logits)
     if len(logits):
         with on(logits.device):
             gradient_kernel[(len(logits),)](
@@ -261,23 +256,16 @@ def gradient(
                 every.contiguous(),
                 scale.contiguous(),
                 None if by_class is None else by_class.contiguous(),
-                CLASSES=logits.shape[1],
-                KIND=KINDS[logits.dtype],
-                BLOCK=block,
-                ALIGNED=_aligned(logits) and _aligned(out),
-                num_warps=_warps(block),
-                **FAITHFUL,
+                **_options(logits, aligned=_aligned(logits) and _aligned(out)),
             )
     return out
 
 
-def _block(logits: Tensor) -> int:
-    return max(EACH, min(BLOCK, int(triton.next_power_of_2(logits.shape[1]))))
-
-
-def _warps(block: int) -> int:
-    """Return how many warps have a thread for each eight logits of a block: with more of them registers are short."""
-    return max(1, block // (32 * EACH))
+def _options(logits: Tensor, *, aligned: bool) -> dict[str, Any]:
+    """Return the constants of both kernels; a thread has eight logits of a block: with more registers are short."""
+    block = max(EACH, min(BLOCK, int(triton.next_power_of_2(logits.shape[1]))))
+    shape = {"CLASSES": logits.shape[1], "KIND": KINDS[logits.dtype], "BLOCK": block, "ALIGNED": aligned}
+    return {**shape, "num_warps": max(1, block // (32 * EACH)), **FAITHFUL}
 
 
 def _aligned(rows: Tensor) -> bool:

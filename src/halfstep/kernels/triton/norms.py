@@ -132,10 +132,7 @@ def advance_kernel(
 
 
 def norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor: `reference.norms` for dense tensors of fp32, bf16 or fp16 on one device.
-
-    Two launches, or one more for every further format.
-    """
+    """Return the 2-norm of every tensor: `reference.norms` for dense tensors of fp32, bf16 or fp16 on one device."""
     device = gradients[0].device
     with on(device):
         walk = plan_walk([gradients], BLOCK)

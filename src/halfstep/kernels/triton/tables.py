@@ -1,9 +1,7 @@
 """Tables that multi-tensor kernels read first: where the tensors of a list are, and which program works on which part.
 
-A kernel is launched once for whole lists of tensors. It gets two tables: one assigns a part of a tensor to each
-program, and depends on sizes alone; the other holds the addresses, which can change in every step but seldom do. Both
-are made on the host, copied without a wait (from pinned memory, which torch's allocator takes back when the copy is
-done), and cached. Also what every launch needs: `on`, `FAITHFUL`, `KINDS`.
+One table assigns a part of a tensor to each program, and depends on sizes alone; the other holds the addresses, which
+can change in every step but seldom do. Both are made on the host, copied without a wait, and cached.
 
 Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
 is therefore copied by the graph itself, from pinned memory: a few KB a capture. Such memory cannot be allocated during
@@ -160,53 +158,30 @@ def _capturing(device: torch.device) -> bool:
 
 
 class Launch(NamedTuple):
-    """Programs for tensors of the same formats.
+    """Programs for tensors of the same formats."""
 
-    Attributes:
-        dtypes: of each list; None for one that is empty.
-        aligned: whether all tensors of a block or more begin at a multiple of `ALIGNMENT` bytes.
-        first: the first program, counted over all launches.
-        programs: how many.
-    """
-
-    dtypes: tuple[torch.dtype | None, ...]
-    aligned: bool
-    first: int
+    dtypes: tuple[torch.dtype | None, ...]  # of each list; None for one that is empty
+    aligned: bool  # whether all tensors of a block or more begin at a multiple of `ALIGNMENT` bytes
+    first: int  # the first program, counted over all launches
     programs: int
 
 
 class Layout(NamedTuple):
-    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches.
+    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches."""
 
-    Attributes:
-        chunks: (programs, 2) int64: which column, and which chunk of it, a program works on.
-        ends: (tensors + 1,) int64: number of programs for the columns before each.
-        chunk: elements of a chunk.
-        programs: of all launches together.
-        launches: those that have programs.
-        order: (tensors,) int64, on the host: which tensor of a list is in each column.
-        facts: (2, tensors) int64, on the host: numbers of elements, and what tensors are called.
-    """
-
-    chunks: Copied
-    ends: Copied
-    chunk: int
-    programs: int
-    launches: list[Launch]
-    order: Tensor
-    facts: Tensor
+    chunks: Copied  # (programs, 2) int64: which column, and which chunk of it, a program works on
+    ends: Copied  # (tensors + 1,) int64: number of programs for the columns before each
+    chunk: int  # elements of a chunk
+    programs: int  # of all launches together
+    launches: list[Launch]  # those that have programs
+    order: Tensor  # (tensors,) int64, on the host: which tensor of a list is in each column
+    facts: Tensor  # (2, tensors) int64, on the host: numbers of elements, and what tensors are called
 
 
 class Walk(NamedTuple):
-    """How kernels walk over lists of tensors.
+    """How kernels walk over lists of tensors: a `Layout`, ready to be read.
 
-    Attributes:
-        rows: (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
-        chunks: see `Layout`, as all that follow.
-        ends: number of programs for the columns before each.
-        chunk: elements of a chunk.
-        programs: of all launches together.
-        launches: those that have programs.
+    `rows` is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
     """
 
     rows: Tensor

@@ -10,8 +10,14 @@ and that no lane is masked. Both come from tables here, so kernels work on all w
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
+
+import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
+
+from halfstep.kernels.triton.tables import FAITHFUL, on
 
 
 @triton.jit
@@ -154,10 +160,7 @@ def key(draws):
 
 @triton.jit
 def noise(step_key, name, stream: tl.constexpr, mixed):
-    """Return 16 random bits a number, in uint32: `reference.operators.noise`.
-
-    `name` is the tensor's number and `mixed` are the scrambled positions.
-    """
+    """Return 16 random bits a number, in uint32: `reference.operators.noise`; `mixed` are the scrambled positions."""
     return mix(mix(step_key ^ (4 * name + stream).to(tl.uint32)) ^ mixed) >> 16
 
 
@@ -227,3 +230,26 @@ def keep(value, state_at, offsets, mask, bits, KIND: tl.constexpr, WHOLE: tl.con
         store(state_at, offsets, mask, bf16_stochastic(value, bits), "bf16", WHOLE, ALIGNED)
     else:
         store(state_at, offsets, mask, value, KIND, WHOLE, ALIGNED)
+
+
+# ------------------------------------------------------------------ whether Triton works on a device
+
+
+@triton.jit
+def probe_kernel(number):
+    """Do nothing: what a CUDA graph would replay has no memory to write to."""
+
+
+def launch(device: torch.device) -> None:
+    """Compile and launch `probe_kernel`, or raise what Triton raises; do nothing while a CUDA graph is captured.
+
+    Triton compiles C code when it is first used, and some versions (3.6) again for every combination of argument types:
+    without a C compiler it would raise in the middle of a step. The probe is compiled in an empty cache, since a cache
+    that another machine has filled in part would hide that.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    driver.active.get_current_target()  # the driver's own C code may come from the user's cache
+    with TemporaryDirectory() as folder, triton.knobs.cache.scope(), on(device):
+        triton.knobs.cache.dir = folder
+        probe_kernel[(1,)](2, **FAITHFUL)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.arithmetic.functions import rules_off
+from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
 from halfstep.lens.audit.rows import Hidden, Tally, added_masks, form_of

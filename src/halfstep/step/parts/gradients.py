@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from halfstep.cast.copies import Copies
 from halfstep.errors import StepError
 from halfstep.events import StepResult, hook_weakly
-from halfstep.kernels.eager.accumulate import add_low_
+from halfstep.kernels.eager.low import add_low_
 from halfstep.kernels.pages import keep_pages
 from halfstep.step.loss import RECOMPUTES, graph_of
 from halfstep.step.moments import Moments
