@@ -262,6 +262,7 @@ class Graphs:
             graph.replay()
             result = self._done(graph, updates=True)
             self._moments.phase = Phase.REST
+        step.record.send_verdict()
         for watcher in step.watchers:
             watcher.pass_update()
         step.scaler.check_alarm(step.optimizer)

@@ -138,7 +138,8 @@ class Stateful(Settings):
             made: tuple[Any, ...] = self._moments.copied()
             return made
         self._settle("a copy")
-        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
+        named = {name: getattr(self, name) for name in KEPT}
+        named |= {"policy": prepared_policy(self.model), "blackbox": self._given.blackbox}
         done, weights, choice = self.record.done, rounding(self._updater), self.choice
         return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, done, weights, choice)
 

@@ -63,7 +63,7 @@ class InBackward:
         self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
         self._written = self._looked = False
         self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
-        self._bad = torch.zeros(())
+        self._bad = torch.zeros((), device="cpu")
         self._untouched: Tensor | None = None  # 0-dim: no parameter was updated
         self._waiting: list[nn.Parameter] = []
         self._bytes = 0

@@ -335,7 +335,9 @@ class Ranks(OneRank):
             size = (0, *parameter.shape[1:])
             none = torch.empty(size, dtype=self._given(parameter), device=parameter.device)
             where = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            gradient = torch.sparse_coo_tensor(where, none, parameter.shape, check_invariants=False)
+            gradient = torch.sparse_coo_tensor(
+                where, none, parameter.shape, device=parameter.device, check_invariants=False
+            )
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         mean = (gradient.coalesce() * (1 / self._count)).to(self._sent(parameter)).coalesce()

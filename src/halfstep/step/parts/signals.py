@@ -140,12 +140,11 @@ class Signals:
         """Remember what `saved` has returned, and nothing else."""
         self.forget()
         for number, loss, gradient, applied in saved["updates"]:
-            versions, bad = (0, 0), torch.tensor(not applied)
-            self.recent.append((number, torch.tensor(loss), torch.tensor(gradient), versions, bad, None))
+            self.recent.append((number, float(loss), float(gradient), None, not applied, None))
         for number, norm, count in saved["weights"]:
-            self._weights.append((number, Weights((torch.tensor(norm),), count)))
+            self._weights.append((number, Weights((torch.tensor(norm, device="cpu"),), count)))
         for number, largest in saved["inputs"]:
-            self._inputs.append((number, [torch.tensor(value) for value in largest]))
+            self._inputs.append((number, [torch.tensor(value, device="cpu") for value in largest]))
 
     def read(self) -> History:
         """Return what is remembered; waits for the device."""
