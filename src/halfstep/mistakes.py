@@ -13,21 +13,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        code: its number: "HS001" to "HS100" if the linter finds it in source, from "HS201" on if only a run shows it.
-        severity: "error", "warning" or "note".
-        title: the mistake in a few words.
-        why: what it does to training.
-        fix: what to write instead.
-    """
-
-    code: str
-    severity: str
+    code: str  # "HS001" to "HS100" if the linter finds it in source, from "HS201" on if only a run shows it
+    severity: str  # "error", "warning" or "note"
     title: str
-    why: str
-    fix: str
+    why: str  # what it does to training
+    fix: str  # what to write instead
 
     @property
     def remedy(self) -> str:

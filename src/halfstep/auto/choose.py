@@ -64,15 +64,7 @@ def choose(
     batch: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[Choice, Any]:
-    """Measure the candidates of `step`, which `make` makes, on a batch, and change nothing.
-
-    Returns:
-        What was chosen, and the compiled loss function if it is compiled.
-
-    Raises:
-        StepError: no candidate made a finite step; or the model was prepared since the step was built.
-        Exception: what `loss_fn` raises in fp32.
-    """
+    """Measure the candidates of `step`, which `make` makes; return the choice, and the compiled loss or None."""
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
     begun, nodes = time.perf_counter(), list[int]()
@@ -144,10 +136,7 @@ def candidates(step: Any) -> list[str]:
 
 
 def pays(nodes: list[int], seconds: float, spent: float) -> bool:
-    """Return whether to compile a candidate, see note [compilation].
-
-    The loss has `nodes` autograd nodes ([]: unknown), an eager step takes `seconds`, and `spent` went to compilation.
-    """
+    """Return whether to compile a candidate after `spent` seconds of compilation, see note [compilation]."""
     predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
     return predicted <= min(BUDGET - spent, PAYBACK * seconds)
 

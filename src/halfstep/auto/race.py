@@ -25,10 +25,7 @@ FUTILE, CLOSE = 8, 0.03
 
 
 class Elimination(Race):
-    """A race with preferences, of `most` rounds, none of which begins after `seconds`.
-
-    Each visit of a candidate warms up by itself, so every round is timed.
-    """
+    """A race with preferences, of `most` rounds, none of which begins after `seconds`; all of them are timed."""
 
     def __init__(
         self,
@@ -44,10 +41,7 @@ class Elimination(Race):
         self.rounds = 0
 
     def eliminate(self, names: Sequence[str], most: int | None = None) -> None:
-        """Race until one candidate is left, or rounds (`most` here, if that is fewer) or time are up.
-
-        The candidates that are preferred come first; some may have times of an earlier call.
-        """
+        """Race until one candidate is left, or rounds or time are up; those that are preferred come first."""
         self.names = [name for name in names if name not in self.dropped]
         begun, least = self._clock(), self.rounds + 1
         while len(self.names) > 1 or self.rounds < least:

@@ -81,11 +81,7 @@ class StepSnapshot(Snapshot):
 
 
 class TimedSteps:
-    """One candidate: complete training steps under a policy.
-
-    `build` makes the training step, with a loss scaler of before, or None for its own; `batch` is the positional and
-    named arguments of a micro-batch; as long as `owner` lives, malloc keeps the memory of steps.
-    """
+    """One candidate: training steps that `build` makes, with a scaler of before or None for its own."""
 
     def __init__(
         self,
@@ -101,11 +97,7 @@ class TimedSteps:
         self.seconds, self.calls = math.nan, 0  # the last time that was measured; calls of `loss_fn`
 
     def visit(self) -> float:
-        """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards.
-
-        Raises:
-            Unfit: the first step was not finite, or memory was not enough.
-        """
+        """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards."""
         try:
             with self._snapshot.lent():
                 self.seconds = self._timed()

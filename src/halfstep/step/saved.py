@@ -123,10 +123,7 @@ UNBOUNDED = frozenset({"best", "mode_worse"})  # of schedulers: infinite until t
 
 
 def check_model(model: nn.Module, state: object) -> None:
-    """Check the saved state of `model`: names, shapes, kinds of numbers, and that parameters are finite.
-
-    Buffers may hold infinities: masks do.
-    """
+    """Check the saved state of `model`; parameters must be finite, and buffers may hold infinities: masks do."""
     have = model.state_dict()
     check(
         state, dict.fromkeys(have, Any), "model", StepError, "the saved model does not fit this one; nothing was loaded"
@@ -289,10 +286,7 @@ def _check_state(path: str, name: object, value: object, parameter: Tensor, opti
 
 
 def check_scheduler(scheduler: Any, state: object) -> None:
-    """Check the saved state of `scheduler`, or of none: its names, and the kinds of values under them.
-
-    Names that begin with an underscore are of torch's inside and differ from version to version.
-    """
+    """Check the saved state of `scheduler`; names with an underscore differ from version to version of torch."""
     if (state is None) is not (scheduler is None):
         raise StepError("the state was saved with a scheduler and this TrainStep has none, or the other way round")
     if scheduler is not None:

@@ -129,11 +129,7 @@ class Stateful(Settings):
 
     @one_thread
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
-
-        Raises:
-            StepError: in the middle of an accumulation window.
-        """
+        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict."""
         if self._moments.phase is Phase.UNDECIDED:
             made: tuple[Any, ...] = self._moments.copied()
             return made

@@ -1,9 +1,7 @@
 """Metrics: what a run is doing, read without ever waiting for the device.
 
-Every N updates the latest numbers are packed into one tensor and copied to pinned memory behind the work already
-queued; `Metrics.poll` hands a record out once its copy has arrived, usually a step or two later. On a CPU there is
-nothing to wait for and the record is there at once. The names of gradients that were not finite come with them, read
-from norms that the update has computed anyway.
+Every N updates the latest numbers are packed into one tensor, whose copy lands on the host (`Landing`) usually a step
+or two later. The names of gradients that were not finite come from norms that the update has computed anyway.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The record of a training step: how far it has come, and what it takes to run its last update again.
 
-`Record` is what graph capture, checkpoints and the black box read of a step. Its `History` keeps, for each micro-batch
-of the current window and of the last update until its verdict is known, references to the batch, the states of torch's
-generators (CPU: 5 KB, under a microsecond; CUDA: 16 bytes on the host) and versions, and copies of the buffers that a
-forward pass is known to change. BatchNorm's statistics are in `Statistics`. Python's and NumPy's generators are kept
-where windows run again (`retry`) only: 9 and 34 microseconds a step.
+Its `History` keeps references to each batch of the current window, and of the last update until its verdict is known,
+the states of torch's generators (under a microsecond), and copies of the buffers that a forward pass is known to
+change. Python's and NumPy's generators (43 microseconds a step) are kept only where windows run again (`retry`).
 """
 
 from __future__ import annotations
@@ -112,15 +110,6 @@ class Record(Part):
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
 
     @property
-    def position(self) -> tuple[Any, ...]:
-        """All of it but the history: may be assigned, to undo what was counted."""
-        return self.done, self.micro_batches, self.scale, self.bad, self.host_reads
-
-    @position.setter
-    def position(self, before: tuple[Any, ...]) -> None:
-        self.done, self.micro_batches, self.scale, self.bad, self.host_reads = before
-
-    @property
     def judged(self) -> bool:
         """Whether the black box has not been given the last update."""
         return self.history is not None and self.history.judged is not None
@@ -157,11 +146,7 @@ class Record(Part):
             landing.send([bad])
 
     def end_call(self, result: StepResult, batch: Any) -> None:
-        """Remember loss and gradient norm of an update: on a CPU their values, on another device a reference to them.
-
-        Some hundred small tensors that stay alive on a CPU would keep a step's own out of its caches: 4 % of a step of
-        a small network.
-        """
+        """Remember loss and gradient norm, on a CPU as values: tensors kept cost 4 % of a small network's step."""
         if not result.due or batch is None:  # a flush has no loss
             return
         loss, norm = result.loss, result.grad_norm
@@ -198,9 +183,7 @@ class History:
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
     `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
-    black box reads it; else a window is dropped with its update. Beyond `limit` bytes of tensors the oldest batches are
-    dropped, never the newest, and a verdict names what it could not run again; it may be set at any time. A window that
-    may run again (`retry`) stays whole.
+    black box reads it; else a window is dropped with its update.
     """
 
     def __init__(
@@ -225,7 +208,7 @@ class History:
 
     @property
     def limit(self) -> int:
-        """The most bytes of batches, as above; assigning anything but a whole number from 0 is a StepError."""
+        """The most bytes of batches; beyond it the oldest are dropped, but not of a window that may run again."""
         return self._limit
 
     @limit.setter
@@ -328,10 +311,7 @@ class History:
         return window
 
     def _lossy(self, window: Window, losses: list[Tensor]) -> bool:
-        """Return whether one of some losses of `window`, of those in the host's memory, is not finite.
-
-        The batch of one far above those before is sampled: later it tells a bad batch from training that ran away.
-        """
+        """Return whether a loss of `window` that is on the host is not finite; the batch of a large one is sampled."""
         found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and loss.is_cpu]
         size, usual = sum(found), FADE * self._usual
         if not size < math.inf:
