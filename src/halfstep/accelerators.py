@@ -57,9 +57,7 @@ def default_generators() -> tuple[torch.Generator, ...]:
 
 def initialise(device_type: str) -> None:
     """Have torch start a device type, whose generators exist from then on."""
-    function = getattr(torch.get_device_module(device_type), "init", None)
-    if function is not None:
-        function()
+    getattr(torch.get_device_module(device_type), "init", bool)()
 
 
 def capturing(device_type: str) -> bool:
@@ -150,6 +148,4 @@ def current_stream(tensor: torch.Tensor) -> int:
 
 def empty_cache(device_type: str) -> None:
     """Give memory that torch keeps for a device type, and does not use, back to the system."""
-    function = getattr(torch.get_device_module(device_type), "empty_cache", None)
-    if function is not None:
-        function()
+    getattr(torch.get_device_module(device_type), "empty_cache", bool)()

@@ -1,7 +1,5 @@
 """What policy="auto" chooses: candidates race on the model and the batch of a training step.
 
-In: a step that has not chosen, and a micro-batch. Out: a `Choice`; nothing has changed.
-
 Note [candidates]: fp32 (O0), mixed, O2 and pure in the format that the device is fast in, eager; then the best of them
 compiled, and if that is faster the second best compiled too. pure is left out where it lowers the same parameters as
 O2, and low formats where the device has no units for them. They race (`race`) in complete training steps on the user's

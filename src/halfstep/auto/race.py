@@ -1,8 +1,5 @@
 """Elimination: a race in which slower candidates are dropped as soon as their paired ratios show it.
 
-In: names in the order of preference, and a function that times one step of a candidate. Out: times by round, and of
-each candidate that cannot be chosen the reason.
-
 Note [ties]: a candidate replaces one that is preferred to it only if it is faster by more than `MARGIN` with
 confidence: the upper end of the interval of their paired ratio counts. It is dropped once the lower end shows that it
 is not. So every pair ends in one of the two, unless rounds or time are up: then the preferred one stays.

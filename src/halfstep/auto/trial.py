@@ -1,7 +1,5 @@
 """Trials: training steps on a user's own model that are taken back bit for bit.
 
-In: model, optimizer and what the steps are built with. Out: the seconds of a step.
-
 Note [taken back]: steps write to copies (`Loan`), and a `Snapshot` with all of its parts restores the rest, also what
 `loss_fn` changes in other modules that it calls. A trial gets a copy of the batch. What `loss_fn` changes elsewhere is
 not known here.

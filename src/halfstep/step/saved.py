@@ -1,8 +1,7 @@
 """What the pieces of a saved state must be, checked by path before any of them is loaded.
 
-Note [states of optimizers]: torch's `load_state_dict` looks at the number of parameters alone; whatever else is wrong
-is an error, or a wrong update, at a later step. Which states there are, and in which shape, is known of torch's own
-optimizers (2.13); of others, tensors are compared with those that they hold at the moment.
+torch's `load_state_dict` looks at the number of parameters alone. Which states there are, and in which shape, is known
+of torch's own optimizers (2.13); of others, tensors are compared with those that they hold at the moment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """TrainStep: one training step under a policy, from micro-batch to update.
 
-A call runs one micro-batch: the forward pass in the policy's region, then the scaled backward pass. A window is
-`accumulate` of them and ends with an update: gradients are completed, read once for norm and verdict, and applied with
-one factor that unscales and clips. Everything that must stay consistent through a window is a `Part`, which `Moments`
-calls; what was done is in `Record`. `Settings`, a base class, has the arguments and makes the parts.
+A call runs one micro-batch; a window is `accumulate` of them and ends with an update. Everything that must stay
+consistent through a window is a `Part`, which `Moments` calls; what was done is in `Record`. `Settings`, a base class,
+has the arguments and makes the parts.
 
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm

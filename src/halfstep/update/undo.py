@@ -1,7 +1,6 @@
 """Whether an optimizer that raised had written already: torch counts the writes to each tensor in its `_version`.
 
-This is no `Snapshot`: each training step takes these marks, so no tensor is copied or restored. They tell a step that
-changed nothing, after which only what it made besides is removed, from one after which a checkpoint must be loaded.
+Marks tell a step that changed nothing from one after which a checkpoint must be loaded; no tensor is copied.
 """
 
 from __future__ import annotations

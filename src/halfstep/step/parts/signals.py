@@ -1,8 +1,7 @@
 """Signals: the recent history of a run, kept on its device: losses, norms of gradients and weights, sizes of batches.
 
-In: references to 0-dim tensors that a step has computed anyway, for each update; at updates 1, 2, 4, ..., 64 and at
-every 64th after that also parameters and batch, of which norms are taken; and the batch of a loss that is far above
-those before. Out: `Signals.read`, which copies all of it to the host. Before that nothing waits for the device.
+For each update references to 0-dim tensors that it has computed anyway; at updates 1, 2, 4, ..., 64 and every 64th
+after that norms of parameters and batch, also of a batch whose loss is large. Only `Signals.read` waits for the device.
 """
 
 from __future__ import annotations

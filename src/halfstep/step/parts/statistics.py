@@ -1,7 +1,6 @@
 """BatchNorm's statistics through a bad step: the forward pass has changed them before the verdict is known.
 
-This is no `Snapshot`: the host does not know whether anything is to be restored. The device decides, by the flag that
-it computes, and nothing waits.
+The device decides whether they are restored, by the flag that it computes, and nothing waits.
 """
 
 from __future__ import annotations
