@@ -42,7 +42,7 @@ def test_apples_has_one_generator_and_no_copies_behind_events(monkeypatch: pytes
     assert not COPIES("mps")
 
 
-@pytest.mark.parametrize(("functions", "expected"), [({"Event": object, "device": object}, True), ({}, False)])
+@pytest.mark.parametrize(("functions", "expected"), [({"Event": object, "current_stream": object}, True), ({}, False)])
 def test_copies_need_events(monkeypatch: pytest.MonkeyPatch, functions: dict[str, Any], expected: bool) -> None:
     become(monkeypatch, "xpu", **functions)
     assert COPIES("xpu") is expected

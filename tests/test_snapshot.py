@@ -47,7 +47,7 @@ USERS = {
         "Loan", "Modules", "Snapshot", "attributes", "cloned", "generators_of", "gradients", "noted", "optimizer_state",
     },
 }  # fmt: skip
-"""File -> what it takes from `halfstep.snapshot`; the module's note [users] says why."""
+"""File -> what it takes from `halfstep.snapshot`."""
 
 
 def test_who_takes_a_snapshot() -> None:

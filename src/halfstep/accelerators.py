@@ -6,10 +6,12 @@ backends outside of torch follow their conventions. What a module lacks is answe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.torch_private.devices import cuda_stream_of, get_privateuse1_backend_name, mps_generator
 
@@ -55,9 +57,7 @@ def default_generators() -> tuple[torch.Generator, ...]:
 
 def initialise(device_type: str) -> None:
     """Have torch start a device type, whose generators exist from then on."""
-    function = getattr(torch.get_device_module(device_type), "init", None)
-    if function is not None:
-        function()
+    getattr(torch.get_device_module(device_type), "init", bool)()
 
 
 def capturing(device_type: str) -> bool:
@@ -79,7 +79,62 @@ def copies_behind_events(device_type: str) -> bool:
         module: Any = torch.get_device_module(device_type)
     except RuntimeError:
         return False
-    return hasattr(module, "Event") and hasattr(module, "device")
+    return hasattr(module, "Event") and hasattr(module, "current_stream")
+
+
+class Landing:
+    """Tensors of one device on their way to pinned memory of the host, for which nothing waits.
+
+    An event says when they are there. Sending again takes the place of the last ones.
+    """
+
+    devices: frozenset[str] = frozenset()  # types that send something; chosen for this machine unless a subclass does
+
+    def __init__(self) -> None:
+        if not self.devices:
+            self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
+        self.flag: Tensor | None = None  # the first tensor, on its device; None: nothing was sent
+        self.waits = 0  # how often the host has waited
+        self._pinned: list[Tensor] = []
+        self._event: Any = None
+
+    def send(self, found: Sequence[Tensor]) -> None:
+        """Have tensors copied to the host by the copy engine, behind the work that is queued; waits for nothing.
+
+        One on another device than the first would need an event of its own, and is ignored. While a graph is captured
+        nothing is sent.
+        """
+        device = found[0].device
+        if capturing(device.type):
+            return
+        here = [t for t in found if type(t) is Tensor and t.device == device]
+        if [(t.dtype, t.shape) for t in here] != [(t.dtype, t.shape) for t in self._pinned]:
+            self._pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in here]
+        for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
+            place.copy_(value, non_blocking=True)
+        module = torch.get_device_module(device)
+        if self._event is None:
+            self._event = module.Event()
+        self._event.record(module.current_stream(device))
+        self.flag = found[0]
+
+    def take(self, found: Sequence[Tensor]) -> None:
+        """Send tensors, or hold them as they are where their device sends nothing."""
+        if found[0].device.type in self.devices:
+            self.send(found)
+        else:
+            self._pinned = [*found]
+
+    def there(self) -> bool:
+        """Return whether what was sent has landed."""
+        return self._event is None or self._event.query()
+
+    def landed(self) -> list[Tensor]:
+        """Return what was sent, on the host; waits until it is there."""
+        if not self.there():
+            self.waits += 1
+            self._event.synchronize()
+        return self._pinned
 
 
 def current_stream(tensor: torch.Tensor) -> int:
@@ -93,6 +148,4 @@ def current_stream(tensor: torch.Tensor) -> int:
 
 def empty_cache(device_type: str) -> None:
     """Give memory that torch keeps for a device type, and does not use, back to the system."""
-    function = getattr(torch.get_device_module(device_type), "empty_cache", None)
-    if function is not None:
-        function()
+    getattr(torch.get_device_module(device_type), "empty_cache", bool)()

@@ -131,10 +131,7 @@ def _words(schema: Any) -> str:
 
 
 def is_bounded(tree: object, most: int) -> bool:
-    """Return whether the containers in `tree` have at most `most` items, counted at each place, and few levels.
-
-    A file can name one list twice in each of 60 others: a walk over it would not end.
-    """
+    """Return whether a walk over `tree` ends: a file can name one list twice in each of 60 others."""
     level, count = [tree], 0
     for _ in range(DEEPEST):
         inner: list[Any] = []

@@ -1,22 +1,8 @@
 """Snapshot: what a block may change, noted before it, and restored after it.
 
 A snapshot is a list of parts: functions that restore one thing, made by functions that note what it is now.
-
-Note [users]: who takes a snapshot, and of which parts.
-
-    a TrainStep that cannot be built            optimizer_state, prepare.bound
-    policy="auto", for each visit               all, a Loan of weights included, but no scheduler
-    the scheduler's step                        scheduler_state
-    load_state_dict                             optimizer_state, scheduler_state, loss scale and rounding
-    retry=                                      noted, for each micro-batch; put_buffers, for each window
-    a replay of the black box                   noted, Modules: also for the trials and cures that run in it
-    a cure or a trial with other weights        attributes: parameters and bindings in their places
-    the capture of a graph                      noted, gradients
-    an audit, which trains copies               noted
-
-`hs.tune` trains new models, and keeps torch's generators with torch's own `fork_rng` (`tasks.machine`). Two mechanisms
-are no snapshots. `undo.Marks` copies and restores no tensor: it asks torch's version counters whether an optimizer that
-raised had written at all. `statistics.Statistics` restores on the device, by a flag that the host does not wait for.
+Two mechanisms are no snapshots: `undo.Marks` asks torch's version counters whether an optimizer that raised had written
+at all, and `statistics.Statistics` restores on the device, by a flag that the host does not wait for.
 """
 
 from __future__ import annotations
@@ -171,10 +157,7 @@ def optimizer_state(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
-    """Note a learning-rate scheduler, also one of several (`SequentialLR`), and the groups whose numbers it sets.
-
-    2 microseconds, in each step of a scheduler.
-    """
+    """Note a learning-rate scheduler, also one of several, and the groups whose numbers it sets (2 microseconds)."""
     holders = [scheduler]
     for holder in holders:
         holders += getattr(holder, SCHEDULERS, None) or ()
@@ -207,14 +190,11 @@ def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class Modules:
-    """A part: attributes, generators and buffers of some models, and of others that a loss function calls (a critic).
-
-    `known` modules are noted elsewhere; with `gradients` these are noted too, by reference and by value.
-    """
+    """A part: attributes, generators and buffers (and `gradients`) of some models, and of others that a loss calls."""
 
     def __init__(self, *models: nn.Module, known: Iterable[nn.Module] = (), gradients: bool = False) -> None:
         self.gradients = gradients
-        self._known = {id(module): module for module in known}
+        self._known = {id(module): module for module in known}  # noted elsewhere
         self._parts: list[Callable[[], None]] = []
         self._generators: GeneratorStates = []
         self._values: list[tuple[Tensor, int, Tensor]] = []
@@ -263,10 +243,7 @@ class Modules:
 
 
 class Loan:
-    """A part: copies in the place of parameters, buffers and optimizer states, which a block may write to.
-
-    References to what is not a tensor's memory are noted by `attributes` and `optimizer_state`.
-    """
+    """A part: copies in the place of parameters, buffers and optimizer states, which a block may write to."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -148,5 +148,5 @@ def place(tensor: Tensor, flat: int) -> str:
     """Return "sample 1 at [0, 2]" for an index into the flattened tensor."""
     if not tensor.dim():
         return "its one value"
-    where = [int(index) for index in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+    where = [int(index) for index in torch.unravel_index(torch.tensor(flat, device="cpu"), tensor.shape)]
     return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")

@@ -35,7 +35,6 @@ ALLOWED: Mapping[str, str] = {
     "scale/scaler.py": "torch's GradScaler switches itself off for this type alone where its device is missing",
     "checkpoints/foreign.py": "accelerate's name of saved generators",
     "step/compiled.py": "torch.compile's CUDA graphs",
-    "step/parts/record.py": "fake CUDA tensors have no device to ask",
     "update/optimizer_step.py": "torch's fused optimizers were compared with the other forms on CPUs and CUDA",
     "step/recorder.py": "CUDA graphs",
     "tasks/pitfalls.py": "settings of CUDA, cuDNN and NVIDIA's drivers",

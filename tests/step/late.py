@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.step.parts.record import Landing
+from halfstep.accelerators import Landing
 
 
 class Late(Landing):
@@ -21,7 +21,7 @@ class Late(Landing):
 
     def send(self, found: Sequence[Tensor]) -> None:
         self.flag, self._here = found[0], False
-        self._pinned = [value.detach().clone().reshape(()) for value in found]
+        self._pinned = [value.detach().clone() for value in found]
 
     def there(self) -> bool:
         return self._here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,14 @@ def test_a_copy_goes_on_as_the_step_does(copied: Callable[[hs.TrainStep], hs.Tra
     mine, other = step.state_dict(), twin.state_dict()
     assert all(torch.equal(mine["model"][k], other["model"][k]) for k in mine["model"])
     assert mine["scaler"] == other["scaler"] and mine["scheduler"]["last_epoch"] == other["scheduler"]["last_epoch"]
+
+
+def test_a_copy_keeps_what_it_was_told_about_the_black_box(tmp_path: Path) -> None:
+    for given in (False, True, tmp_path):
+        step = hs.TrainStep(model := nn.Linear(8, 4), torch.optim.SGD(model.parameters(), 0.1), square, blackbox=given)
+        for twin in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+            assert (twin.record.history is None) is (given is False)
+            assert twin.evidence == (tmp_path if given is tmp_path else None)
 
 
 def test_no_copy_in_the_middle_of_a_window() -> None:

@@ -22,6 +22,7 @@ from halfstep.step import graphs as graph_module
 from halfstep.step import recorder
 from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
 from halfstep.weights import attachment, states
+from tests.step.late import late
 from tests.step.tape import CaptureError, TapeRecorder
 
 
@@ -236,6 +237,16 @@ def test_a_scheduler_moves_the_rate_that_a_graph_reads() -> None:
         assert isinstance(group["lr"], float) and group["capturable"] is False
         assert step.scheduler.last_epoch == 12 - len(BAD) - 1  # the last verdict is not read yet
     assert told[0] == told[1]
+
+
+def test_the_verdict_of_a_replay_is_sent_behind_an_event_for_the_scheduler() -> None:
+    step = trained(True)
+    step.scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda n: 2.0 ** -(n % 3))
+    landing = late(step)
+    for i in range(12):
+        step(*batch(i))
+        assert landing.flag is step.record.bad
+    assert step.host_reads == 0 and landing.waits == 11
 
 
 def test_a_rate_that_fp32_rounds_is_off_by_that_rounding_alone() -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step.parts.metrics import Metrics
+from tests.step.late import Late
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
@@ -95,20 +96,12 @@ def test_samples_are_counted_by_the_hosts_clock() -> None:
 
 
 def test_a_record_waits_for_its_copy_and_nobody_for_the_record() -> None:
-    class Event:
-        done = False
-
-        def query(self) -> bool:
-            return self.done
-
-        def synchronize(self) -> None:
-            self.done = True
-
-    metrics, event = Metrics(1), Event()
-    metrics._waiting.append((1, 2.0, torch.tensor([0.5, 1.0, 0.0, 3.0]), event, None))
+    metrics, landing = Metrics(1), Late()
+    landing.send([torch.tensor([0.5, 1.0, 0.0, 3.0])])
+    metrics._waiting.append((1, 2.0, landing, None))
     assert metrics.poll() == []
     (record,) = metrics.flush()
-    assert event.done
+    assert landing.waits == 1
     assert str(record) == "step 1: loss 0.5, scale 1, 0 skipped, gradient norm 3, 2 samples/s"
 
 

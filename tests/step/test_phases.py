@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
-from halfstep.update.phases import PHASES
+from halfstep.step.train_step import PHASES
 
 NAMES = ("halfstep::forward", "halfstep::backward", "halfstep::tail")
 

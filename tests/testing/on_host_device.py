@@ -16,12 +16,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
+from halfstep.accelerators import Landing
 from halfstep.binding.bind import binding_of
 from halfstep.cli.doctor import examine
 from halfstep.compat.apex import amp
-from halfstep.step.parts.record import Landing
+from halfstep.scale.alarm import DelayedFlag
 from halfstep.tasks.speed import Sizes
 from halfstep.testing import host_device
 from halfstep.testing.host_device import HostDeviceError
@@ -63,6 +65,10 @@ def net(device: Any) -> nn.Sequential:
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()  # type: ignore[no-any-return]
 
 
 def batches(device: Any, count: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -271,6 +277,59 @@ def reads(device: torch.device) -> dict[str, int]:
     return found
 
 
+class PinsAsCuda(TorchFunctionMode):
+    """CUDA's refusal to pin memory that is not the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("pin_memory") and made.device.type != "cpu":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return made
+
+
+def default_device(device: torch.device) -> list[bool]:
+    """Return whether the updates of a step that is built and called under this default device were applied."""
+    updated = []
+    with PinsAsCuda(), device:
+        for blackbox in (True, False):
+            model = nn.Linear(8, 8)
+            step = hs.TrainStep(model, torch.optim.AdamW(model.parameters()), square, blackbox=blackbox)
+            metrics, monitor = step.metrics(every=1), hs.Monitor(step, every=1)
+            updated += [step(torch.ones(4, 8)).host().updated for _ in range(3)]
+            updated += [len(metrics.flush()) == 3, len(monitor.flush()) == 1]
+    return updated
+
+
+def streams(device: torch.device) -> list[int]:
+    """Return the devices on whose streams events are recorded while another device is current, each once."""
+    current, recorded = [1], set[int]()
+
+    class Event:
+        def record(self, stream: int | None = None) -> None:
+            recorded.add(current[-1] if stream is None else stream)
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    def stream(device: Any = None) -> int:
+        return current[-1] if device is None else int(torch.device(device).index)
+
+    model = net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = hs.TrainStep(model, optimizer, loss_fn, policy=POLICIES["mixed"], scheduler=scheduler)
+    metrics, monitor, alarm = step.metrics(every=1), hs.Monitor(step, every=1), DelayedFlag()
+    module: Any = torch.get_device_module(device)
+    with mock.patch.multiple(module, Event=Event, current_stream=stream):
+        for x, y in batches(device, 3):
+            alarm.read(step(x, y).skipped)
+        metrics.flush()
+        monitor.flush()
+    return sorted(recorded)
+
+
 def apex(device: torch.device) -> list[float]:
     """Return the losses of a program with Apex's O2, whose casts last as long as the process."""
     model = net(device)
@@ -315,6 +374,8 @@ def run() -> dict[str, Any]:
             "equal": equal(device),
             "training": {NAME: training_on(device), "cpu": training_on("cpu")},
             "sent": sorted(Landing().devices),
+            "default device": default_device(device),
+            "streams": streams(device),
             "instruments": instruments(device),
             "doctor": doctor(),
             "apex": apex(device),

@@ -92,6 +92,12 @@ def test_a_bad_step_its_cause_metrics_and_a_checkpoint_are_as_on_the_cpu(found: 
 @device
 def test_values_are_sent_to_the_host_behind_an_event(found: dict[str, Any]) -> None:
     assert found["sent"] == ["cuda", "npu"]
+    assert found["streams"] == [0], "events are recorded on the tensors' device, whichever is the current one"
+
+
+@device
+def test_a_step_trains_under_a_default_device(found: dict[str, Any]) -> None:
+    assert found["default device"] == [True] * 10
 
 
 @device

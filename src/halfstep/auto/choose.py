@@ -1,7 +1,5 @@
 """What policy="auto" chooses: candidates race on the model and the batch of a training step.
 
-In: a step that has not chosen, and a micro-batch. Out: a `Choice`; nothing has changed.
-
 Note [candidates]: fp32 (O0), mixed, O2 and pure in the format that the device is fast in, eager; then the best of them
 compiled, and if that is faster the second best compiled too. pure is left out where it lowers the same parameters as
 O2, and low formats where the device has no units for them. They race (`race`) in complete training steps on the user's
@@ -64,15 +62,7 @@ def choose(
     batch: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[Choice, Any]:
-    """Measure the candidates of `step`, which `make` makes, on a batch, and change nothing.
-
-    Returns:
-        What was chosen, and the compiled loss function if it is compiled.
-
-    Raises:
-        StepError: no candidate made a finite step; or the model was prepared since the step was built.
-        Exception: what `loss_fn` raises in fp32.
-    """
+    """Measure the candidates of `step`, which `make` makes; return the choice, and the compiled loss or None."""
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
     begun, nodes = time.perf_counter(), list[int]()
@@ -144,10 +134,7 @@ def candidates(step: Any) -> list[str]:
 
 
 def pays(nodes: list[int], seconds: float, spent: float) -> bool:
-    """Return whether to compile a candidate, see note [compilation].
-
-    The loss has `nodes` autograd nodes ([]: unknown), an eager step takes `seconds`, and `spent` went to compilation.
-    """
+    """Return whether to compile a candidate after `spent` seconds of compilation, see note [compilation]."""
     predicted = max(spent, BEGIN + PER_NODE * sum(nodes))
     return predicted <= min(BUDGET - spent, PAYBACK * seconds)
 

@@ -1,8 +1,5 @@
 """Elimination: a race in which slower candidates are dropped as soon as their paired ratios show it.
 
-In: names in the order of preference, and a function that times one step of a candidate. Out: times by round, and of
-each candidate that cannot be chosen the reason.
-
 Note [ties]: a candidate replaces one that is preferred to it only if it is faster by more than `MARGIN` with
 confidence: the upper end of the interval of their paired ratio counts. It is dropped once the lower end shows that it
 is not. So every pair ends in one of the two, unless rounds or time are up: then the preferred one stays.
@@ -25,10 +22,7 @@ FUTILE, CLOSE = 8, 0.03
 
 
 class Elimination(Race):
-    """A race with preferences, of `most` rounds, none of which begins after `seconds`.
-
-    Each visit of a candidate warms up by itself, so every round is timed.
-    """
+    """A race with preferences, of `most` rounds, none of which begins after `seconds`; all of them are timed."""
 
     def __init__(
         self,
@@ -44,10 +38,7 @@ class Elimination(Race):
         self.rounds = 0
 
     def eliminate(self, names: Sequence[str], most: int | None = None) -> None:
-        """Race until one candidate is left, or rounds (`most` here, if that is fewer) or time are up.
-
-        The candidates that are preferred come first; some may have times of an earlier call.
-        """
+        """Race until one candidate is left, or rounds or time are up; those that are preferred come first."""
         self.names = [name for name in names if name not in self.dropped]
         begun, least = self._clock(), self.rounds + 1
         while len(self.names) > 1 or self.rounds < least:

@@ -1,7 +1,5 @@
 """Trials: training steps on a user's own model that are taken back bit for bit.
 
-In: model, optimizer and what the steps are built with. Out: the seconds of a step.
-
 Note [taken back]: steps write to copies (`Loan`), and a `Snapshot` with all of its parts restores the rest, also what
 `loss_fn` changes in other modules that it calls. A trial gets a copy of the batch. What `loss_fn` changes elsewhere is
 not known here.
@@ -81,11 +79,7 @@ class StepSnapshot(Snapshot):
 
 
 class TimedSteps:
-    """One candidate: complete training steps under a policy.
-
-    `build` makes the training step, with a loss scaler of before, or None for its own; `batch` is the positional and
-    named arguments of a micro-batch; as long as `owner` lives, malloc keeps the memory of steps.
-    """
+    """One candidate: training steps that `build` makes, with a scaler of before or None for its own."""
 
     def __init__(
         self,
@@ -101,11 +95,7 @@ class TimedSteps:
         self.seconds, self.calls = math.nan, 0  # the last time that was measured; calls of `loss_fn`
 
     def visit(self) -> float:
-        """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards.
-
-        Raises:
-            Unfit: the first step was not finite, or memory was not enough.
-        """
+        """Return the seconds of one step, the lower quartile of some; nothing has changed afterwards."""
         try:
             with self._snapshot.lent():
                 self.seconds = self._timed()

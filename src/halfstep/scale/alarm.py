@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.accelerators import capturing, copies_behind_events
+from halfstep.accelerators import Landing, capturing
 from halfstep.errors import warn
 from halfstep.formats import format_of
 from halfstep.kernels.native.calls import peek
@@ -57,8 +57,7 @@ class DelayedFlag:
 
     def __init__(self) -> None:
         """Start without a copy under way."""
-        self._landed: Tensor | None = None
-        self._event: Any = None
+        self._landing: Landing | None = None
 
     def read(self, flag: Tensor) -> bool | None:
         """Return `flag` (0-dim bool) as of this or an earlier read, or None if nothing is known yet."""
@@ -66,18 +65,11 @@ class DelayedFlag:
             return None
         if flag.device.type == "cpu":
             return peek(flag)
-        if not copies_behind_events(flag.device.type) or capturing(flag.device.type):
+        landing = self._landing = self._landing or Landing()
+        if flag.device.type not in landing.devices or capturing(flag.device.type) or not landing.there():
             return None
-        module = torch.get_device_module(flag.device)
-        with module.device(flag.device):
-            if self._landed is None or self._event is None:
-                self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
-                self._event = module.Event()
-            elif not self._event.query():
-                return None
-            earlier = peek(self._landed)
-            self._landed.copy_(flag, non_blocking=True)
-            self._event.record()
+        earlier = None if landing.flag is None else peek(landing.landed()[0])
+        landing.send([flag])
         return earlier
 
 

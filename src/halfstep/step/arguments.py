@@ -41,13 +41,7 @@ SEVERAL = (
 
 @dataclass(slots=True, kw_only=True)
 class Given:
-    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
-
-    Attributes:
-        retry: how often a window runs again, 0 for False.
-        evidence: the folder that `blackbox` names, or None.
-        choice: what policy="auto" has chosen.
-    """
+    """The arguments of a training step as they are now, checked; `TrainStep` describes them."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -61,10 +55,10 @@ class Given:
     compile: bool | Mapping[str, Any] | None
     cuda_graph: bool
     blackbox: bool | str | Path
-    retry: int
+    retry: int  # how often a window runs again, 0 for False
     update_in_backward: bool
-    evidence: Path | None = None
-    choice: Choice | None = None
+    evidence: Path | None = None  # the folder that `blackbox` names
+    choice: Choice | None = None  # what policy="auto" has chosen
 
     def __post_init__(self) -> None:
         check("TrainStep", StepError, model=(self.model, MODEL))

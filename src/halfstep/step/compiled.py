@@ -65,11 +65,7 @@ def uses_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `loss_fn` with a code object of its own.
-
-    A plain function is copied and not wrapped: it stays the outermost frame, which Dynamo can resume after a graph
-    break, and whose globals need no lookup by module name.
-    """
+    """Return `loss_fn` with a code object of its own: a plain function stays the frame that Dynamo can resume."""
     if type(loss_fn) is FunctionType:
         code, names = loss_fn.__code__.replace(), loss_fn.__globals__
         twin = FunctionType(code, names, loss_fn.__name__, loss_fn.__defaults__, loss_fn.__closure__)
@@ -87,12 +83,7 @@ def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 class CompiledLoss:
     """A loss function compiled by torch.compile, to be called in an open region.
 
-    Each has a code object of its own, by which Dynamo counts recompilations: training steps with the same loss function
-    have a limit of recompilations each.
-
-    Attributes:
-        guarded: what Dynamo's guards refer to, kept alive while the model is not prepared.
-        breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
+    Each has a code object of its own, by which Dynamo counts recompilations, so each has their limit for itself.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -104,8 +95,8 @@ class CompiledLoss:
                 f"{', '.join(torch.compiler.list_backends())})"
             ) from error
         self._overwritten = uses_graphs(options)
-        self.breaks: tuple[str, ...] = ()
-        self.guarded: list[Any] = []
+        self.breaks: tuple[str, ...] = ()  # why Dynamo broke the graph, each reason once
+        self.guarded: list[Any] = []  # what Dynamo's guards refer to, kept alive while the model is not prepared
 
     def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:
         """Return what the loss function returns."""

@@ -1,8 +1,7 @@
 """cuda_graph=: a whole training step as one CUDA graph, replayed without Python.
 
-Forward, backward, scaling, clipping, the optimizer and the scale's update wait for nothing, so all of it can be
-captured. A call of the step with a new kind of batch runs eagerly `WARM_UPS` times, then it is captured and replayed;
-warm-up calls, the call that captures and replays are all real steps, each on its own batch.
+A call of the step with a new kind of batch runs eagerly `WARM_UPS` times, then it is captured and replayed; all of
+these calls are real steps, each on its own batch.
 
 Note [warm-ups]: a warm-up calls the function that is captured, with the same static tensors, so that every kernel is
 compiled and loaded before the capture, in which old drivers (before CUDA 12.3) refuse to load one. Triton makes another
@@ -202,7 +201,7 @@ class Graphs:
     ) -> None:
         """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
         step = self._step
-        before, statistics = step.record.position, self._statistics.open
+        record, before, statistics = step.record, dict(vars(step.record)), self._statistics.open
         snapshot = Snapshot(noted(generators), gradients(self._model.parameters()))
         step.watchers.paused = True  # what they do is not part of a step
         try:
@@ -210,7 +209,8 @@ class Graphs:
                 graph.replay, (outputs, numbers, skipped) = self._recorder.capture(work, generators)
         except BaseException as error:
             self._moments.phase = Phase.MICRO_BATCH
-            step.record.position, self._statistics.open = before, statistics
+            vars(record).update(before)
+            self._statistics.open = statistics
             snapshot.restore()
             self._updater.abort(written=False)
             step.scaler.forget()
@@ -229,7 +229,7 @@ class Graphs:
         graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = self._statistics.open
-        step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
+        record.done, record.micro_batches = before["done"], before["micro_batches"]  # `_done` counts
         self._moments.phase = Phase.MICRO_BATCH
         self.captures += 1
         shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in graph.inputs]
@@ -262,6 +262,7 @@ class Graphs:
             graph.replay()
             result = self._done(graph, updates=True)
             self._moments.phase = Phase.REST
+        step.record.send_verdict()
         for watcher in step.watchers:
             watcher.pass_update()
         step.scaler.check_alarm(step.optimizer)
@@ -301,10 +302,7 @@ class Graphs:
         return result
 
     def _mark_written(self) -> None:
-        """Tell torch that fp32 parameters have changed, so that no low copy of an older value is taken for them.
-
-        Low weights are counted by their store, which would take this for a change by hand.
-        """
+        """Count a write to fp32 parameters, whose low copies are stale now; a store counts low weights."""
         store = self._updater.store
         changed = [p for g in self._step.optimizer.param_groups for p in g["params"] if store is None or p not in store]
         torch.autograd.graph.increment_version(changed)
@@ -375,10 +373,7 @@ def _on_device(rate: object) -> bool:
 
 
 class Rates:
-    """Learning rates as fp32 tensors on the device in warm-ups and captures; otherwise they are the user's numbers.
-
-    A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
-    """
+    """Learning rates as fp32 tensors on the device in warm-ups and captures; a tensor there already stays as it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -34,11 +34,7 @@ RECOMPUTES = "CheckpointFunctionBackward"
 def evaluate(
     model: nn.Module, loss_fn: Callable[..., Any], recipe: Recipe, batch: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
-    """Return ``loss_fn(model, *batch, **named)`` in the region of `recipe`, with `model` in evaluation mode.
-
-    A wrapper (DistributedDataParallel, torch.compile) is left out: its forward may wait for other ranks. Afterwards
-    each module is in the mode it was in, also if `loss_fn` raises.
-    """
+    """Return what `loss_fn` returns in evaluation mode, without a wrapper, whose forward may wait for other ranks."""
     model = unwrap(model)
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -90,11 +86,9 @@ def check_loss(loss: Any) -> None:
 
 
 def detached(aux: Any, loss: Tensor, *, check: bool) -> Any:
-    """Return the tree `aux` with its tensors detached, which share their memory with those of the forward pass.
+    """Return the tree `aux` with its tensors detached: the backward pass frees the graph that they refer to.
 
-    The backward pass of the step frees the graph, so what is carried to the next batch (the hidden state of an LSTM)
-    must not refer to it, and what is kept for a log must not keep it alive. With `check`, a scalar of whose graph
-    nothing leads to `loss` is refused: it is a second loss, and would not be trained on.
+    With `check`, a scalar of whose graph nothing leads to `loss` is refused: it would not be trained on.
     """
     if check and isinstance(aux, Tensor) and aux.requires_grad and not aux.dim():
         if get_gradient_edge(aux).node not in graph_of(loss):

@@ -70,10 +70,7 @@ def one_thread(function: F) -> F:
 
 
 class Moments:
-    """Calls the parts of one training step, and keeps how far its current call has come.
-
-    The moments of `Part` are attributes: lists of the methods to call. `call` makes those that are annotated here.
-    """
+    """Calls the parts of one training step, and keeps how far its current call has come; `call` makes the lists."""
 
     begin_call: list[Callable[[], None]]
     begin_window: list[Callable[[], None]]

@@ -1,8 +1,7 @@
 """What the pieces of a saved state must be, checked by path before any of them is loaded.
 
-Note [states of optimizers]: torch's `load_state_dict` looks at the number of parameters alone; whatever else is wrong
-is an error, or a wrong update, at a later step. Which states there are, and in which shape, is known of torch's own
-optimizers (2.13); of others, tensors are compared with those that they hold at the moment.
+torch's `load_state_dict` looks at the number of parameters alone. Which states there are, and in which shape, is known
+of torch's own optimizers (2.13); of others, tensors are compared with those that they hold at the moment.
 """
 
 from __future__ import annotations
@@ -123,10 +122,7 @@ UNBOUNDED = frozenset({"best", "mode_worse"})  # of schedulers: infinite until t
 
 
 def check_model(model: nn.Module, state: object) -> None:
-    """Check the saved state of `model`: names, shapes, kinds of numbers, and that parameters are finite.
-
-    Buffers may hold infinities: masks do.
-    """
+    """Check the saved state of `model`; parameters must be finite, and buffers may hold infinities: masks do."""
     have = model.state_dict()
     check(
         state, dict.fromkeys(have, Any), "model", StepError, "the saved model does not fit this one; nothing was loaded"
@@ -289,10 +285,7 @@ def _check_state(path: str, name: object, value: object, parameter: Tensor, opti
 
 
 def check_scheduler(scheduler: Any, state: object) -> None:
-    """Check the saved state of `scheduler`, or of none: its names, and the kinds of values under them.
-
-    Names that begin with an underscore are of torch's inside and differ from version to version.
-    """
+    """Check the saved state of `scheduler`; names with an underscore differ from version to version of torch."""
     if (state is None) is not (scheduler is None):
         raise StepError("the state was saved with a scheduler and this TrainStep has none, or the other way round")
     if scheduler is not None:

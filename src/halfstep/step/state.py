@@ -126,16 +126,13 @@ class Stateful(Settings):
 
     @one_thread
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
-
-        Raises:
-            StepError: in the middle of an accumulation window.
-        """
+        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict."""
         if self._moments.phase is Phase.UNDECIDED:
             made: tuple[Any, ...] = self._moments.copied()
             return made
         self._settle("a copy")
-        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
+        named = {name: getattr(self, name) for name in KEPT}
+        named |= {"policy": prepared_policy(self.model), "blackbox": self._given.blackbox}
         done, weights, choice = self.record.done, rounding(self._updater), self.choice
         return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, done, weights, choice)
 

@@ -1,9 +1,8 @@
 """TrainStep: one training step under a policy, from micro-batch to update.
 
-A call runs one micro-batch: the forward pass in the policy's region, then the scaled backward pass. A window is
-`accumulate` of them and ends with an update: gradients are completed, read once for norm and verdict, and applied with
-one factor that unscales and clips. Everything that must stay consistent through a window is a `Part`, which `Moments`
-calls; what was done is in `Record`. `Settings`, a base class, has the arguments and makes the parts.
+A call runs one micro-batch; a window is `accumulate` of them and ends with an update. Everything that must stay
+consistent through a window is a `Part`, which `Moments` calls; what was done is in `Record`. `Settings`, a base class,
+has the arguments and makes the parts.
 
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
@@ -15,6 +14,7 @@ the next forward and backward pass are queued, if it has not arrived before: the
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -43,13 +44,14 @@ from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
 from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.compiler import keep_out
-from halfstep.update.phases import show_phases
 from halfstep.update.updater import Culprits
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
 
 NOTHING: Any = nullcontext()
+PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backward", "_update": "halfstep::tail"}
+"""Method of a TrainStep -> its name in a trace of torch.profiler."""
 
 
 class TrainStep(Stateful):
@@ -156,7 +158,8 @@ class TrainStep(Stateful):
         moments = self._moments
         moments.grad = torch.is_grad_enabled()
         if profiler_enabled():
-            show_phases(self)
+            for method in PHASES:
+                vars(self).setdefault(method, partial(_traced, weakref.ref(self), method))
         if self.cuda_graph or self.record.awaited:  # a graph reads its learning rate when it begins
             self._verdicts.settle(wait=self.cuda_graph)
         return self._call(partial(self._graphs or self._micro_batch, batch, named), None, (batch, named))
@@ -232,11 +235,7 @@ class TrainStep(Stateful):
     def run_forward(
         self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any], recipe: Recipe | None = None
     ) -> tuple[Tensor, Any]:
-        """Run the loss function on `model` in the step's region, or in that of `recipe`; return (loss, aux).
-
-        Raises:
-            StepError: the loss is no real scalar tensor with a gradient.
-        """
+        """Run the loss function on `model` in the step's region, or in that of `recipe`; return (loss, aux)."""
         recipe, statistics = recipe or self._binding.recipe, STATE.statistics
         with opened(recipe):
             try:
@@ -278,10 +277,7 @@ class TrainStep(Stateful):
             loss.backward(gradient=seed)
 
     def _update(self, count: float, loss: Tensor | None = None) -> tuple[Tensor, Tensor, Culprits]:
-        """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits.
-
-        If the window is to run again instead, nothing is written. With `loss` its backward pass is still to come.
-        """
+        """Update with `count` micro-batches; return norm, verdict, culprits. `loss`: its backward pass is to come."""
         record, moments, updater = self.record, self._moments, self._updater
         updater.check_optimizer()
         if self._in_backward is not None and loss is not None:
@@ -330,6 +326,17 @@ class TrainStep(Stateful):
         """
         verdict: Verdict = self._verdicts.black_box().explain(batches)
         return verdict
+
+
+def _traced(found: Callable[[], Any], method: str, *args: Any, **named: Any) -> Any:
+    """Run a method of a step in its phase; the first call after the profiler has stopped takes this out of the way."""
+    step = found()
+    run = getattr(type(step), method)
+    if profiler_enabled():
+        with record_function(PHASES[method]):
+            return run(step, *args, **named)
+    vars(step).pop(method, None)
+    return run(step, *args, **named)
 
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.

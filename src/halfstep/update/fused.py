@@ -86,8 +86,7 @@ class _Call:
 class FusedUpdate:
     """The updates of parameters that have gradients, gathered before anything is written: note [tables].
 
-    `states` keeps the states of the optimizer in bf16; None: they are fp32. `part` is the number of the first parameter
-    where these are only some of the update's, whose random bits the caller counts; None: they are all.
+    `states` keeps the optimizer's in bf16. `part` is the number of the first parameter where these are not all of them.
     """
 
     def __init__(
@@ -249,10 +248,7 @@ class FusedUpdate:
         return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
     def write(self, factor: Tensor, bad: Tensor) -> None:
-        """Write weights, states and step counts unless `bad`, from gradients times `factor`; both 0-dim, of the device.
-
-        Waits for nothing.
-        """
+        """Write weights, states and step counts from gradients times `factor`, unless `bad`; waits for nothing."""
         optimizer, store, kernels = self._optimizer, self._store, self._direct()
         spec = self._update_spec
         for parameter, state, value in self._made:

@@ -26,10 +26,7 @@ WHOLE_TENSORS = frozenset({Tensor, FakeTensor})  # types whose storage holds all
 
 
 def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return what gradients hold here, for elementwise work in place.
-
-    That is the values of sparse ones (coalesced), and this rank's part of sharded ones (DTensor), none of them partial.
-    """
+    """Return what gradients hold here: the values of coalesced sparse ones, this rank's part of sharded ones."""
     return [gradient._values() if gradient.is_sparse else local(gradient) for gradient in gradients]
 
 
@@ -43,10 +40,7 @@ def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: flo
 
 
 def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Let `optimizer` use torch's fused form if its user chose no form and every parameter allows it.
-
-    Only before the first step: the forms keep their step counters on different devices.
-    """
+    """Let `optimizer` use torch's fused form if its user chose none; the forms' counters are on different devices."""
     keep_working_form(optimizer, parameters)
     if is_fused(optimizer):
         vars(optimizer)["_step_supports_amp_scaling"] = True  # a copy or a pickle of one has lost it
@@ -97,10 +91,7 @@ def _free(group: dict[str, Any]) -> bool:
 
 
 def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Keep the fused form where a state comes from an optimizer that had none chosen.
-
-    Before torch loads it: the fused form's step counters are on the parameters' device.
-    """
+    """Keep the fused form where a state comes from an optimizer that had none chosen."""
     if not all(_free(group) for group in state["param_groups"]):
         return None
     return {**state, "param_groups": [{**group, "fused": True, "foreach": False} for group in state["param_groups"]]}
@@ -117,10 +108,7 @@ def takes_predicate(optimizer: Optimizer) -> bool:
 
 
 def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None) -> bool:
-    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
-
-    Both are 0-dim; `gradients` are those that its parameters hold, multiplied in place where it cannot do so itself.
-    """
+    """Step `optimizer` with ``gradients * factor``, its parameters', unless `bad`; return whether the host read it."""
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)
     if takes_predicate(optimizer):
@@ -137,8 +125,7 @@ def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], 
 def _begin_momentum(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
     """Give parameters without momentum one of zero, from which an undamped step makes what torch begins with.
 
-    torch's fused SGD (2.13) begins momentum for all parameters of a group at once: it fails if one gets its first
-    gradient later, and would keep what was in memory if that step is skipped.
+    torch's fused SGD (2.13) fails if one gets its first gradient later, and keeps what was in memory after a skip.
     """
     following = iter(gradients)
     for group in optimizer.param_groups:

@@ -1,7 +1,6 @@
 """Whether an optimizer that raised had written already: torch counts the writes to each tensor in its `_version`.
 
-This is no `Snapshot`: each training step takes these marks, so no tensor is copied or restored. They tell a step that
-changed nothing, after which only what it made besides is removed, from one after which a checkpoint must be loaded.
+Marks tell a step that changed nothing from one after which a checkpoint must be loaded; no tensor is copied.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class Marks:
             self._handle.remove()
 
     def moved(self) -> bool:
-        """Return whether the step has changed anything, or may have done so unseen.
-
-        States that it made do not count: `restore` removes them.
-        """
+        """Return whether the step has changed anything, or may have, but states it made, which `restore` removes."""
         if not self._entered:
             return False
         if not _counts_writes(self._optimizer) or any(part._version != version for part, version in self._parts):
@@ -90,10 +86,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def _counts_writes(optimizer: Optimizer) -> bool:
-    """Return whether torch's counters tell what `optimizer` has written.
-
-    Writes through ``.data``, those of torch's fused forms (2.13) and of kernels that are no torch operators are not.
-    """
+    """Return whether torch counts what `optimizer` writes: not through ``.data``, in fused forms (2.13), by kernels."""
     own = vars(optimizer)
     if "step" in own and not hasattr(own["step"], WRAPPED):
         return False  # replaced by a function that may do anything

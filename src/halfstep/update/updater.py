@@ -120,10 +120,7 @@ class Updater:
         self._seen = [] if changing else found
 
     def gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Return the optimizer's parameters that have gradients, and these: none partial or with repeated indices.
-
-        While the list of gradients exists, reading ``.grad`` makes no new Python objects.
-        """
+        """Return the optimizer's parameters that have gradients, and these: none partial or with repeated indices."""
         groups = self.optimizer.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
         gradients = [*map(_grad, parameters)]
@@ -167,10 +164,7 @@ class Updater:
         *,
         part: int | None = None,
     ) -> tuple[GradientCheck, Callable[[], None]]:
-        """Read the gradients; return what was found, and the function that updates unless they are bad.
-
-        `divisor`, 0-dim fp32, unscales them. `part`: as of `FusedUpdate`.
-        """
+        """Read the gradients; return what was found, and the function that updates unless they are bad."""
         fused = self._fitting(parameters, gradients) if clip_value is None and part is None else None
         if fused is None:
             by_value = "clip_value clips gradients one by one before it" if clip_value is not None else ""
@@ -239,11 +233,9 @@ Handler = Callable[[int, "FrameType | None"], Any]
 
 
 class Deferral:
-    """A context manager that defers signals to its end; it can be entered again and again.
+    """A context manager that defers signals whose handlers are Python functions to its end; it can be entered again.
 
-    Python calls a signal's handler between two bytecodes of the main thread. Here a signal whose handler is a Python
-    function is remembered, and its handler is called at the end. A second signal of the same number is not deferred: a
-    part that hangs can still be interrupted. Other signals, and other threads, are not affected.
+    A second signal of the same number is not deferred: a part that hangs can still be interrupted.
 
     Note [left behind]: an exception in the middle of entering or leaving can leave `_defer` installed. Outside of the
     block it restores the handler it stands for and calls it, so no signal is lost.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.accelerators import copies_behind_events
+from halfstep.accelerators import Landing
 from halfstep.arguments import COUNT, FLAG, check
 from halfstep.binding.prepare import prepared_policy, store_of
 from halfstep.binding.wrappers import unwrap
@@ -219,11 +219,8 @@ class Monitor:
             self._send()
         while self._loads:
             load = self._loads[0]
-            for event in load.events:
-                if wait:
-                    event.synchronize()
-                elif not event.query():
-                    return
+            if not wait and not all(landing.there() for _, landing in load.parts):
+                return
             self._loads.pop(0)
             record = self._sampler.record(load)
             self._records.append(record)
@@ -259,16 +256,9 @@ class Monitor:
             gathered = shelf.tensors()
             if self._scale is not None and self._scale.device == device:
                 gathered.append(self._scale)
-            if copies_behind_events(device.type):
-                copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in gathered]
-                for copy, tensor in zip(copies, gathered, strict=True):
-                    copy.copy_(tensor, non_blocking=True)
-                module = torch.get_device_module(device)
-                event = module.Event()
-                event.record(module.current_stream(device))
-                load.events.append(event)
-                gathered = copies
-            load.parts.append((shelf.numbers, gathered))
+            landing = Landing()
+            landing.take(gathered)
+            load.parts.append((shelf.numbers, landing))
         self._samples = 0
         self._loads.append(load)
 

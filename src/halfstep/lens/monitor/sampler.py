@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.accelerators import Landing
 from halfstep.cast.state import STATE
 from halfstep.formats import FORMATS, LOW_DTYPES, Format, widest_dtype
 from halfstep.kernels.sharded import local
@@ -41,8 +42,7 @@ class Load:
     step: int
     samples: int
     paces: dict[int, tuple[float, float]]
-    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
+    parts: list[tuple[list[int], Landing]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ class Sampler:
         parameters: dict[int, ParameterRecord] = {}
         outputs: dict[int, ExponentSketch] = {}
         scale = 1.0
-        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
+        for numbers, landing in load.parts:
+            gradients, weights, sums, returned, *rest = landing.landed()
             seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
             found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
             for number, gradient, weight, totals in found:

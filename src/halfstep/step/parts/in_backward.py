@@ -1,8 +1,7 @@
 """Update in backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time
-where nothing is clipped or scaled: weights and optimizer state have the same bits. Two things differ: there is memory
-for one gradient in the place of all of them, and a step that is not finite may have updated some parameters.
+Weights and optimizer state have the bits of the whole update (`update.Updater.plan`). Two things differ: there is
+memory for one gradient in the place of all of them, and a step that is not finite may have updated some parameters.
 
 Note [not finite]: the verdict on all gradients comes too late for the parameters that have been updated by then. So it
 is one flag on the device, to which each gradient adds: parameters that come before the first gradient that is not
@@ -62,7 +61,7 @@ class InBackward:
         self._draws = updater.draws
         self._written = self._looked = False
         self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
-        self._bad = torch.zeros(())
+        self._bad = torch.zeros((), device="cpu")
         self._untouched: Tensor | None = None  # 0-dim: no parameter was updated
         self._waiting: list[nn.Parameter] = []
         self._bytes = 0

@@ -1,9 +1,7 @@
 """Metrics: what a run is doing, read without ever waiting for the device.
 
-Every N updates the latest numbers are packed into one tensor and copied to pinned memory behind the work already
-queued; `Metrics.poll` hands a record out once its copy has arrived, usually a step or two later. On a CPU there is
-nothing to wait for and the record is there at once. The names of gradients that were not finite come with them, read
-from norms that the update has computed anyway.
+Every N updates the latest numbers are packed into one tensor, whose copy lands on the host (`Landing`) usually a step
+or two later. The names of gradients that were not finite come from norms that the update has computed anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfstep.accelerators import copies_behind_events
+from halfstep.accelerators import Landing
 from halfstep.arguments import COUNT, check
 from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
@@ -104,7 +102,7 @@ class Metrics(Part):
         self._loss: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
         self._culprits: Culprits | None = None  # of the last update since the record before that was not applied
-        self._waiting: deque[tuple[int, float, Tensor, Any, Culprits | None]] = deque()
+        self._waiting: deque[tuple[int, float, Landing, Culprits | None]] = deque()
 
     def end_call(self, result: StepResult, batch: Any) -> None:
         """Take in one micro-batch, or the update of an unfinished window."""
@@ -140,15 +138,11 @@ class Metrics(Part):
         culprits = self._culprits
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
-        arrived: Any = None
-        if copies_behind_events(device.type):
-            pinned = torch.empty_like(packed, device="cpu", pin_memory=True)
-            packed = pinned.copy_(packed, non_blocking=True)
-            arrived = torch.get_device_module(device).Event()
-            arrived.record()
+        landing = Landing()
+        landing.take([packed])
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
-        self._waiting.append((result.step, rate, packed, arrived, culprits))
+        self._waiting.append((result.step, rate, landing, culprits))
         self._loss, self._losses, self._samples, self._since, self._culprits = 0.0, 0, 0, now, None
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
@@ -173,12 +167,11 @@ class Metrics(Part):
     def _records(self, *, wait: bool) -> list[StepMetrics]:
         found = []
         while self._waiting:
-            step, rate, packed, arrived, culprits = self._waiting[0]
-            if arrived is not None:
-                if not wait and not arrived.query():
-                    break
-                arrived.synchronize()
+            step, rate, landing, culprits = self._waiting[0]
+            if not wait and not landing.there():
+                break
             self._waiting.popleft()
+            (packed,) = landing.landed()
             loss, scale, skipped, norm, *_ = packed.tolist()
             found.append(
                 StepMetrics(

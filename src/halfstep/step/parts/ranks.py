@@ -50,16 +50,11 @@ UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
 
 
 class OneRank(Part):
-    """The ranks of a step whose gradients the step itself does not average; a wrapper with `no_sync` does.
+    """The ranks of a step whose gradients the step itself does not average; a wrapper with `no_sync` does."""
 
-    Attributes:
-        own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
-        averaged: whether the wrapper's own backward pass averages the gradients of the current window.
-        joining: whether the ranks may run out of batches one after the other; every window is averaged here, by all.
-    """
-
-    own = joining = False
-    averaged = True
+    own = False  # whether every window is averaged here, and all of its micro-batches run in `no_sync`
+    joining = False  # whether ranks may run out of batches one after the other; every window is averaged here, by all
+    averaged = True  # whether the wrapper's own backward pass averages the gradients of the current window
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -139,10 +134,7 @@ class Ranks(OneRank):
             )
 
     def passes(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context in which a forward and a backward pass average gradients over ranks, or do not.
-
-        DDP records a static graph in its first backward pass, and only if it averages there.
-        """
+        """Return the context of a micro-batch; DDP records a static graph in its first backward pass if it averages."""
         ddp = self.ddp
         if len(comm_hooks(ddp)) != self._hooks:
             self._refuse_rivals()
@@ -166,8 +158,7 @@ class Ranks(OneRank):
     def agree(self, accumulate: int) -> tuple[float, Tensor]:
         """Return the mean number of micro-batches in all ranks' unfinished windows, and their loss scale.
 
-        The number is 0.0 if no rank has any. Where windows have several micro-batches, or in `join`, this is
-        collective and waits for the device; an error is raised on all ranks alike.
+        Collective where windows have several micro-batches, or in `join`; an error is raised on all ranks alike.
         """
         count, scale = self._record.micro_batches, self._record.scale
         if accumulate == 1 and not self.joining:
@@ -199,10 +190,7 @@ class Ranks(OneRank):
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
 
     def keep_up(self) -> None:
-        """Communicate as the first forward pass of a window does, which other ranks may have made already.
-
-        DDP rebuilds its buckets once, and sends buffers from one rank to the others.
-        """
+        """Communicate as the first forward pass of a window: DDP rebuilds its buckets once, and sends buffers."""
         communicate_as_first_forward(self.ddp)
         self.ddp.require_forward_param_sync = False
 
@@ -213,10 +201,7 @@ class Ranks(OneRank):
             self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
 
     def join(self, flush: Callable[[], object]) -> AbstractContextManager[None]:
-        """Return a context that ranks leave one after the other; one that has left calls `flush` with the others.
-
-        Every window of every rank ends with `agree`, and its answer that none has a micro-batch ends the wait.
-        """
+        """Return a context that ranks leave one after the other; one that has left calls `flush` until none has any."""
         super().join(flush)
         if any(isinstance(module, nn.SyncBatchNorm) for module in self._model.modules()):
             self._refuse_join("SyncBatchNorm, which sends statistics in each forward pass")
@@ -334,7 +319,9 @@ class Ranks(OneRank):
             size = (0, *parameter.shape[1:])
             none = torch.empty(size, dtype=self._given(parameter), device=parameter.device)
             where = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            gradient = torch.sparse_coo_tensor(where, none, parameter.shape, check_invariants=False)
+            gradient = torch.sparse_coo_tensor(
+                where, none, parameter.shape, device=parameter.device, check_invariants=False
+            )
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         mean = (gradient.coalesce() * (1 / self._count)).to(self._sent(parameter)).coalesce()

@@ -1,10 +1,8 @@
 """The record of a training step: how far it has come, and what it takes to run its last update again.
 
-`Record` is what graph capture, checkpoints and the black box read of a step. Its `History` keeps, for each micro-batch
-of the current window and of the last update until its verdict is known, references to the batch, the states of torch's
-generators (CPU: 5 KB, under a microsecond; CUDA: 16 bytes on the host) and versions, and copies of the buffers that a
-forward pass is known to change. BatchNorm's statistics are in `Statistics`. Python's and NumPy's generators are kept
-where windows run again (`retry`) only: 9 and 34 microseconds a step.
+Its `History` keeps references to each batch of the current window, and of the last update until its verdict is known,
+the states of torch's generators (under a microsecond), and copies of the buffers that a forward pass is known to
+change. Python's and NumPy's generators (43 microseconds a step) are kept only where windows run again (`retry`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import capturing, copies_behind_events, default_generators, type_here
+from halfstep.accelerators import Landing, capturing, default_generators
 from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -94,55 +92,6 @@ class Window:
         return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
 
 
-class Landing:
-    """A few values of an update on their way from an accelerator to the host, for which nothing waits.
-
-    They are copied to pinned memory; an event says when they are there. Sending again takes the place of the last ones.
-    """
-
-    devices: frozenset[str] = frozenset()  # types that send something; chosen for this machine unless a subclass does
-
-    def __init__(self) -> None:
-        if not self.devices:
-            self.devices = frozenset(kind for kind in ("cuda", type_here()) if copies_behind_events(kind))
-        self.flag: Tensor | None = None  # the first value, on its device; None: nothing was sent
-        self.waits = 0  # how often the host has waited
-        self._pinned: list[Tensor] = []
-        self._event: Any = None
-
-    def send(self, found: Sequence[Tensor]) -> None:
-        """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
-
-        One on another device than the first would need an event of its own, and is ignored. While a graph is captured
-        nothing is sent.
-        """
-        device = found[0].device
-        if capturing(device.type):
-            return
-        module = torch.get_device_module(device)
-        with module.device(device):
-            here = [t for t in found if type(t) is Tensor and t.device == device]
-            if [t.dtype for t in here] != [t.dtype for t in self._pinned]:
-                self._pinned = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
-            for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
-                place.copy_(value.reshape(()), non_blocking=True)
-            if self._event is None:
-                self._event = module.Event()
-            self._event.record()
-        self.flag = found[0]
-
-    def there(self) -> bool:
-        """Return whether what was sent has landed."""
-        return self._event is not None and self._event.query()
-
-    def landed(self) -> list[Tensor]:
-        """Return what was sent, on the host; waits until it is there."""
-        if self._event is not None and not self.there():
-            self.waits += 1
-            self._event.synchronize()
-        return self._pinned
-
-
 class Record(Part):
     """What a training step has done."""
 
@@ -150,7 +99,7 @@ class Record(Part):
         self.done = 0  # micro-batches of the updates made so far, applied or not
         self.micro_batches = 0  # those of the current window whose backward pass has run
         self.host_reads = 0  # how often the host had to wait until the device had done all of its work
-        self.scale = torch.ones(())  # 0-dim fp32, the loss scale of the current window, or of the last one
+        self.scale = torch.ones((), device="cpu")  # 0-dim fp32, the loss scale of this window, or of the last one
         self.bad: Tensor | None = None  # 0-dim bool: the last update was not applied; None once a scheduler has read it
         self.scheduled = False  # whether a scheduler will read it
         self.awaited = False  # whether a scheduler or a black box waits for it
@@ -159,15 +108,6 @@ class Record(Part):
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
-
-    @property
-    def position(self) -> tuple[Any, ...]:
-        """All of it but the history: may be assigned, to undo what was counted."""
-        return self.done, self.micro_batches, self.scale, self.bad, self.host_reads
-
-    @position.setter
-    def position(self, before: tuple[Any, ...]) -> None:
-        self.done, self.micro_batches, self.scale, self.bad, self.host_reads = before
 
     @property
     def judged(self) -> bool:
@@ -192,21 +132,21 @@ class Record(Part):
         try:
             if self.history is not None:
                 self.history.end(bad, self.scale)
-            if self.scheduled and self.landing.flag is not bad and type(bad) is Tensor:
-                if bad.device.type in self.landing.devices:
-                    self.landing.send([bad])
+            self.send_verdict()
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         finally:
             self.awaited = self.scheduled or (self.history is not None and self.history.judged is not None)
         return None
 
-    def end_call(self, result: StepResult, batch: Any) -> None:
-        """Remember loss and gradient norm of an update: on a CPU their values, on another device a reference to them.
+    def send_verdict(self) -> None:
+        """Have a scheduler's verdict on the last update copied to the host, unless the history has sent it."""
+        bad, landing = self.bad, self.landing
+        if self.scheduled and type(bad) is Tensor and landing.flag is not bad and bad.device.type in landing.devices:
+            landing.send([bad])
 
-        Some hundred small tensors that stay alive on a CPU would keep a step's own out of its caches: 4 % of a step of
-        a small network.
-        """
+    def end_call(self, result: StepResult, batch: Any) -> None:
+        """Remember loss and gradient norm, on a CPU as values: tensors kept cost 4 % of a small network's step."""
         if not result.due or batch is None:  # a flush has no loss
             return
         loss, norm = result.loss, result.grad_norm
@@ -243,9 +183,7 @@ class History:
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
     `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
-    black box reads it; else a window is dropped with its update. Beyond `limit` bytes of tensors the oldest batches are
-    dropped, never the newest, and a verdict names what it could not run again; it may be set at any time. A window that
-    may run again (`retry`) stays whole.
+    black box reads it; else a window is dropped with its update.
     """
 
     def __init__(
@@ -270,7 +208,7 @@ class History:
 
     @property
     def limit(self) -> int:
-        """The most bytes of batches, as above; assigning anything but a whole number from 0 is a StepError."""
+        """The most bytes of batches; beyond it the oldest are dropped, but not of a window that may run again."""
         return self._limit
 
     @limit.setter
@@ -373,10 +311,7 @@ class History:
         return window
 
     def _lossy(self, window: Window, losses: list[Tensor]) -> bool:
-        """Return whether one of some losses of `window`, of those in the host's memory, is not finite.
-
-        The batch of one far above those before is sampled: later it tells a bad batch from training that ran away.
-        """
+        """Return whether a loss of `window` that is on the host is not finite; the batch of a large one is sampled."""
         found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and loss.is_cpu]
         size, usual = sum(found), FADE * self._usual
         if not size < math.inf:

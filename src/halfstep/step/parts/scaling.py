@@ -1,7 +1,7 @@
 """The loss scale, and retries: a window that overflowed under a dynamic scale runs again at a lower one.
 
-So no batch is lost. The window is taken back as one that an exception cut off (`Moments.abort`); besides, the buffers
-that forward passes change and the generators of random numbers are put back from the black box's `History`.
+The window is taken back as one that an exception cut off (`Moments.abort`); buffers and generators of random numbers
+are put back from the black box's `History`.
 
 Note [counted late]: an attempt that is discarded changes nothing of the scaler. The scale it falls to is computed ahead
 (`GradScaler.falls`), and the bad steps are counted in the critical part of the update that is applied. So a cut in the

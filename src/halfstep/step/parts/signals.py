@@ -1,8 +1,7 @@
 """Signals: the recent history of a run, kept on its device: losses, norms of gradients and weights, sizes of batches.
 
-In: references to 0-dim tensors that a step has computed anyway, for each update; at updates 1, 2, 4, ..., 64 and at
-every 64th after that also parameters and batch, of which norms are taken; and the batch of a loss that is far above
-those before. Out: `Signals.read`, which copies all of it to the host. Before that nothing waits for the device.
+For each update references to 0-dim tensors that it has computed anyway; at updates 1, 2, 4, ..., 64 and every 64th
+after that norms of parameters and batch, also of a batch whose loss is large. Only `Signals.read` waits for the device.
 """
 
 from __future__ import annotations
@@ -140,12 +139,11 @@ class Signals:
         """Remember what `saved` has returned, and nothing else."""
         self.forget()
         for number, loss, gradient, applied in saved["updates"]:
-            versions, bad = (0, 0), torch.tensor(not applied)
-            self.recent.append((number, torch.tensor(loss), torch.tensor(gradient), versions, bad, None))
+            self.recent.append((number, float(loss), float(gradient), None, not applied, None))
         for number, norm, count in saved["weights"]:
-            self._weights.append((number, Weights((torch.tensor(norm),), count)))
+            self._weights.append((number, Weights((torch.tensor(norm, device="cpu"),), count)))
         for number, largest in saved["inputs"]:
-            self._inputs.append((number, [torch.tensor(value) for value in largest]))
+            self._inputs.append((number, [torch.tensor(value, device="cpu") for value in largest]))
 
     def read(self) -> History:
         """Return what is remembered; waits for the device."""

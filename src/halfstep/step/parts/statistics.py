@@ -1,7 +1,6 @@
 """BatchNorm's statistics through a bad step: the forward pass has changed them before the verdict is known.
 
-This is no `Snapshot`: the host does not know whether anything is to be restored. The device decides, by the flag that
-it computes, and nothing waits.
+The device decides whether they are restored, by the flag that it computes, and nothing waits.
 """
 
 from __future__ import annotations
@@ -45,11 +44,8 @@ class _Kind:
 class Statistics(Part):
     """Keeps the running statistics of a model's norms, and restores them where a verdict on the device is bad.
 
-    A part of a training step, from the first norm it finds. Many small buffers are copied in one call for each
-    format, into memory that stays: a handful of launches whatever the number of norms, and nothing is allocated. (One
-    clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
-
-    References to models are weak: one that the program drops (a target network that is replaced) is dropped here.
+    Buffers of one format are copied in one call, into memory that stays: a call each was 3 % of a step of a residual
+    network with nine norms.
     """
 
     def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:

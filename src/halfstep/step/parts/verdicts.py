@@ -29,8 +29,7 @@ NUMBERS = count(1)
 class Verdicts(Part):
     """Gives the verdict on each update of one training step to its scheduler and its black box.
 
-    Ranks that are not `alone` examine a bad one together: each rank reaches the same place of the same step. `ordinal`
-    numbers the steps of this process that several ranks make together, from 1; 0 for a step that it makes alone.
+    Ranks that are not `alone` examine a bad one together: each rank reaches the same place of the same step.
     """
 
     def __init__(self, step: TrainStep, moments: Moments, *, alone: bool) -> None:
@@ -62,10 +61,7 @@ class Verdicts(Part):
         record.look()
 
     def _advance(self, scheduler: LRScheduler, optimizer: Optimizer, *, wait: bool) -> None:
-        """Advance `scheduler` if the last update was applied, and note that its verdict is used up.
-
-        If ``scheduler.step()`` raises, scheduler and groups stay where they were, one update behind.
-        """
+        """Advance `scheduler` if the last update was applied; where it raises, it stays one update behind."""
         record, moments = self._record, self.moments
         flag, bad = record.bad, record.verdict(wait=wait)
         if bad is None:
