@@ -43,9 +43,9 @@ class OperatorRow:
 
 
 @cache
-def data(path: str) -> dict[str, Any]:
-    """Return the content of a TOML file of this package."""
-    return tomllib.loads(files("halfstep.policy").joinpath(path).read_text(encoding="utf-8"))
+def data(path: str, package: str = "halfstep.policy") -> dict[str, Any]:
+    """Return the content of a TOML file of a package."""
+    return tomllib.loads(files(package).joinpath(path).read_text(encoding="utf-8"))
 
 
 @cache

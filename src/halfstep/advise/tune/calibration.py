@@ -1,8 +1,6 @@
 """Calibration: what one audit measured of a policy, as plain values, and the changes of it that are worth a try.
 
-A `Spot` is an operator in a module, forward and backward together. Two lists of changes: what brings an error down
-(`exceptions`, the most sensitive first), and what may bring cost down (`savings`, the most expensive first). Nothing
-here is measured again: a race tells what a change is worth.
+Nothing here is measured again: a race tells what a change is worth.
 """
 
 from __future__ import annotations
@@ -87,6 +85,13 @@ class Calibration:
         remedies = tuple(Change(**remedy) for remedy in values["remedies"])
         return cls(**{**values, "spots": spots, "remedies": remedies})
 
+    def places(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield what a rule can be for, (field, pattern): operators, classes of modules, and these modules."""
+        known = set(hs.policy.operator_names("*")) - {"to"}
+        yield from (("ops", op) for op in dict.fromkeys(spot.op for spot in self.spots) if op in known)
+        yield from (("modules", f"class:{kind}") for kind in dict.fromkeys(s.kind for s in self.spots if s.module))
+        yield from (("modules", module) for module in dict.fromkeys(modules))
+
     def covered(self, field: str, pattern: str) -> list[Spot]:
         """Return the spots that a rule of ``ops`` or ``modules`` with this pattern concerns."""
         if field == "ops":
@@ -163,12 +168,12 @@ def applied(policy: hs.Policy, changes: Iterable[Change]) -> hs.Policy:
 def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
     """Return changes that bring the error down: the audit's own remedies, then the operators that lose most."""
     found = list(calibration.remedies)
-    taken = {(r.field, r.pattern) for r in found}
+    taken, known = {(r.field, r.pattern) for r in found}, set(hs.policy.operator_names("*"))
     for spot in sorted(calibration.spots, key=lambda s: (s.overflows, s.error), reverse=True):
         if not (spot.overflows or spot.error > 0.0) or not _is_low(spot):
             continue
         field, pattern = ("modules", spot.module) if spot.module else ("ops", spot.op)
-        if (field, pattern) not in taken and _exists(field, pattern):
+        if (field, pattern) not in taken and (spot.module or spot.op in known):
             taken.add((field, pattern))
             found.append(Change(field=field, pattern=pattern, value="fp32", why=spot.facts))
     return [change for change in found if applied(policy, [change]) != policy]
@@ -209,12 +214,7 @@ def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
         if spot.module:
             modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
     named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
-    places = [
-        *(("ops", op) for op in dict.fromkeys(spot.op for spot in spots) if _exists("ops", op)),
-        *(("modules", f"class:{kind}") for kind in dict.fromkeys(spot.kind for spot in spots if spot.module)),
-        *(("modules", module) for module in named),
-    ]
-    for field, pattern in places:
+    for field, pattern in calibration.places(named):
         concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
         share = sum(spot.time for spot in concerned)
         if share < COUNTS:
@@ -233,14 +233,3 @@ def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
 
 def _is_low(spot: Spot) -> bool:
     return spot.format in FORMATS and FORMATS[spot.format].bits < LOW_BITS
-
-
-def _exists(field: str, pattern: str) -> bool:
-    """Return whether a policy may name it: of operators those of torch and registered ones."""
-    if field != "ops":
-        return True
-    try:
-        hs.Policy(ops=((pattern, "fp32"),))
-    except hs.HalfstepError:
-        return False
-    return True

@@ -11,15 +11,17 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import CHECKS, Hit
 from halfstep.advise.lint.static.ops import Op, Operations, State, plain, words
 from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
 from halfstep.advise.lint.static.script import Function, Script, stored
 
 Verdicts = Iterator[tuple[Op, str]]
 """Operations of a path on which a rule decides: with what is wrong, or with "" if it is right or cannot be known."""
+
+Judge = Callable[[Sequence[Op]], Verdicts]
 
 VARYING = re.compile(r"[%<>]|==|!=|\(")
 """Conditions whose truth is another one in the next iteration of a loop."""
@@ -47,12 +49,17 @@ def paths(script: Script, function: Function) -> tuple[tuple[Op, ...], ...]:
         return ()
 
 
-def on_paths(judge: Callable[[Sequence[Op]], Verdicts], *, library: str = "") -> Check:
-    """Return the check of `judge` on a script; `library` is "torch" for a rule of torch's scalers alone."""
-    return lambda script: judged(script, judge, library=library)
+def on_paths(code: str, *, library: str = "") -> Callable[[Judge], Judge]:
+    """Make the decorated judge of paths the check of the rule `code`; `library`: "torch" for torch's scalers alone."""
+
+    def register(judge: Judge) -> Judge:
+        CHECKS[code] = partial(judged, judge=judge, library=library)
+        return judge
+
+    return register
 
 
-def judged(script: Script, judge: Callable[[Sequence[Op]], Verdicts], *, library: str = "") -> Iterator[Hit]:
+def judged(script: Script, judge: Judge, *, library: str = "") -> Iterator[Hit]:
     """Yield a hit for each operation that is wrong on every path on which it is judged."""
     for function in script.functions:
         found: dict[ast.AST, set[str]] = {}
@@ -108,17 +115,14 @@ class _Walk(Operations):
         if isinstance(node, ast.Match):
             return [s for case in node.cases for s in self.block(case.body, [s.fork() for s in states], place)] + states
         if inside := blocks(node):  # try: its handlers are not taken
-            for part in [part for part in inside if not self.is_handler(node, part)]:
+            handlers = [handler.body for handler in getattr(node, "handlers", ())]
+            for part in [part for part in inside if part not in handlers]:
                 states = self.block(part, states, place)
             return states
         for state in states:
             self.expression(node, state, place)
             self.assign(node, state)
         return states
-
-    @staticmethod
-    def is_handler(node: ast.stmt, part: list[ast.stmt]) -> bool:
-        return any(part is handler.body for handler in getattr(node, "handlers", ()))
 
     def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:
         """Take both branches of an if, as far as what is known of its condition allows it."""

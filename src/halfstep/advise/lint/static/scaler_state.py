@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.ops import Op, plain
 from halfstep.advise.lint.static.paths import Verdicts, on_paths
 from halfstep.advise.lint.static.regions import argument, region_of, sites
@@ -22,6 +22,7 @@ FEW_STEPS = 20
 """With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
 
 
+@check_of("HS011")
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         steps = [s for s in sites(script, function) if _is_call(script, s.call, script.scalers, "step") and s.call.args]
@@ -45,6 +46,7 @@ def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
     )
 
 
+@check_of("HS012")
 def _saved_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "state_dict", r"save|checkpoint|ckpt"):
         return
@@ -60,6 +62,7 @@ def _saved_without(script: Script) -> Iterator[Hit]:
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
 
+@check_of("HS013")
 def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "load_state_dict", r"load|resume"):
         return
@@ -85,6 +88,7 @@ def _is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) 
     return method(node) == name and script.owner(node) in owners
 
 
+@check_of("HS014")
 def _fp16_without(script: Script) -> Iterator[Hit]:
     if OTHER_SCALING.search(script.text):
         return
@@ -99,6 +103,7 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
                     yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
 
+@check_of("HS015")
 def _scaler_without(script: Script) -> Iterator[Hit]:
     if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
         return
@@ -110,6 +115,7 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
                 yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
 
 
+@check_of("HS016")
 def _penalty(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = [site.call for site in sites(script, function)]
@@ -123,6 +129,7 @@ def _penalty(script: Script) -> Iterator[Hit]:
                         yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
+@check_of("HS049")
 def _grows_often(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         if SCALERS.fullmatch(name := script.called(call)) and name.startswith("torch."):
@@ -132,20 +139,9 @@ def _grows_often(script: Script) -> Iterator[Hit]:
                     yield Hit(call.lineno, f"the scale doubles after {steps}")
 
 
+@on_paths("HS017")
 def _read(path: Sequence[Op]) -> Verdicts:
     divided = any(op.kind == "get_scale" for op in path)
     for op in path:
         if op.kind == "read":
             yield op, "" if divided else f"`{op.target}` is the loss times the scale of `{plain(op.scaler)}`"
-
-
-SCALER_STATE_CHECKS: Mapping[str, Check] = {
-    "HS011": _made_in_loop,
-    "HS012": _saved_without,
-    "HS013": _loaded_without,
-    "HS014": _fp16_without,
-    "HS015": _scaler_without,
-    "HS016": _penalty,
-    "HS017": on_paths(_read),
-    "HS049": _grows_often,
-}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
 from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
 from halfstep.advise.lint.static.script import Script, method, walked
@@ -14,6 +14,7 @@ UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
 
 
+@on_paths("HS001")
 def _clip_scaled(path: Sequence[Op]) -> Verdicts:
     scaler, known, waiting = "", False, []
     for op in path:
@@ -32,6 +33,7 @@ def _clip_scaled(path: Sequence[Op]) -> Verdicts:
             scaler, known, waiting = "", False, []
 
 
+@on_paths("HS002", library="torch")
 def _update_twice(path: Sequence[Op]) -> Verdicts:
     state: dict[str, str] = {}
     for number, op in enumerate(path):
@@ -53,6 +55,7 @@ def _update_twice(path: Sequence[Op]) -> Verdicts:
             state[op.scaler] = "updated"
 
 
+@on_paths("HS003", library="torch")
 def _unscale_twice(path: Sequence[Op]) -> Verdicts:
     done: dict[tuple[str, str], str] = {}
     backward: Op | None = None
@@ -79,6 +82,7 @@ def _unscale_twice(path: Sequence[Op]) -> Verdicts:
             done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target not in k[1:]}
 
 
+@on_paths("HS004", library="torch")
 def _step_without_update(path: Sequence[Op]) -> Verdicts:
     done: set[tuple[str, str]] = set()
     for op in path:
@@ -91,6 +95,7 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
             done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
 
 
+@on_paths("HS005")
 def _unprotected_step(path: Sequence[Op]) -> Verdicts:
     scaler, sure, stepped = "", False, set[str]()
     for op in path:
@@ -109,6 +114,7 @@ def _unprotected_step(path: Sequence[Op]) -> Verdicts:
             scaler, sure = "", False
 
 
+@on_paths("HS006")
 def _second_step(path: Sequence[Op]) -> Verdicts:
     stepped: set[str] = set()
     for op in path:
@@ -120,6 +126,7 @@ def _second_step(path: Sequence[Op]) -> Verdicts:
             stepped = set()
 
 
+@check_of("HS007")
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree):
         if isinstance(node, ast.Expr) and method(node.value) in ("scale", "scale_loss"):
@@ -141,6 +148,7 @@ def _never_scaled(path: Sequence[Op]) -> Verdicts:
             yield backward, what
 
 
+@on_paths("HS008")
 def _update_between(path: Sequence[Op]) -> Verdicts:
     scaled, updated = set[str](), set[str]()  # scalers by which a loss was scaled; those updated since
     stepped: set[str] = set()
@@ -159,6 +167,7 @@ def _update_between(path: Sequence[Op]) -> Verdicts:
             stepped.add(op.target)
 
 
+@check_of("HS009")
 def _closure(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         if method(call) == "step" and script.scalers.get(owner := script.owner(call)) == "torch":
@@ -167,6 +176,7 @@ def _closure(script: Script) -> Iterator[Hit]:
                 yield Hit(call.lineno, f"`{owner}.step` is given a closure")
 
 
+@on_paths("HS010")
 def _scheduler(path: Sequence[Op]) -> Verdicts:
     step: Op | None = None
     for op in path:
@@ -179,17 +189,3 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             same = op.place.loops == step.place.loops and set(op.place.branches) <= set(step.place.branches)
             what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
             yield op, what if same and op.place.loops else ""
-
-
-SCALING_CHECKS: Mapping[str, Check] = {
-    "HS001": on_paths(_clip_scaled),
-    "HS002": on_paths(_update_twice, library="torch"),
-    "HS003": on_paths(_unscale_twice, library="torch"),
-    "HS004": on_paths(_step_without_update, library="torch"),
-    "HS005": on_paths(_unprotected_step),
-    "HS006": on_paths(_second_step),
-    "HS007": _forgotten_scale,
-    "HS008": on_paths(_update_between),
-    "HS009": _closure,
-    "HS010": on_paths(_scheduler),
-}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Check, Hit, check_of
 from halfstep.advise.lint.tracing import calls
 from halfstep.advise.lint.tracing.calls import TracedCall
 from halfstep.advise.lint.tracing.trace import Trace
@@ -25,17 +25,24 @@ GUARDS = frozenset({"add", "clamp", "maximum", "max", "sub"})
 """Operators by which a small constant keeps a divisor or a logarithm from 0."""
 
 
-def by_line(rule: Callable[[Trace], Found]) -> Check:
-    """Return a check that has a hit for each line, with what its first call shows and how many more there are."""
+def by_line(code: str) -> Callable[[Callable[[Trace], Found]], Check]:
+    """Make the decorated function the check of the rule `code`.
 
-    def check(trace: Trace) -> Iterator[Hit]:
-        found: dict[tuple[str, int, str], list[str]] = {}
-        for call, what in rule(trace):
-            found.setdefault((call.file, call.line, call.op), []).append(what)
-        for (file, line, _), (first, *more) in found.items():
-            yield Hit(line, first + (f" ({len(more) + 1} calls on this line)" if more else ""), file)
+    The check has a hit for each line, with what its first call shows and how many more there are.
+    """
 
-    return check
+    def register(rule: Callable[[Trace], Found]) -> Check:
+        @check_of(code)
+        def check(trace: Trace) -> Iterator[Hit]:
+            found: dict[tuple[str, int, str], list[str]] = {}
+            for call, what in rule(trace):
+                found.setdefault((call.file, call.line, call.op), []).append(what)
+            for (file, line, _), (first, *more) in found.items():
+                yield Hit(line, first + (f" ({len(more) + 1} calls on this line)" if more else ""), file)
+
+        return check
+
+    return register
 
 
 def _form(call: TracedCall) -> str:
@@ -50,6 +57,7 @@ def _is_low(call: TracedCall) -> bool:
     return bool(call.outputs) and call.outputs[0].dtype in LOW_DTYPES
 
 
+@check_of("HS111")
 def _sizes(trace: Trace) -> Iterator[Hit]:
     narrow = trace.policy.dtype != "auto" and format_of(trace.policy.dtype).bits <= 8
     unit = 16 if narrow else 8
@@ -69,6 +77,7 @@ def _sizes(trace: Trace) -> Iterator[Hit]:
         yield Hit(line, f"{listed(names)} with {into} inputs and {out} outputs: no multiples of {unit}", file)
 
 
+@check_of("HS112")
 def _functions(trace: Trace) -> Iterator[Hit]:
     inside = {c.function for c in trace.calls if any(t.dtype in LOW_DTYPES for t in (*c.inputs, *c.outputs))}
     for function in trace.functions:
@@ -77,7 +86,7 @@ def _functions(trace: Trace) -> Iterator[Hit]:
             yield Hit(function.place.line, what, function.place.file)
 
 
-@by_line
+@by_line("HS113")
 def _in_place_wide(trace: Trace) -> Found:
     for call in trace.calls:
         if call.in_place and trace.rules.get(call.op) == "low" and call.inputs:
@@ -85,7 +94,7 @@ def _in_place_wide(trace: Trace) -> Found:
                 yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
 
 
-@by_line
+@by_line("HS114")
 def _in_place_low(trace: Trace) -> Found:
     for call in trace.calls:
         if call.in_place and call.inputs and call.inputs[0].dtype in LOW_DTYPES:
@@ -93,7 +102,7 @@ def _in_place_low(trace: Trace) -> Found:
                 yield call, f"{call.op}_ rounds fp32 values into a {DTYPE_NAMES[call.inputs[0].dtype]} tensor"
 
 
-@by_line
+@by_line("HS115")
 def _widened(trace: Trace) -> Found:
     for call in trace.calls:
         if call.in_place or trace.rules.get(call.op) or not call.outputs or call.outputs[0].dtype is not torch.float32:
@@ -106,14 +115,14 @@ def _widened(trace: Trace) -> Found:
             yield call, f"{call.op} widens {DTYPE_NAMES[low[0].dtype]} values to fp32, because {what} is fp32"
 
 
-@by_line
+@by_line("HS116")
 def _float64(trace: Trace) -> Found:
     for call in trace.calls:
         if any(t.dtype is torch.float64 for t in call.outputs):
             yield call, f"{call.op} computes in float64{_in(call)}"
 
 
-@by_line
+@by_line("HS117")
 def _softmax_by_hand(trace: Trace) -> Found:
     powers: dict[int, TracedCall] = {}
     sums: dict[int, TracedCall] = {}
@@ -132,7 +141,7 @@ def _softmax_by_hand(trace: Trace) -> Found:
                 yield call, f"{name} written as exp, sum and {call.op}, {how}"
 
 
-@by_line
+@by_line("HS118")
 def _norm_by_hand(trace: Trace) -> Found:
     squares: dict[int, TracedCall] = {}
     means: dict[int, TracedCall] = {}
@@ -149,6 +158,7 @@ def _norm_by_hand(trace: Trace) -> Found:
             yield call, f"a norm written as squares, {call.op} and their mean or sum, in {form}"
 
 
+@check_of("HS119")
 def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
     first: dict[str, TracedCall] = {}
     used: set[str] = set()  # with gradients
@@ -175,13 +185,13 @@ def _shows(word: str, text: str) -> Callable[[Trace], Found]:
     return rule
 
 
-@by_line
+@by_line("HS123")
 def _not_finite(trace: Trace) -> Found:
     text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
     return _shows(calls.NOT_FINITE, text)(trace) if trace.loss_finite else iter(())
 
 
-@by_line
+@by_line("HS126")
 def _lost_guards(trace: Trace) -> Found:
     for call in trace.calls:
         if call.op in GUARDS and _is_low(call):
@@ -191,22 +201,7 @@ def _lost_guards(trace: Trace) -> Found:
                     yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
 
 
-OPERATOR_CHECKS: Mapping[str, Check] = {
-    "HS111": _sizes,
-    "HS112": _functions,
-    "HS113": _in_place_wide,
-    "HS114": _in_place_low,
-    "HS115": _widened,
-    "HS116": _float64,
-    "HS117": _softmax_by_hand,
-    "HS118": _norm_by_hand,
-    "HS119": _first_without_gradients,
-    "HS121": by_line(_shows(calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf")),
-    "HS122": by_line(
-        _shows(calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments")
-    ),
-    "HS123": _not_finite,
-    "HS124": by_line(_shows(calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers")),
-    "HS125": by_line(_shows(calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}")),
-    "HS126": _lost_guards,
-}
+by_line("HS121")(_shows(calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"))
+by_line("HS122")(_shows(calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"))
+by_line("HS124")(_shows(calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"))
+by_line("HS125")(_shows(calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of
 from halfstep.errors import BindError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
@@ -21,6 +21,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(repr(name) for name in names[:most]) + more
 
 
+@check_of("HS101")
 def _made_low(trace: Trace) -> Iterator[Hit]:
     found = [w for w in trace.weights if w.made in LOW_DTYPES and w.trained]
     if found:
@@ -29,6 +30,7 @@ def _made_low(trace: Trace) -> Iterator[Hit]:
         yield place_of(trace.task.model, what)
 
 
+@check_of("HS102")
 def _outside(trace: Trace) -> Iterator[Hit]:
     found = [w.name for w in trace.weights if w.trained and not w.stepped]
     if found:
@@ -36,18 +38,21 @@ def _outside(trace: Trace) -> Iterator[Hit]:
         yield place_of(trace.task.optimizer, what)
 
 
+@check_of("HS103")
 def _foreign(trace: Trace) -> Iterator[Hit]:
     if trace.foreign:
         what = f"{trace.optimizer} has {len(trace.foreign)} tensors that are no parameters of the model: "
         yield place_of(trace.task.optimizer, what + "; ".join(trace.foreign[:2]))
 
 
+@check_of("HS104")
 def _dead(trace: Trace) -> Iterator[Hit]:
     found = [w.name for w in trace.weights if w.trained and w.stepped and not w.gradient]
     if found and trace.problem is None:
         yield place_of(trace.task.model, f"no gradient arrived at {len(found)} parameters: {listed(found)}")
 
 
+@check_of("HS105")
 def _unmoved(trace: Trace) -> Iterator[Hit]:
     found = [w for w in trace.weights if w.stepped and not w.precise and w.unmoved >= LOST]
     if found:
@@ -63,6 +68,7 @@ def _stepped(trace: Trace, group: Mapping[str, Any]) -> list[Weight]:
     return [w for w in trace.weights if w.name in group["names"] and w.trained]
 
 
+@check_of("HS106")
 def _decay(trace: Trace) -> Iterator[Hit]:
     for group in trace.groups:
         decay, rate = group.get("weight_decay", 0.0), group.get("initial_lr", group.get("lr", 0.0))
@@ -80,6 +86,7 @@ def _decay(trace: Trace) -> Iterator[Hit]:
             )
 
 
+@check_of("HS107")
 def _eps(trace: Trace) -> Iterator[Hit]:
     for group in trace.groups:
         eps = group.get("eps")
@@ -96,6 +103,7 @@ def _eps(trace: Trace) -> Iterator[Hit]:
             )
 
 
+@check_of("HS108")
 def _low_averages(trace: Trace) -> Iterator[Hit]:
     found = [w for w in trace.weights if not (w.trained or w.stepped or w.precise) and w.moved]
     if found:
@@ -104,6 +112,7 @@ def _low_averages(trace: Trace) -> Iterator[Hit]:
         yield place_of(trace.task.model, what + listed([w.name for w in found]))
 
 
+@check_of("HS131")
 def _low_loss(trace: Trace) -> Iterator[Hit]:
     if trace.loss in LOW_DTYPES:
         what = f"loss_fn returns a loss in {str(trace.loss).removeprefix('torch.')}"
@@ -111,11 +120,13 @@ def _low_loss(trace: Trace) -> Iterator[Hit]:
         yield Hit(last.line, what, last.file) if last is not None and last.file else place_of(trace.task.loss_fn, what)
 
 
+@check_of("HS132")
 def _differs(trace: Trace) -> Iterator[Hit]:
     if trace.differs:
         yield place_of(trace.task.loss_fn, f"{trace.differs} differs from the first time")
 
 
+@check_of("HS134")
 def _reads(trace: Trace) -> Iterator[Hit]:
     found: dict[tuple[str, int], list[str]] = {}
     for function, file, line in trace.reads:
@@ -125,6 +136,7 @@ def _reads(trace: Trace) -> Iterator[Hit]:
         yield Hit(line, f"the host waits for a value here{times}: {', '.join(dict.fromkeys(functions))}", file)
 
 
+@check_of("HS133")
 def _raises(trace: Trace) -> Iterator[Hit]:
     error = trace.problem
     if error is None or (trace.foreign and isinstance(error, BindError)):  # which HS103 reports
@@ -132,19 +144,3 @@ def _raises(trace: Trace) -> Iterator[Hit]:
     what = f"the step raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     line = raised_at(error)
     yield Hit(line.lineno or 0, what, line.filename) if line else place_of(trace.task.loss_fn, what)
-
-
-STEP_CHECKS: Mapping[str, Check] = {
-    "HS101": _made_low,
-    "HS102": _outside,
-    "HS103": _foreign,
-    "HS104": _dead,
-    "HS105": _unmoved,
-    "HS106": _decay,
-    "HS107": _eps,
-    "HS108": _low_averages,
-    "HS131": _low_loss,
-    "HS132": _differs,
-    "HS133": _raises,
-    "HS134": _reads,
-}
