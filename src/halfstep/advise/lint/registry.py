@@ -16,11 +16,10 @@ from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill
     low_values,
     numerics,
     region_rules,
-    scaler_state,
     scaling,
     weights,
 )  # fmt: skip
-from halfstep.advise.lint.tracing import operator_rules, weight_rules  # noqa: F401
+from halfstep.advise.lint.tracing import rules  # noqa: F401
 from halfstep.errors import LintError, did_you_mean
 from halfstep.mistakes import MISTAKES
 from halfstep.policy.optable import data

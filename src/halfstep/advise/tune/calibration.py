@@ -185,7 +185,13 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
     Where `memory` counts, fields come first, which decide it.
     """
     share = 1.0 if memory else MINOR
-    found = [(share, change) for change in _of_fields(policy)]
+    found: list[tuple[float, Change]] = []
+    for field, values in FIELDS.items():
+        why = f"{field} was {getattr(policy, field)}"
+        if policy.params == "low" or field not in BEHIND_LOW:
+            found += [(share, Change(field=field, value=value, why=why)) for value in values]
+    if policy.dtype == "fp16":
+        found = [(share, change) for share, change in found if (change.field, change.value) != ("master", "master")]
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: dict[object, Change] = {}
     for _, change in found:
@@ -194,16 +200,6 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
             # a class with one operator is tried once, by the operator
             chosen.setdefault((frozenset(spots), change.value), change)
     return list(chosen.values())[:MOST]
-
-
-def _of_fields(policy: hs.Policy) -> Iterator[Change]:
-    for field, values in FIELDS.items():
-        if field in BEHIND_LOW and policy.params != "low":
-            continue
-        for value in values:
-            if field == "master" and value == "master" and policy.dtype == "fp16":
-                continue
-            yield Change(field=field, value=value, why=f"{field} was {getattr(policy, field)}")
 
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:

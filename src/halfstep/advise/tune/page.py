@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
+from halfstep.advise.tune.proof import Proof
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
 if TYPE_CHECKING:
-    from halfstep.advise.tune.proof import Proof
     from halfstep.advise.tune.result import Tried, Tuning
 
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
@@ -58,15 +58,11 @@ def _comment(text: str) -> list[str]:
 
 
 def _head(tuning: Tuning) -> Iterator[str]:
-    chosen, here = tuning.chosen, tuning.machine
+    chosen = tuning.chosen
     yield f"{chosen.label} for the task {tuning.task}, found by halfstep tune; target {tuning.target}"
     if tuning.command:
         yield f"command: {tuning.command}"
-    on = f", {here['accelerator']}" if here["accelerator"] else ""
-    yield (
-        f"machine: {here['cpu']}, {here['cores']} cores, torch {here['torch']} with {here['torch_threads']} threads"
-        f"{on}; device {tuning.device}"
-    )
+    yield f"machine: {_machine(tuning)}; device {tuning.device}"
     yield f"chosen: {chosen.reason}"
     yield f"time: {'; '.join(_time(tuning)) or 'not measured'}"
     if memory := _memory(tuning):
@@ -82,6 +78,12 @@ def _head(tuning: Tuning) -> Iterator[str]:
         yield f"advice: {line}"
     for note in tuning.notes:
         yield f"note: {note}"
+
+
+def _machine(tuning: Tuning) -> str:
+    here = tuning.machine
+    on = f", {here['accelerator']}" if here["accelerator"] else ""
+    return f"{here['cpu']}, {here['cores']} cores, torch {here['torch']} with {here['torch_threads']} threads{on}"
 
 
 def _time(tuning: Tuning) -> list[str]:
@@ -138,18 +140,15 @@ def _rejected(tuning: Tuning) -> Iterator[str]:
 
 def tuning_page(tuning: Tuning) -> doc.Document:
     """Return the report of a search."""
-    here = tuning.machine
     rows = ((str(change), doc.sentence(change.why)) for change in tuning.chosen.changes)
     differs = f"How it differs from the preset {tuning.chosen.preset}"
     exceptions = doc.table(differs, ("change", "why"), rows, words=(1,))
     argument = " and compile=True" if tuning.compile else ""
     how = f'Save it as policy.toml and give TrainStep policy="policy.toml"{argument}.'
-    on = f", {here['accelerator']}" if here.get("accelerator") else ""
     return doc.page(
         f"halfstep tune: {tuning.task}",
         f"The cheapest policy that was found for this task on this machine, with the target {tuning.target}. "
-        f"{here.get('cpu', 'unknown processor')}, {here.get('cores')} cores{on}; torch {here.get('torch')}, "
-        f"{tuning.seconds / 60:.1f} minutes.",
+        f"{_machine(tuning)}; {tuning.seconds / 60:.1f} minutes.",
         (
             _conclusion(tuning),
             doc.Section("Exceptions", (exceptions,) if tuning.chosen.changes else ()),

@@ -113,8 +113,9 @@ class Search:
     def _calibration(self, label: str) -> Calibration:
         """Return the audit of a candidate; what ended one that failed goes into the notes."""
         found = self.lab.calibration(self.board.candidate(label), self.steps)
-        if found.failed:
-            self.notes.append(f"{label} could not be audited, so that no operator of it was looked at: {found.failed}")
+        note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
+        if found.failed and note not in self.notes:
+            self.notes.append(note)
         return found
 
     def _probe(self, policy: hs.Policy) -> float:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
-from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, Verdicts, ends_window, in_each, judged, on_paths, plain
 from halfstep.advise.lint.static.regions import sites
 from halfstep.advise.lint.static.script import Script, method, walked
 

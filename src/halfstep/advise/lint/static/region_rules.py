@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.low_values import PRODUCTS
-from halfstep.advise.lint.static.ops import MANAGERS
+from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, in_torch_regions, region_of
 from halfstep.advise.lint.static.script import Script, method, walked
 

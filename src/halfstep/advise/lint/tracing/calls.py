@@ -176,18 +176,15 @@ def _of_arguments(op: str, inputs: tuple[Tensor, ...], args: Any, kwargs: Any) -
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
         if isinstance(dim, int) and bool((first == -math.inf).all(dim).any()):
             yield MASKED_ROW
-    if inputs[0].requires_grad and _at_boundary(op, first, args):
+    power = args[1] if op == "pow" and len(args) > 1 else None
+    infinite = op in BOUNDARY and bool((first.abs() == BOUNDARY[op]).any())
+    if isinstance(power, float) and 0 < power < 1:
+        infinite = bool((first == 0).any())
+    if infinite and inputs[0].requires_grad:
         yield INFINITE_DERIVATIVE
     numbers = _numbers(args, kwargs)
     if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and all(map(math.isfinite, numbers)):
         yield "finite"
-
-
-def _at_boundary(op: str, values: Tensor, args: Any) -> bool:
-    if op in BOUNDARY:
-        return bool((values.abs() == BOUNDARY[op]).any())
-    power = args[1] if op == "pow" and len(args) > 1 else None
-    return isinstance(power, float) and 0 < power < 1 and bool((values == 0).any())
 
 
 def _merging(values: Tensor) -> Iterator[torch.dtype]:
