@@ -118,25 +118,25 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
     for row in audit.rows:
         if row.role in FORWARD:
             groups.setdefault((row.module, row.op), []).append(row)
-    spots = tuple(_spot(module, kinds.get(module, ""), op, rows) for (module, op), rows in groups.items())
+    spots = []
+    for (module, op), rows in groups.items():
+        forward = next((row for row in rows if row.role == "activation"), rows[0])
+        spots.append(
+            Spot(
+                module=module, kind=kinds.get(module, ""), op=op, format=forward.format,
+                error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
+                headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
+                overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
+                cast_bytes=sum(row.cast_bytes for row in rows), bytes=forward.bytes,
+            )
+        )  # fmt: skip
     remedies: dict[tuple[str, str], Change] = {}
     for finding in audit.findings():
         if finding.policy is not None:
             facts = next((s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause)
             for change in differences(audit.policy, finding.policy, f"{finding.kind} in {finding.place}: {facts}"):
                 remedies.setdefault((change.field, change.pattern), change)
-    return Calibration(spots=spots, remedies=tuple(remedies.values()))
-
-
-def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
-    forward = next((row for row in rows if row.role == "activation"), rows[0])
-    return Spot(
-        module=module, kind=kind, op=op, format=forward.format,
-        error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
-        headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
-        overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
-        cast_bytes=sum(row.cast_bytes for row in rows), bytes=forward.bytes,
-    )  # fmt: skip
+    return Calibration(spots=tuple(spots), remedies=tuple(remedies.values()))
 
 
 def differences(base: hs.Policy, other: hs.Policy, why: str = "") -> list[Change]:

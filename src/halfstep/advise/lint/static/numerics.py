@@ -117,7 +117,13 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
             inner = node.left if ast.unparse(node.right) in ("0.5", "1 / 2") else None
         if inner is None or not _in_a_loss(script, function, where):
             continue
-        if _is_sum_of_squares(script, function, inner):
+        value = script.local(function, inner)
+        summed = operand(script, value, "sum", "mean")
+        if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
+            found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
+        else:
+            found = summed is not None and _is_square(script, script.local(function, summed))
+        if found:
             yield Hit(node.lineno, f"the root of `{ast.unparse(inner)}`, whose gradient at 0 is not finite")
 
 
@@ -151,14 +157,6 @@ def _differentiable(node: ast.AST) -> set[str]:
     return set().union(*map(_differentiable, ast.iter_child_nodes(node)))
 
 
-def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bool:
-    node = script.local(function, node)
-    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
-        return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
-    inner = operand(script, node, "sum", "mean")
-    return inner is not None and _is_square(script, function, inner)
-
-
 def squared(script: Script, node: ast.expr | None) -> ast.expr | None:
     """Return x of ``x * x`` or ``square(x)``; None for other expressions."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -166,8 +164,7 @@ def squared(script: Script, node: ast.expr | None) -> ast.expr | None:
     return operand(script, node, "square")
 
 
-def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
-    node = script.local(function, node)
+def _is_square(script: Script, node: ast.expr) -> bool:
     match node:
         case ast.Call(args=[*_, exponent]) if operand(script, node, "pow") is not None:
             return ast.unparse(exponent) in ("2", "2.0")

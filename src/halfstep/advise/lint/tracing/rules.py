@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -315,19 +316,16 @@ def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
             used.add(name)
 
 
-def _shows(word: str, text: str) -> Callable[[Trace], Found]:
-    def rule(trace: Trace) -> Found:
-        for call in trace.calls:
-            if word in call.shows:
-                yield call, text.format(op=call.op, form=_form(call), place=_in(call))
-
-    return rule
+def _shows(trace: Trace, word: str, text: str) -> Found:
+    for call in trace.calls:
+        if word in call.shows:
+            yield call, text.format(op=call.op, form=_form(call), place=_in(call))
 
 
 @by_line("HS123")
 def _not_finite(trace: Trace) -> Found:
     text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
-    return _shows(calls.NOT_FINITE, text)(trace) if trace.loss_finite else iter(())
+    return _shows(trace, calls.NOT_FINITE, text) if trace.loss_finite else iter(())
 
 
 @by_line("HS126")
@@ -340,7 +338,10 @@ def _lost_guards(trace: Trace) -> Found:
                     yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
 
 
-by_line("HS121")(_shows(calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"))
-by_line("HS122")(_shows(calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"))
-by_line("HS124")(_shows(calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"))
-by_line("HS125")(_shows(calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"))
+for code, word, text in (
+    ("HS121", calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"),
+    ("HS122", calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
+    ("HS124", calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"),
+    ("HS125", calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
+):
+    by_line(code)(partial(_shows, word=word, text=text))
