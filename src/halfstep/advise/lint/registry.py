@@ -1,7 +1,4 @@
-"""Every rule of the linter by its code: the one list from which findings, ``--explain``, SARIF and docs are made.
-
-The checks are functions in `static` and `tracing`. The words and the examples are data, in ``rules.toml``.
-"""
+"""Every rule of the linter by its code: checks from `static` and `tracing`, words and examples from ``rules.toml``."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill
 from halfstep.advise.lint.tracing import rules  # noqa: F401
 from halfstep.errors import LintError, did_you_mean
 from halfstep.mistakes import MISTAKES
-from halfstep.policy.optable import data
+from halfstep.schema import packaged_toml
 
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 
-DATA = data("rules.toml", "halfstep.advise.lint")
+DATA = packaged_toml("halfstep.advise.lint", "rules.toml")
 
 
 def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.advise.plan.ledger import PlanError
 from halfstep.errors import did_you_mean
-from halfstep.policy.optable import data
+from halfstep.schema import packaged_toml
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan
@@ -55,7 +55,7 @@ class Gpu:
 
 @cache
 def _table() -> dict[str, Gpu]:
-    rows = data("gpus.toml", "halfstep.advise.plan")
+    rows = packaged_toml("halfstep.advise.plan", "gpus.toml")
     return {name: Gpu(name=name, **{**row, "formats": tuple(row["formats"])}) for name, row in rows.items()}
 
 
