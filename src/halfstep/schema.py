@@ -18,14 +18,21 @@ from __future__ import annotations
 import json
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from halfstep.arguments import Kind, shown
 from halfstep.errors import HalfstepError, did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DEEPEST = 100  # levels of containers
 NOTHING = "nothing was loaded"
@@ -175,3 +182,8 @@ def read_json(path: Path, error: type[HalfstepError], schema: Any, most: int) ->
         raise error(f"{path} is damaged, or no JSON ({type(cause).__name__}: {cause}); {NOTHING}") from cause
     check(found, schema, str(path), error)
     return found
+
+
+def packaged_toml(package: str, path: str) -> dict[str, Any]:
+    """Return the content of a TOML file that is part of a package."""
+    return tomllib.loads(files(package).joinpath(path).read_text(encoding="utf-8"))

@@ -53,6 +53,9 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
 }
 """Name -> its caller outside this repository."""
 
+REGISTERED_BY = frozenset({"check_of", "on_paths", "by_line"})
+"""Decorators that put a function into a table, in which its caller finds it: the rules of the linter."""
+
 EXCEPTIONS: Mapping[str, str] = {
     "initial_state": "the first state of a scale rule, for laws of `advance` as a pure function",
 }
@@ -149,7 +152,9 @@ def _definitions(tree: ast.Module) -> Iterator[ast.stmt]:
 def _names(statement: ast.stmt) -> Iterator[tuple[str, int]]:
     """Yield the names that a statement defines, with their lines."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield statement.name, statement.lineno
+        calls = [decorator.func for decorator in statement.decorator_list if isinstance(decorator, ast.Call)]
+        if not any(isinstance(call, ast.Name) and call.id in REGISTERED_BY for call in calls):
+            yield statement.name, statement.lineno
     elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         yield from ((target.id, target.lineno) for target in targets if isinstance(target, ast.Name))

@@ -11,20 +11,14 @@ A table is a TOML file of groups (operators that share rule, kind, reason and so
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
 from halfstep.errors import PolicyError, did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halfstep.schema import packaged_toml
 
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
 NO_LOW_KERNEL = "no low kernel"
@@ -45,7 +39,7 @@ class OperatorRow:
 @cache
 def data(path: str) -> dict[str, Any]:
     """Return the content of a TOML file of this package."""
-    return tomllib.loads(files("halfstep.policy").joinpath(path).read_text(encoding="utf-8"))
+    return packaged_toml("halfstep.policy", path)
 
 
 @cache

@@ -10,9 +10,11 @@ import pytest
 
 import halfstep as hs
 from halfstep.advise.tune.board import Board, Weights
+from halfstep.advise.tune.calibration import Calibration
 from halfstep.advise.tune.race import Reference
 from halfstep.advise.tune.result import Tried
 from halfstep.advise.tune.search import Search
+from halfstep.tasks.candidates import Candidate
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot
 
 TIME, MEMORY = Weights(time=1.0, memory=0.0), Weights(time=0.0, memory=1.0)
@@ -55,6 +57,16 @@ def test_a_preset_beyond_the_bound_is_not_taken_however_fast() -> None:
     search = searched(FakeLab(time=preset_time, rise=lambda p: 0.02 if p.params == "low" else 0.0))
     assert best(search).label == "mixed bf16" and search.board["O2 bf16"].verdict == "worse"
     assert "+2.00 %" in search.board["O2 bf16"].reason and "+1.00 % allowed" in search.board["O2 bf16"].reason
+
+
+def test_an_audit_that_failed_is_in_the_notes_once() -> None:
+    class Blind(FakeLab):
+        def calibration(self, candidate: Candidate, steps: int) -> Calibration:
+            return Calibration(failed="RuntimeError: no hooks here")
+
+    search = searched(Blind(time=preset_time))
+    assert [note for note in search.notes if note.endswith("looked at: RuntimeError: no hooks here")] == search.notes
+    assert len(search.notes) == 1
 
 
 def test_without_a_bound_the_spread_of_fp32_is_the_bound() -> None:

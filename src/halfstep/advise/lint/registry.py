@@ -1,45 +1,29 @@
-"""Every rule of the linter by its code: the one list from which findings, ``--explain``, SARIF and docs are made.
-
-The checks are functions in `static` and `tracing`. The words and the examples are data, in ``rules.toml``.
-"""
+"""Every rule of the linter by its code: checks from `static` and `tracing`, words and examples from ``rules.toml``."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
 
-from halfstep.advise.lint.rule import Check, Rule
-from halfstep.advise.lint.static.loops import LOOP_CHECKS
-from halfstep.advise.lint.static.low_values import LOW_VALUE_CHECKS
-from halfstep.advise.lint.static.numerics import NUMERIC_CHECKS
-from halfstep.advise.lint.static.region_rules import REGION_CHECKS
-from halfstep.advise.lint.static.scaler_state import SCALER_STATE_CHECKS
-from halfstep.advise.lint.static.scaling import SCALING_CHECKS
-from halfstep.advise.lint.static.weights import WEIGHT_CHECKS
-from halfstep.advise.lint.tracing.operator_rules import OPERATOR_CHECKS
-from halfstep.advise.lint.tracing.weight_rules import STEP_CHECKS
+from halfstep.advise.lint.rule import CHECKS, Rule
+from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill CHECKS
+    loops,
+    low_values,
+    numerics,
+    region_rules,
+    scaling,
+    weights,
+)  # fmt: skip
+from halfstep.advise.lint.tracing import rules  # noqa: F401
 from halfstep.errors import LintError, did_you_mean
 from halfstep.mistakes import MISTAKES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-CHECKS: Mapping[str, Check] = {
-    "HS000": lambda script: (),  # a script that was parsed has no such mistake; `run.py` reports the others
-    **SCALING_CHECKS, **SCALER_STATE_CHECKS, **REGION_CHECKS, **WEIGHT_CHECKS, **LOOP_CHECKS, **NUMERIC_CHECKS,
-    **LOW_VALUE_CHECKS, **STEP_CHECKS, **OPERATOR_CHECKS,
-}  # fmt: skip
+from halfstep.schema import packaged_toml
 
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 
-DATA: Mapping[str, Any] = tomllib.loads(files("halfstep.advise.lint").joinpath("rules.toml").read_text("utf-8"))
+DATA = packaged_toml("halfstep.advise.lint", "rules.toml")
 
 
 def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:
@@ -60,7 +44,8 @@ def task(**changed: str) -> str:
 
 
 def _rules() -> Iterator[Rule]:
-    for code, check in sorted(CHECKS.items()):
+    # a script that was parsed has no mistake HS000: `run.py` reports the others
+    for code, check in sorted({"HS000": lambda script: (), **CHECKS}.items()):
         given = {"good": {}} | DATA[code]
         if code in MISTAKES:
             given |= dataclasses.asdict(MISTAKES[code])

@@ -58,6 +58,14 @@ class Hit:
 Check = Callable[[Any], Iterable[Hit]]
 """Yields the hits in a `static.script.Script`; of a traced rule, in a `tracing.trace.Trace`."""
 
+CHECKS: dict[str, Check] = {}
+"""Code of a rule -> its check, which a decorator puts here when the rule's module is imported."""
+
+
+def check_of(code: str) -> Callable[[Check], Check]:
+    """Make the decorated function the check of the rule `code`."""
+    return lambda check: CHECKS.setdefault(code, check)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:

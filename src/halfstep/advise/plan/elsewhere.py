@@ -30,11 +30,7 @@ def attempt(function: Callable[..., Any], **given: Any) -> Any:
 
 
 def elsewhere(function: Callable[..., Any], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return ``function(**request)`` of each request, or its error, from one process with the fake GPU.
-
-    Raises:
-        PlanError: the requests cannot be sent, the fake GPU cannot be built, or the process ended without an answer.
-    """
+    """Return ``function(**request)`` of each request, or its error, from one process with the fake GPU."""
     try:
         job = pickle.dumps((function, [dict(request) for request in requests]))
     except Exception as error:  # pickle raises what the objects raise

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from halfstep.advise.plan.ledger import PlanError
 from halfstep.errors import did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halfstep.schema import packaged_toml
 
 if TYPE_CHECKING:
     from halfstep.advise.plan.memory import MemoryPlan
@@ -61,8 +55,7 @@ class Gpu:
 
 @cache
 def _table() -> dict[str, Gpu]:
-    text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
-    rows = tomllib.loads(text)
+    rows = packaged_toml("halfstep.advise.plan", "gpus.toml")
     return {name: Gpu(name=name, **{**row, "formats": tuple(row["formats"])}) for name, row in rows.items()}
 
 

@@ -72,10 +72,6 @@ class Ledger:
         self.granule = granule
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a storage -> its block, its end
 
-    def close(self) -> None:
-        """Notice no more ends of blocks."""
-        self._living.clear()
-
     def mark(self, step: int, phase: str) -> None:
         """Begin a phase."""
         self.marks.append(Mark(len(self.events), self.operators, step, phase))

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import halfstep as hs
+from halfstep.advise.plan.fit import Fit, Largest
 from halfstep.advise.plan.ledger import PARTS, PHASES
 from halfstep.advise.plan.page import part_table, plan_page, plan_text
+from halfstep.advise.plan.ranks import Sent
 from halfstep.report import write_page
-
-if TYPE_CHECKING:
-    from halfstep.advise.plan.fit import Fit, Largest
-    from halfstep.advise.plan.ranks import Sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +115,7 @@ class MemoryPlan:
         return dict(self._sums(lambda row: row.format, peak).most_common())
 
     def by_module(self, depth: int | None = None, *, peak: bool = True) -> dict[str, int]:
-        """Return the bytes of each module, largest first.
-
-        Args:
-            depth: how many words of a module's dotted name to keep; None: all.
-            peak: whether at the peak, or of what persists.
-        """
+        """Return the bytes of each module, largest first, by the first `depth` words of its dotted name; None: all."""
         return dict(self._sums(lambda row: ".".join(row.module.split(".")[:depth]), peak).most_common())
 
     def table(self) -> list[tuple[str, ...]]:

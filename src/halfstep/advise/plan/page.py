@@ -48,13 +48,11 @@ def verdict(plan: MemoryPlan) -> str:
             f"undecided for {card}{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}, and a plan may be "
             f"{100 * TOLERANCE:.0f} % off"
         )
-    return f"{text}; {_largest_words(plan.largest)}" if plan.largest is not None else text
-
-
-def _largest_words(largest: Largest) -> str:
-    if largest.batch is None:
-        return "the peak does not grow with the batch"
-    return f"largest batch {_batch(largest)}" if largest.batch else "no batch fits"
+    if plan.largest is None:
+        return text
+    if plan.largest.batch is None:
+        return f"{text}; the peak does not grow with the batch"
+    return f"{text}; {f'largest batch {_batch(plan.largest)}' if plan.largest.batch else 'no batch fits'}"
 
 
 def gpus_line(plan: MemoryPlan) -> str:
@@ -78,10 +76,7 @@ def part_table(plan: MemoryPlan) -> doc.Table:
 
 
 def module_table(plan: MemoryPlan, count: int) -> doc.Table:
-    """Return the modules that weigh most at the peak: how many, what most of it is, bytes and share.
-
-    Modules whose names differ in numbers alone are one row: ``blocks.*.mlp``.
-    """
+    """Return the modules that weigh most at the peak; those whose names differ in numbers alone are one row."""
     sums: dict[str, Counter[str]] = {}
     members: dict[str, set[str]] = {}
     for row in plan.peak:
@@ -162,10 +157,7 @@ def gib(size: float) -> str:
 
 
 def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
-    """Return the step as lines of text: time to the right, bytes upwards, a letter for each part.
-
-    Each column is a stretch of the step at its highest point; a letter is a share of that height, by part.
-    """
+    """Return the step as lines of text: time to the right in stretches at their highest, bytes upwards, by part."""
     columns = _columns(plan.timeline, width)
     if not columns:
         return []
@@ -193,10 +185,7 @@ def _place(moment: Moment) -> str:
 
 
 def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> doc.Figure:
-    """Return the step as a picture: bytes of each part over the operators of a step.
-
-    `limit` is the bytes of the GPU called `label`, drawn as a line; 0 for none.
-    """
+    """Return the step as a picture; `limit`: bytes of the GPU called `label`, drawn as a line; 0 for none."""
     at = tuple(float(moment.operator) for moment in plan.timeline)
     unit, one = unit_of(plan.peak_at.total)
     series = tuple(

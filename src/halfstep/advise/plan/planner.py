@@ -1,7 +1,4 @@
-"""`plan`: the memory of a training step under a policy, before training and without that memory.
-
-Input: a task, or a model with batch, loss function and optimizer; output: a `MemoryPlan`.
-"""
+"""`plan`: the memory of a training step under a policy, before training and without that memory."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from halfstep.advise.plan.ledger import PlanError
 from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.run import plan_step
-from halfstep.advise.plan.values import LARGEST
+from halfstep.advise.plan.trace import LARGEST
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.lens import raised_at
 from halfstep.tasks import Task, load_task
@@ -111,10 +108,7 @@ def plan(
 
 
 def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
-    """Return the plan of each request, a dictionary of arguments of `plan`, or the error it raises.
-
-    Those for a GPU are made in one process, as its start takes seconds.
-    """
+    """Return the plan of each request, arguments of `plan`, or its error; one process makes all those for a GPU."""
     checked = [attempt(_checked, request=request) for request in requests]
     there = [one for one in checked if isinstance(one, dict) and one["device"] == "cuda"]
     answers = iter(elsewhere(_planned, there) if there and not _has_fake_gpu() else ())
@@ -224,10 +218,7 @@ def _size(batch: Any) -> int:
 
 
 def _with_size(batch: Any, size: int) -> Any:
-    """Return `batch` with `size` in the place of its size, in every tensor whose first dimension it is.
-
-    Rows are repeated; a large tensor is on the meta device.
-    """
+    """Return `batch` with `size` rows instead of its own: they are repeated, of a large tensor on the meta device."""
     old = _size(batch)
     if not old:
         raise PlanError(
@@ -266,15 +257,11 @@ def _tracing(device: str) -> Iterator[None]:
     except hs.HalfstepError:
         raise
     except Exception as error:  # of the task's own functions, of torch, or a wrong argument of hs.TrainStep
-        raise PlanError(f"the planned step raises {type(error).__name__}: {error}{_place(error)}") from error
+        line = raised_at(error)
+        place = f" ({Path(line.filename).name}:{line.lineno} {line.line})" if line else ""
+        raise PlanError(f"the planned step raises {type(error).__name__}: {error}{place}") from error
     finally:
         log.disabled = quiet
-
-
-def _place(error: Exception) -> str:
-    """Return where a user's code raised, in brackets; "" if it was not in a user's code."""
-    line = raised_at(error)
-    return f" ({Path(line.filename).name}:{line.lineno} {line.line})" if line else ""
 
 
 def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -22,6 +22,7 @@ from halfstep.advise.plan.memory import MemoryPlan, Moment, Row
 from halfstep.advise.plan.ranks import Ddp, sent
 from halfstep.advise.plan.trace import MemorySink, local
 from halfstep.formats import format_of
+from halfstep.lens import Tracer
 from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
@@ -49,15 +50,13 @@ def plan_step(
     mesh: DeviceMesh | None,
     **about: Any,
 ) -> MemoryPlan:
-    """Trace two updates where a fake mode is on and `device` is there; the arguments are those of `plan`, checked.
-
-    `mesh` is that of fsdp2; `about` is what else the plan says of itself.
-    """
+    """Trace two updates in a fake mode; arguments as of `plan`, the `mesh` of fsdp2, and further fields of the plan."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     if device != "cpu":
         batch, named = tree_map_only(Tensor, _packed, (batch, named))
-    with MemorySink(ledger, device).on() as sink:
+    sink = MemorySink(ledger, device)
+    with torch.autograd.set_multithreading_enabled(False), Tracer(sink):
         # under fsdp2 no device ever holds the whole model: it is made before what counts as preparation
         ledger.mark(-2 if mesh is not None else -1, "setup")
         inputs = tree_map_only(Tensor, lambda t: _input(sink, t, device), (batch, named))
@@ -102,7 +101,6 @@ def plan_step(
         count = sum(p.numel() for p in model.parameters())
         seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
         notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
-        ledger.close()
     return MemoryPlan(
         policy=step.policy, device=device, parameters=count, persistent=persistent, notes=notes, devices=devices,
         shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
@@ -113,7 +111,7 @@ def _as_real() -> AbstractContextManager[Any]:
     """Return a context in which transformers takes fake tensors for real ones.
 
     It asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones. The values
-    it looks at are known here (`values.py`).
+    it looks at are known here (note [values] in `trace.py`).
     """
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
@@ -140,9 +138,9 @@ def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
 
 
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
-    """Say of every block what it was for.
+    """Say of every block what it was for; the first `own` ones were made before `model` was prepared.
 
-    Before `model` was prepared, there were `own` blocks; `originals`: id of such a block of a parameter -> its module.
+    `originals`: id of such a block of a parameter -> its module.
     """
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
@@ -170,7 +168,9 @@ def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
     """Return blocks summed by part, module and format: parts in their order, largest first."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for block in blocks:
-        entry = sums.setdefault((block.part, block.module, _format(block.dtype)), [0, 0])
+        dtype = block.dtype
+        form = format_of(dtype).name if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+        entry = sums.setdefault((block.part, block.module, form), [0, 0])
         entry[0] += block.bytes
         entry[1] += 1
     rows = [
@@ -179,10 +179,6 @@ def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
         if amount
     ]
     return tuple(sorted(rows, key=lambda row: (PARTS.index(row.part), -row.bytes, row.module, row.format)))
-
-
-def _format(dtype: torch.dtype) -> str:
-    return format_of(dtype).name if dtype.is_floating_point else str(dtype).removeprefix("torch.")
 
 
 def _peaks(ledger: Ledger) -> dict[str, Any]:

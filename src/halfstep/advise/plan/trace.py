@@ -15,6 +15,10 @@ before the next begins.
 Note [workspace]: oneDNN's convolutions copy what they read and write into layouts of channels in blocks of 16. The sums
 in `KERNELS` were found by counting (torch 2.13, oneDNN 3.x with AVX-512) and hold within some per cent there; other
 operators take so little that a plan leaves it out. A GPU's workspaces are chosen by cuDNN and cuBLAS while they run.
+
+Note [values]: fake tensors have no values, and models read some: whether a mask has padding, how long the longest
+sequence is. The batch of a plan is real, so what follows from it and from constants alone is computed beside the trace,
+on the CPU. Whatever depends on weights, on random numbers or on large floating inputs has no value.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from torch import Tensor, nn
 
 from halfstep.advise.plan.ledger import Block, Ledger, PlanError
 from halfstep.advise.plan.ranks import collective
-from halfstep.advise.plan.values import Values
-from halfstep.lens import Sink, Tracer, user_line
+from halfstep.lens import Sink, user_line
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, get_sequence_nr
+from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,12 +43,82 @@ from halfstep.torch_private.fake import (
     unset_fake_temporarily,
 )
 from halfstep.torch_private.operators import schema_of
+from halfstep.torch_private.trees import tree_map_only
+from halfstep.trees import tensors
 
+LARGEST = 1 << 22  # elements of integers
+LARGEST_FLOAT = 1 << 12  # elements of floating tensors: lengths and counts, no pictures
+NAME = "_halfstep_value"  # attribute of a fake tensor; goes with it
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
 CAST = "aten::_to_copy"
 COPIES = frozenset({"aten::clone", CAST})
 RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})  # namespaces of operators that only sharded models run
+
+
+class Values:
+    """Values of fake tensors, see note [values]."""
+
+    def __init__(self) -> None:
+        self._lost: set[int] = set()  # storages of values that were overwritten by unknown ones
+
+    def give(self, tensor: Tensor, value: Tensor) -> None:
+        """Note what a fake tensor holds."""
+        if value.numel() <= (LARGEST_FLOAT if value.is_floating_point() or value.is_complex() else LARGEST):
+            setattr(tensor, NAME, value)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor holds, None if it is unknown."""
+        if type(tensor) is not FakeTensor:
+            return tensor
+        value: Tensor | None = getattr(tensor, NAME, None)
+        return None if value is None or storage_key(value.untyped_storage()) in self._lost else value
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator on values; None if one is unknown or the result is random."""
+        unknown = any(self.of(tensor) is None for tensor in tensors([args, *kwargs.values()]))
+        if unknown or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        except Exception:  # what a CPU does not do: unknown, and an error only if it is read
+            return None
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the results of an operator that ran on fake tensors their values, if they have any."""
+        if isinstance(result, Tensor):
+            large = result.numel() > (LARGEST if not result.is_floating_point() else LARGEST_FLOAT)
+            changed = schema_of(func).is_mutable
+            if large and not changed:
+                return
+            value = self.compute(func, args, kwargs)
+            if isinstance(value, Tensor):
+                self.give(result, value)
+            elif changed and (old := getattr(result, NAME, None)) is not None:
+                self._lost.add(storage_key(old.untyped_storage()))  # of all tensors that share its memory
+        elif isinstance(result, (tuple, list)) and all(isinstance(t, Tensor) for t in result):
+            if sum(t.numel() for t in result) <= LARGEST_FLOAT or not any(t.is_floating_point() for t in result):
+                for tensor, value in zip(result, self.compute(func, args, kwargs) or (), strict=False):
+                    self.give(tensor, value)
+
+    def dense_index(self, args: Any) -> Any:
+        """Return arguments of `aten::index` with masks of known values as lists of places; None if one is unknown."""
+        places: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+                continue
+            value = self.of(index)
+            if value is None:
+                return None
+            with unset_fake_temporarily():
+                found = value.nonzero().unbind(1)
+            places += [torch.empty(len(rows), dtype=torch.int64, device=index.device) for rows in found]
+        return args[0], places
 
 
 class MemorySink(Sink):
@@ -62,12 +136,6 @@ class MemorySink(Sink):
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
         self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
         self._made: list[Block] = []  # blocks made since the outermost module that runs again in backward began
-
-    @contextmanager
-    def on(self) -> Iterator[MemorySink]:
-        """Follow the block. The backward pass runs in the calling thread."""
-        with torch.autograd.set_multithreading_enabled(False), Tracer(self):
-            yield self
 
     def watch(self, model: nn.Module) -> None:
         """Take the names, parameters and buffers of `model`; again after any have been replaced."""
@@ -160,8 +228,9 @@ class MemorySink(Sink):
             found = self._from_values(func, args, kwargs) if forward else None
             if found is None:
                 raise PlanError(
-                    f"the result of {name} needs values that depend on the weights ({_line()}), and a plan has "
-                    "none; use an operator whose result has a fixed shape, such as torch.where, or plan without it"
+                    f"the result of {name} needs values that depend on the weights ({user_line() or 'in torch'}), "
+                    "and a plan has none; use an operator whose result has a fixed shape, such as torch.where, or plan "
+                    "without it"
                 ) from error
             return found
         if forward:
@@ -232,8 +301,8 @@ class MemorySink(Sink):
         except DataDependentOutputException as error:
             if self.phase == "forward":
                 raise PlanError(
-                    f"the model reads a value that depends on weights or random numbers ({_line()}), and a plan "
-                    "has none; compute with tensors instead, such as torch.where for `if`"
+                    f"the model reads a value that depends on weights or random numbers ({user_line() or 'in torch'}), "
+                    "and a plan has none; compute with tensors instead, such as torch.where for `if`"
                 ) from error
         return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
@@ -254,10 +323,6 @@ def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a sharded tensor; any other as it is."""
     part = getattr(tensor, "_local_tensor", None)
     return tensor if part is None else part
-
-
-def _line() -> str:
-    return user_line() or "in torch"
 
 
 # ------------------------------------------------------------------ workspaces, see the note above
@@ -302,13 +367,9 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     return max(by_input, by_weight)
 
 
-def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
-    return 2 * int(args[1].nbytes)
-
-
 KERNELS: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
-    "aten::native_batch_norm_backward": _batch_norm_backward,
+    "aten::native_batch_norm_backward": lambda args, result: 2 * int(args[1].nbytes),
 }
 """Operator -> the most bytes that its kernel has at one time, results included."""

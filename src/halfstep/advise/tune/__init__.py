@@ -1,8 +1,4 @@
-"""Tune: find the cheapest policy for a task on this machine, and test whether it trains as fp32 does.
-
-`tune` returns a `Tuning`: the choice, every candidate that was tried (`Tried`) with its differences from a preset
-(`Change`), and the equivalence test. `Progress` is what its `on_progress` is given.
-"""
+"""Tune: find the cheapest policy for a task on this machine, and test whether it trains as fp32 does."""
 
 from halfstep.advise.tune.lab import Progress
 from halfstep.advise.tune.result import Change, Tried, TuneError, Tuning

@@ -1,8 +1,4 @@
-"""Board: the candidates of a search, what was measured of each, and which is the best so far.
-
-Races are run and judged here: a candidate whose loss ends within the bound may become the best, if it is cheaper than
-the best by more than the race resolves.
-"""
+"""Board: the candidates of a search, what was measured of each, and which is the best so far."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration, applied
+from halfstep.advise.tune.calibration import applied
 from halfstep.advise.tune.lab import Lab
 from halfstep.advise.tune.race import BASELINE, Lap, RaceResult
 from halfstep.advise.tune.result import Change, Tried
@@ -95,10 +91,7 @@ class Board:
     def race(
         self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, **options: Any
     ) -> bool:  # fmt: skip
-        """Race candidates, and return whether the race came to its end; `options` are those of `Lab.race`.
-
-        With `judged` it is long enough to judge the loss by.
-        """
+        """Race candidates, and return whether the race came to its end; `judged`: it is long enough for the loss."""
         others = [label for label in dict.fromkeys(labels) if label != base]
         for start in range(0, len(others), GROUP):
             group = [*([] if base == FP32 else [base]), *others[start : start + GROUP]]
@@ -151,10 +144,6 @@ class Board:
         now = self.tried[label]
         words = [now.verdict, _over(lap.time, FP32), now.reason]
         self.lab.say(f"{label}: {'; '.join(dict.fromkeys(words))}")
-
-    def calibration(self, label: str) -> Calibration:
-        """Return the audit of a candidate."""
-        return self.lab.calibration(self.candidate(label), self.steps)
 
     def cost(self, tried: Tried) -> float:
         """Return the logarithm of its cost over fp32's; inf if it is not known."""

@@ -1,8 +1,6 @@
 """Calibration: what one audit measured of a policy, as plain values, and the changes of it that are worth a try.
 
-A `Spot` is an operator in a module, forward and backward together. Two lists of changes: what brings an error down
-(`exceptions`, the most sensitive first), and what may bring cost down (`savings`, the most expensive first). Nothing
-here is measured again: a race tells what a change is worth.
+Nothing here is measured again: a race tells what a change is worth.
 """
 
 from __future__ import annotations
@@ -87,6 +85,13 @@ class Calibration:
         remedies = tuple(Change(**remedy) for remedy in values["remedies"])
         return cls(**{**values, "spots": spots, "remedies": remedies})
 
+    def places(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield what a rule can be for, (field, pattern): operators, classes of modules, and these modules."""
+        known = set(hs.policy.operator_names("*")) - {"to"}
+        yield from (("ops", op) for op in dict.fromkeys(spot.op for spot in self.spots) if op in known)
+        yield from (("modules", f"class:{kind}") for kind in dict.fromkeys(s.kind for s in self.spots if s.module))
+        yield from (("modules", module) for module in dict.fromkeys(modules))
+
     def covered(self, field: str, pattern: str) -> list[Spot]:
         """Return the spots that a rule of ``ops`` or ``modules`` with this pattern concerns."""
         if field == "ops":
@@ -113,25 +118,25 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
     for row in audit.rows:
         if row.role in FORWARD:
             groups.setdefault((row.module, row.op), []).append(row)
-    spots = tuple(_spot(module, kinds.get(module, ""), op, rows) for (module, op), rows in groups.items())
+    spots = []
+    for (module, op), rows in groups.items():
+        forward = next((row for row in rows if row.role == "activation"), rows[0])
+        spots.append(
+            Spot(
+                module=module, kind=kinds.get(module, ""), op=op, format=forward.format,
+                error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
+                headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
+                overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
+                cast_bytes=sum(row.cast_bytes for row in rows), bytes=forward.bytes,
+            )
+        )  # fmt: skip
     remedies: dict[tuple[str, str], Change] = {}
     for finding in audit.findings():
         if finding.policy is not None:
             facts = next((s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause)
             for change in differences(audit.policy, finding.policy, f"{finding.kind} in {finding.place}: {facts}"):
                 remedies.setdefault((change.field, change.pattern), change)
-    return Calibration(spots=spots, remedies=tuple(remedies.values()))
-
-
-def _spot(module: str, kind: str, op: str, rows: list[Any]) -> Spot:
-    forward = next((row for row in rows if row.role == "activation"), rows[0])
-    return Spot(
-        module=module, kind=kind, op=op, format=forward.format,
-        error=max((row.error for row in rows if not math.isnan(row.error)), default=0.0),
-        headroom=min((row.headroom for row in rows if not math.isnan(row.headroom)), default=math.inf),
-        overflows=any(row.overflow > 0 for row in rows), time=sum(row.time for row in rows),
-        cast_bytes=sum(row.cast_bytes for row in rows), bytes=forward.bytes,
-    )  # fmt: skip
+    return Calibration(spots=tuple(spots), remedies=tuple(remedies.values()))
 
 
 def differences(base: hs.Policy, other: hs.Policy, why: str = "") -> list[Change]:
@@ -163,12 +168,12 @@ def applied(policy: hs.Policy, changes: Iterable[Change]) -> hs.Policy:
 def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
     """Return changes that bring the error down: the audit's own remedies, then the operators that lose most."""
     found = list(calibration.remedies)
-    taken = {(r.field, r.pattern) for r in found}
+    taken, known = {(r.field, r.pattern) for r in found}, set(hs.policy.operator_names("*"))
     for spot in sorted(calibration.spots, key=lambda s: (s.overflows, s.error), reverse=True):
         if not (spot.overflows or spot.error > 0.0) or not _is_low(spot):
             continue
         field, pattern = ("modules", spot.module) if spot.module else ("ops", spot.op)
-        if (field, pattern) not in taken and _exists(field, pattern):
+        if (field, pattern) not in taken and (spot.module or spot.op in known):
             taken.add((field, pattern))
             found.append(Change(field=field, pattern=pattern, value="fp32", why=spot.facts))
     return [change for change in found if applied(policy, [change]) != policy]
@@ -180,7 +185,13 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
     Where `memory` counts, fields come first, which decide it.
     """
     share = 1.0 if memory else MINOR
-    found = [(share, change) for change in _of_fields(policy)]
+    found: list[tuple[float, Change]] = []
+    for field, values in FIELDS.items():
+        why = f"{field} was {getattr(policy, field)}"
+        if policy.params == "low" or field not in BEHIND_LOW:
+            found += [(share, Change(field=field, value=value, why=why)) for value in values]
+    if policy.dtype == "fp16":
+        found = [(share, change) for share, change in found if (change.field, change.value) != ("master", "master")]
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: dict[object, Change] = {}
     for _, change in found:
@@ -191,16 +202,6 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
     return list(chosen.values())[:MOST]
 
 
-def _of_fields(policy: hs.Policy) -> Iterator[Change]:
-    for field, values in FIELDS.items():
-        if field in BEHIND_LOW and policy.params != "low":
-            continue
-        for value in values:
-            if field == "master" and value == "master" and policy.dtype == "fp16":
-                continue
-            yield Change(field=field, value=value, why=f"{field} was {getattr(policy, field)}")
-
-
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
     """Yield (share of the time concerned, rule)."""
     spots = [spot for spot in calibration.spots if spot.op != "to"]
@@ -209,12 +210,7 @@ def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
         if spot.module:
             modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
     named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
-    places = [
-        *(("ops", op) for op in dict.fromkeys(spot.op for spot in spots) if _exists("ops", op)),
-        *(("modules", f"class:{kind}") for kind in dict.fromkeys(spot.kind for spot in spots if spot.module)),
-        *(("modules", module) for module in named),
-    ]
-    for field, pattern in places:
+    for field, pattern in calibration.places(named):
         concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
         share = sum(spot.time for spot in concerned)
         if share < COUNTS:
@@ -233,14 +229,3 @@ def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
 
 def _is_low(spot: Spot) -> bool:
     return spot.format in FORMATS and FORMATS[spot.format].bits < LOW_BITS
-
-
-def _exists(field: str, pattern: str) -> bool:
-    """Return whether a policy may name it: of operators those of torch and registered ones."""
-    if field != "ops":
-        return True
-    try:
-        hs.Policy(ops=((pattern, "fp32"),))
-    except hs.HalfstepError:
-        return False
-    return True

@@ -59,12 +59,7 @@ class Progress:
 
 
 class Lab:
-    """Measures candidates of one task: within `seconds`, all with one seed, timed by `clock`.
-
-    Raises:
-        TaskError: batches that are not the same when asked for again.
-        TuneError: the journal at `path` cannot be read, or is of another search.
-    """
+    """Measures candidates of one task: within `seconds`, all with one seed, timed by `clock`."""
 
     def __init__(
         self, task: Task, device: str, *, seed: int, seconds: float, path: Path | None = None,
@@ -103,10 +98,7 @@ class Lab:
         return float(found) / 1e3
 
     def steps(self) -> int:
-        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short.
-
-        A search that goes on has as many as before, so that what was measured counts, or more.
-        """
+        """Return the steps of a short training: the excerpt's, or fewer if time is short; never fewer than before."""
         affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
         before = int(self.entries.get("steps", 0))
         steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
@@ -184,16 +176,13 @@ class Lab:
         self.say(phase=f"audit of {candidate.label}")
         return Calibration.of(self._remember(key, audit))
 
-    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration | None:
-        """Return the audit of a candidate if it was made."""
+    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration:
+        """Return the audit of a candidate if it was made, else an empty one."""
         found = self.entries.get(f"audit {_key(candidate)} {steps}")
-        return None if found is None else Calibration.of(found)
+        return Calibration() if found is None else Calibration.of(found)
 
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
-        """Return the error of the gradients under `policy` on the weights of the audits; nan without time for it.
-
-        fp32 has trained the weights for `steps` steps; `reserve` seconds are kept for later.
-        """
+        """Return the error of the gradients on the weights of the audits; nan if no more than `reserve` s are left."""
 
         def measure() -> float:
             loop = self._trained = self._trained or self._train(steps)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
+from halfstep.advise.tune.proof import Proof
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
 if TYPE_CHECKING:
-    from halfstep.advise.tune.proof import Proof
     from halfstep.advise.tune.result import Tried, Tuning
 
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
@@ -29,8 +29,8 @@ METHOD = (
     "median of the ratios within a round and its 90 % interval. Slower ones are dropped early.",
     "Memory: counted, not sampled: what lives between steps, and what autograd keeps for the backward pass.",
     "Loss rise: how much higher the training loss ends than fp32's from the same start with the same batches.",
-    "Error of the gradients: relative, against fp32 on the same weights and batches; the root mean square over the "
-    "parameters.",
+    "Error of the gradients: relative, against fp32 on the same weights and batches; the mean over the parameters, "
+    "each at most 1.",
     "Proof: fp32 is trained with several seeds, which fix the margin. Then the policy is trained from the same starts. "
     "Equivalent: the 90 % interval of the difference lies inside the margin (two one-sided tests, each at 5 %). The "
     "number of seeds follows from the spread of the first pairs, not from their mean, and the test is made once.",
@@ -58,26 +58,15 @@ def _comment(text: str) -> list[str]:
 
 
 def _head(tuning: Tuning) -> Iterator[str]:
-    chosen, here = tuning.chosen, tuning.machine
+    chosen = tuning.chosen
     yield f"{chosen.label} for the task {tuning.task}, found by halfstep tune; target {tuning.target}"
     if tuning.command:
         yield f"command: {tuning.command}"
-    on = f", {here['accelerator']}" if here["accelerator"] else ""
-    yield (
-        f"machine: {here['cpu']}, {here['cores']} cores, torch {here['torch']} with {here['torch_threads']} threads"
-        f"{on}; device {tuning.device}"
-    )
+    yield f"machine: {_machine(tuning)}; device {tuning.device}"
     yield f"chosen: {chosen.reason}"
-    yield f"time: {_time(chosen, tuning.control)}"
-    fp32 = tuning.fp32
-    if chosen.bytes and fp32.bytes:
-        predicted = ""
-        if chosen.predicted_bytes:
-            predicted = f"; predicted {size(chosen.predicted_bytes)} together, counted {size(chosen.bytes)}"
-        yield (
-            f"memory: {size(chosen.state_bytes)} between steps (fp32 {size(fp32.state_bytes)}), "
-            f"{size(chosen.saved_bytes)} kept for the backward pass (fp32 {size(fp32.saved_bytes)}){predicted}"
-        )
+    yield f"time: {'; '.join(_time(tuning)) or 'not measured'}"
+    if memory := _memory(tuning):
+        yield f"memory: {'; '.join(memory)}"
     if not math.isnan(chosen.error):
         rise = "unknown" if math.isnan(chosen.loss_rise) else f"{100 * chosen.loss_rise:+.2f} %"
         yield f"error of the gradients: {chosen.error:.2g}; loss after {tuning.steps} steps {rise} beside fp32's"
@@ -91,13 +80,37 @@ def _head(tuning: Tuning) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _time(tried: Tried, control: Ratio | None) -> str:
-    if tried.time is None:
-        return "not measured"
-    words = f"{_ratio(tried.time)} of fp32's, {tried.milliseconds:.3g} ms a step"
-    if not math.isnan(tried.predicted):
-        words += f" (predicted {tried.predicted:.3f})"
-    return words + (f"; fp32 beside itself {_ratio(control)}" if control is not None else "")
+def _machine(tuning: Tuning) -> str:
+    here = tuning.machine
+    on = f", {here['accelerator']}" if here["accelerator"] else ""
+    return f"{here['cpu']}, {here['cores']} cores, torch {here['torch']} with {here['torch_threads']} threads{on}"
+
+
+def _time(tuning: Tuning) -> list[str]:
+    """Return what was measured of the time of a step; nothing if it was not timed."""
+    chosen = tuning.chosen
+    if chosen.time is None:
+        return []
+    words = [f"{_ratio(chosen.time)} of fp32's, {chosen.milliseconds:.3g} ms a step"]
+    if math.isfinite(chosen.predicted):
+        words.append(f"predicted {chosen.predicted:.3f} from its changes one by one")
+    if tuning.control is not None:
+        words.append(f"fp32 beside itself {_ratio(tuning.control)}")
+    return words
+
+
+def _memory(tuning: Tuning) -> list[str]:
+    """Return the bytes that were counted; nothing if they were not."""
+    chosen, fp32 = tuning.chosen, tuning.fp32
+    if not chosen.bytes or not fp32.bytes:
+        return []
+    words = [
+        f"{size(chosen.state_bytes)} between steps (fp32 {size(fp32.state_bytes)}), "
+        f"{size(chosen.saved_bytes)} kept for the backward pass (fp32 {size(fp32.saved_bytes)})"
+    ]
+    if chosen.predicted_bytes:
+        words.append(f"predicted {size(chosen.predicted_bytes)} together, counted {size(chosen.bytes)}")
+    return words
 
 
 def _ratio(ratio: Ratio) -> str:
@@ -127,18 +140,15 @@ def _rejected(tuning: Tuning) -> Iterator[str]:
 
 def tuning_page(tuning: Tuning) -> doc.Document:
     """Return the report of a search."""
-    here = tuning.machine
     rows = ((str(change), doc.sentence(change.why)) for change in tuning.chosen.changes)
     differs = f"How it differs from the preset {tuning.chosen.preset}"
     exceptions = doc.table(differs, ("change", "why"), rows, words=(1,))
     argument = " and compile=True" if tuning.compile else ""
     how = f'Save it as policy.toml and give TrainStep policy="policy.toml"{argument}.'
-    on = f", {here['accelerator']}" if here.get("accelerator") else ""
     return doc.page(
         f"halfstep tune: {tuning.task}",
         f"The cheapest policy that was found for this task on this machine, with the target {tuning.target}. "
-        f"{here.get('cpu', 'unknown processor')}, {here.get('cores')} cores{on}; torch {here.get('torch')}, "
-        f"{tuning.seconds / 60:.1f} minutes.",
+        f"{_machine(tuning)}; {tuning.seconds / 60:.1f} minutes.",
         (
             _conclusion(tuning),
             doc.Section("Exceptions", (exceptions,) if tuning.chosen.changes else ()),
@@ -157,14 +167,22 @@ def tuning_page(tuning: Tuning) -> doc.Document:
 
 def _conclusion(tuning: Tuning) -> doc.Section:
     argument = ", compile=True" if tuning.compile else ""
-    facts = (_time_fact(tuning), _memory_fact(tuning), _result_fact(tuning))
+    facts: list[doc.Fact] = []
+    if time := tuning.chosen.time:
+        faster = time.high < 1.0 and not (tuning.control and time.finer_than(tuning.control))
+        more = [*_time(tuning), f"the interval holds with 90 %, {time.rounds} rounds"]
+        facts.append(_fact("Time of a step", f"{time.median:.2f} of fp32's", more, "good" if faster else ""))
+    if memory := _memory(tuning):
+        share = tuning.chosen.bytes / tuning.fp32.bytes
+        facts.append(_fact("Memory", f"{share:.2f} of fp32's", memory, "good" if share < 1.0 else ""))
+    facts.append(_result_fact(tuning))
     blocks: list[doc.Block] = []
     if not tuning.finished:
         blocks.append(doc.Note("The search did not come to its end: this is the best candidate so far."))
     blocks += [
         doc.Paragraph(_in_words(tuning)),
         doc.Code(f'step = hs.TrainStep(model, optimizer, loss_fn, policy="policy.toml"{argument})'),
-        doc.Facts(tuple(fact for fact in facts if fact)),
+        doc.Facts(tuple(facts)),
     ]
     if tuning.notes or tuning.advice:
         blocks.append(doc.Bullets(tuple(map(doc.sentence, (*tuning.notes, *tuning.advice)))))
@@ -201,35 +219,6 @@ def _fact(heading: str, text: str, more: list[str], tone: str = "") -> doc.Fact:
     return doc.Fact(heading, text, tuple(map(doc.sentence, more)), tone)
 
 
-def _time_fact(tuning: Tuning) -> doc.Fact | None:
-    chosen, time = tuning.chosen, tuning.chosen.time
-    if time is None:
-        return None
-    more = [f"90 % interval {time.low:.3f} to {time.high:.3f}, {time.rounds} rounds"]
-    if math.isfinite(chosen.milliseconds):
-        more.append(f"{chosen.milliseconds:.3g} ms a step")
-    if math.isfinite(chosen.predicted):
-        more.append(f"predicted {chosen.predicted:.3f} from its changes one by one")
-    if tuning.control is not None:
-        more.append(f"identical runs differ by {tuning.control.low:.3f} to {tuning.control.high:.3f}")
-    faster = time.high < 1.0 and not (tuning.control and time.finer_than(tuning.control))
-    return _fact("Time of a step", f"{time.median:.2f} of fp32's", more, "good" if faster else "")
-
-
-def _memory_fact(tuning: Tuning) -> doc.Fact | None:
-    chosen, fp32 = tuning.chosen, tuning.fp32
-    if not chosen.bytes or not fp32.bytes:
-        return None
-    more = [
-        f"between steps {size(chosen.state_bytes)}, fp32 {size(fp32.state_bytes)}",
-        f"for the backward pass {size(chosen.saved_bytes)}, fp32 {size(fp32.saved_bytes)}",
-    ]
-    if chosen.predicted_bytes:
-        more.append(f"predicted {size(chosen.predicted_bytes)}, counted {size(chosen.bytes)}")
-    tone = "good" if chosen.bytes < fp32.bytes else ""
-    return _fact("Memory", f"{chosen.bytes / fp32.bytes:.2f} of fp32's", more, tone)
-
-
 def _result_fact(tuning: Tuning) -> doc.Fact:
     proof = tuning.proof
     if tuning.is_fp32:
@@ -261,9 +250,7 @@ def _front(tuning: Tuning) -> doc.Section:
     return doc.Section("Every candidate", (how, doc.Gallery(shown, legend)) if shown else ())
 
 
-def _plane(
-    tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], float | None]
-) -> doc.Figure | None:  # fmt: skip
+def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], float | None]) -> doc.Figure | None:
     points = []
     order = sorted(tuning.tried, key=lambda t: (t.label == tuning.chosen.label, t.label == FP32, t.verdict == "within"))
     for tried in order:

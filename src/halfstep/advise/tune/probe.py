@@ -1,8 +1,7 @@
 """Probe: which exceptions bring a policy's gradients back to fp32's, each measured by one forward and backward pass.
 
 Local errors do not rank exceptions: every bf16 product loses two thousandths, whether a cancellation behind it makes
-that the whole result or nothing. A probe has everything in it that comes after. In: an error of a policy and the
-changes to choose from. Out: a chain of changes, the most effective first.
+that the whole result or nothing. A probe has everything in it that comes after.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,17 +85,15 @@ def gradients(task: Task, model: nn.Module, batch: tuple[Any, ...], policy: hs.P
 
 
 def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Change]) -> list[tuple[float, Change]]:
-    """Return (share of the time that is concerned, change) for what may bring the error of `policy` down.
-
-    `remedies` are those that the audit's findings name.
-    """
+    """Return (share of the time that is concerned, change) of `remedies` and of what else may bring the error down."""
     total = sum(spot.time for spot in calibration.spots) or 1.0
     rules = [r for r in remedies if r.field in {"ops", "modules"} and r.value == "fp32"]
     fields = {(r.field, r.value): r for r in remedies if r not in rules}
     for field, value in BACK.items():
         fields.setdefault((field, value), Change(field=field, value=value, why=""))
     found = [(0.0, remedy) for remedy in fields.values()]
-    patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *_patterns(calibration)])
+    outermost = (spot.module.partition(".")[0] for spot in calibration.spots if spot.module)
+    patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *calibration.places(outermost)])
     shares = [
         (sum(spot.time for spot in calibration.covered(field, pattern)) / total, field, pattern)
         for field, pattern in patterns
@@ -104,14 +101,6 @@ def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Chan
     small = sorted((s for s in shares if s[0] <= LARGE), reverse=True)[:PATTERNS]
     found += [(share, Change(field=field, pattern=pattern, value="fp32", why="")) for share, field, pattern in small]
     return [(share, change) for share, change in found if applied(policy, [change]) != policy]
-
-
-def _patterns(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """Yield operators, classes and outermost modules."""
-    known = set(hs.policy.operator_names("*"))
-    yield from (("ops", spot.op) for spot in calibration.spots if spot.op in known and spot.op != "to")
-    yield from (("modules", f"class:{spot.kind}") for spot in calibration.spots if spot.module)
-    yield from (("modules", spot.module.partition(".")[0]) for spot in calibration.spots if spot.module)
 
 
 def chain(

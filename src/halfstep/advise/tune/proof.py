@@ -1,8 +1,5 @@
 """Proof: does a policy train as fp32 does? Short trainings of both from the same starts, and a test of equivalence.
 
-In: a task, a candidate and a time budget. Out: a `Proof`; every training is handed out as a `Run` when it is finished,
-so that an interrupted proof goes on where it was.
-
 The order of the trainings keeps the test valid. fp32 is trained first with `ENOUGH_SEEDS` seeds, which fix the margin
 before the candidate has any result. The candidate's first seeds show how far apart a pair of runs lies by chance, and
 from that spread alone, not from the mean, follows how many seeds there will be. Equivalence is looked for once, with
@@ -141,9 +138,6 @@ def prove(
     suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
     At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
     result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %.
-
-    Raises:
-        HalfstepError, RuntimeError: fp32 cannot train this task.
     """
     by_metric = task.metric is not None and max_loss_rise is None
     pairs = _Pairs(
@@ -157,8 +151,8 @@ def prove(
             return pairs.undecided(f"fp32 itself does not end with a finite {pairs.measure}: {why}", -1)
     if len(fp32) < ENOUGH_SEEDS:
         return pairs.undecided(f"the time was up after {counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
-    pairs.margin, pairs.margin_from = _margin(task, [r.value for r in fp32], pairs.measure, by_metric, max_loss_rise)
-    if flaw := _flaw(pairs):
+    pairs.fix_margin(max_loss_rise)
+    if flaw := pairs.flaw():
         return pairs.undecided(flaw, -1)
     pairs.planned = max(ENOUGH_SEEDS, seeds)
     while len(pairs.own) < pairs.planned and pairs.add():
@@ -170,31 +164,6 @@ def prove(
             if pairs.difference().verdict == "worse" or (missing and missing > pairs.left()):
                 break
     return pairs.result()
-
-
-def _margin(
-    task: Task, values: Sequence[float], measure: str, by_metric: bool, max_loss_rise: float | None
-) -> tuple[float, str]:
-    """Return the margin that fp32's values fix, and where it is from."""
-    mean = statistics.fmean(values)
-    if by_metric:
-        return task.margin_around(mean), "the task's own margin"
-    if max_loss_rise is not None:
-        return max_loss_rise * abs(mean), f"max_loss_rise: {max_loss_rise:g} of fp32's {measure} over the last steps"
-    return statistics.stdev(values), f"the standard deviation of fp32's own {measure} over {len(values)} seeds"
-
-
-def _flaw(pairs: _Pairs) -> str:
-    """Return why fp32's runs cannot be a reference, "" if they can."""
-    gain = statistics.fmean((r.value - r.start) * (1 if pairs.higher else -1) for r in pairs.reference)
-    if not pairs.margin > 0.0:
-        return "fp32 ends alike with every seed, so that its spread gives no margin; give max_loss_rise"
-    if not gain >= GAIN * pairs.margin:
-        return (
-            f"fp32 gains {gain:.3g} in {counted(pairs.steps, 'step')} and the margin is {pairs.margin:.3g}: a "
-            f"policy that learns nothing could pass for equivalent; train longer (steps) or give a narrower margin"
-        )
-    return ""
 
 
 class _Pairs:
@@ -215,6 +184,30 @@ class _Pairs:
         self.planned = ENOUGH_SEEDS
         self._known = {run.key: run for run in runs}
         self._policies = {REFERENCE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
+
+    def fix_margin(self, max_loss_rise: float | None) -> None:
+        """Fix the margin by fp32's values."""
+        values = [r.value for r in self.reference]
+        if self.by_metric:
+            self.margin, self.margin_from = self.task.margin_around(statistics.fmean(values)), "the task's own margin"
+        elif max_loss_rise is not None:
+            self.margin = max_loss_rise * abs(statistics.fmean(values))
+            self.margin_from = f"max_loss_rise: {max_loss_rise:g} of fp32's {self.measure} over the last steps"
+        else:
+            self.margin = statistics.stdev(values)
+            self.margin_from = f"the standard deviation of fp32's own {self.measure} over {len(values)} seeds"
+
+    def flaw(self) -> str:
+        """Return why fp32's runs cannot be a reference, "" if they can."""
+        gain = statistics.fmean((r.value - r.start) * (1 if self.higher else -1) for r in self.reference)
+        if not self.margin > 0.0:
+            return "fp32 ends alike with every seed, so that its spread gives no margin; give max_loss_rise"
+        if not gain >= GAIN * self.margin:
+            return (
+                f"fp32 gains {gain:.3g} in {counted(self.steps, 'step')} and the margin is {self.margin:.3g}: a "
+                f"policy that learns nothing could pass for equivalent; train longer (steps) or give a narrower margin"
+            )
+        return ""
 
     def left(self) -> float:
         """Return the seconds that are left."""

@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from halfstep.tasks.compare import started
 from halfstep.tasks.loops import Training, make_loop
 from halfstep.tasks.measure import finite_mean, student_quantile
 from halfstep.tasks.task import Task
-from halfstep.timing import WARM_UP, Race, Ratio, Unfit
+from halfstep.timing import WARM_UP, Ratio, Unfit
 
 BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
@@ -169,9 +169,6 @@ def race(
 
     A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
     no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
-
-    Raises:
-        TuneError: fp32 raised, or ran out of memory.
     """
     model = started(task, seed, device)
     running = _Race(task, {}, device=device, seed=seed, clock=clock)
@@ -184,34 +181,28 @@ def race(
         except Unfit as reason:
             running.dropped[candidate.label] = str(reason)
     del model
-    slower: set[str] = set()
     done = 0
     while done < steps and clock() < deadline:
         running.round(labels, done, timed=done >= WARM_UP)
         done += 1
         if done >= WARM_UP + LOOK and (done - WARM_UP) % LOOK == 0:
-            slower |= _slower(running, labels[2:], base, limit)
+            there = {label for label in labels[2:] if label != base and {label, base}.isdisjoint(running.dropped)}
+            ratios = ((label, running.ratio(label, base)) for label in there)
+            slower = [label for label, ratio in ratios if ratio is not None and ratio.low > limit]
+            running.dropped |= dict.fromkeys(slower, "")
         running.leave()
         on_round(done)
         if candidates and not running.loops.keys() - {*labels[:2]}:
             break
     return RaceResult(
-        laps={label: _lap(running, label, base, steps, slower) for label in labels if label != TWIN.label},
+        laps={label: _lap(running, label, base, steps) for label in labels if label != TWIN.label},
         control=running.ratio(TWIN.label, FP32),
         repeatable=repr(running.floats(FP32)) == repr(running.floats(TWIN.label)),
         finished=done == steps,
     )
 
 
-def _slower(running: Race, labels: Sequence[str], base: str, limit: float) -> set[str]:
-    """Drop candidates that are slower than `limit` times the base for certain, and return them."""
-    there = {label for label in labels if label != base and {label, base}.isdisjoint(running.dropped)}
-    found = {label for label in there if (ratio := running.ratio(label, base)) is not None and ratio.low > limit}
-    running.dropped |= dict.fromkeys(found, "")
-    return found
-
-
-def _lap(running: Training, label: str, base: str, steps: int, slower: Collection[str]) -> Lap:
+def _lap(running: Training, label: str, base: str, steps: int) -> Lap:
     losses, window = running.floats(label), max(1, steps // LAST)
     loop = running.loops.get(label)
     return Lap(
@@ -219,5 +210,5 @@ def _lap(running: Training, label: str, base: str, steps: int, slower: Collectio
         milliseconds=1e3 * running.typical(label),
         start=finite_mean(losses[:window]), end=finite_mean(losses[-window:]) if len(losses) == steps else math.nan,
         skipped=0 if loop is None else len(loop.skipped()),
-        dropped=label in slower, failed=running.dropped.get(label, ""),
+        dropped=running.dropped.get(label) == "", failed=running.dropped.get(label, ""),
     )  # fmt: skip

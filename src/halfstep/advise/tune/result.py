@@ -6,16 +6,14 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import halfstep as hs
 from halfstep.advise.tune.page import commented, summary, tuning_page
+from halfstep.advise.tune.proof import Proof
 from halfstep.report import write_page
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
-
-if TYPE_CHECKING:
-    from halfstep.advise.tune.proof import Proof
 
 
 class TuneError(hs.HalfstepError, ValueError):

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
-from halfstep.advise.tune.calibration import applied, exceptions, savings
+from halfstep.advise.tune.calibration import Calibration, applied, exceptions, savings
 from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.page import size
 from halfstep.advise.tune.probe import chain, options
@@ -42,11 +42,7 @@ COMPILING = 60.0  # seconds that must be free for compiling: a small model takes
 
 
 class Search:
-    """One search while it runs.
-
-    `bound` is the largest loss rise, a fraction (None: fp32's own spread from seed to seed), `dtypes` are the low
-    formats to try, and `seeds` those of a proof at least (0: as many as it takes).
-    """
+    """One search while it runs; `bound`, `dtypes` and `seeds` as `tune` takes them."""
 
     def __init__(
         self, board: Board, *, bound: float | None, dtypes: Sequence[str], seeds: int, compile: bool
@@ -96,7 +92,7 @@ class Search:
         judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
         beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
         for tried in sorted(beyond, key=board.cost)[:MENDED]:
-            calibration = board.calibration(tried.label)
+            calibration = self._calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
             probed = [
                 replace(change, why=f"{calibration.facts(change.field, change.pattern)}{change.why}")
@@ -113,6 +109,14 @@ class Search:
             ):
                 return False
         return True
+
+    def _calibration(self, label: str) -> Calibration:
+        """Return the audit of a candidate; what ended one that failed goes into the notes."""
+        found = self.lab.calibration(self.board.candidate(label), self.steps)
+        note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
+        if found.failed and note not in self.notes:
+            self.notes.append(note)
+        return found
 
     def _probe(self, policy: hs.Policy) -> float:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
@@ -138,7 +142,7 @@ class Search:
         whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
-            found = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            found = savings(self._calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
             new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]

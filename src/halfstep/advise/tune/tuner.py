@@ -140,8 +140,7 @@ def _advice(board: Board) -> Iterator[str]:
     best, lab = board[board.best], board.lab
     if not best.saved_bytes:
         return
-    kept = lab.known_calibration(board.candidate(board.best), board.steps)
-    spots = () if kept is None else kept.spots
+    spots = lab.known_calibration(board.candidate(board.best), board.steps).spots
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:

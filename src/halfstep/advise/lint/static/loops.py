@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from halfstep.advise.lint.rule import Check, Hit
-from halfstep.advise.lint.static.ops import BACKWARDS, Op, ends_window, in_each, plain
-from halfstep.advise.lint.static.paths import Verdicts, judged, on_paths
+from halfstep.advise.lint.rule import Hit, check_of
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, Verdicts, ends_window, in_each, judged, on_paths, plain
 from halfstep.advise.lint.static.regions import sites
 from halfstep.advise.lint.static.script import Script, method, walked
 
@@ -19,6 +18,7 @@ OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNO
 """Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
 
 
+@check_of("HS034")
 def _never_cleared(script: Script) -> Iterator[Hit]:
     if CLEARS.search(script.text) or OWN_LOOPS.search(script.text):
         return
@@ -41,6 +41,7 @@ def _accumulates(path: Sequence[Op]) -> Verdicts:
             return
 
 
+@check_of("HS035")
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -63,6 +64,7 @@ def _finite(test: ast.expr) -> bool:
     return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in walked(test))
 
 
+@on_paths("HS036")
 def _clip_in_micro_batch(path: Sequence[Op]) -> Verdicts:
     clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
     backward: Op | None = None
@@ -79,6 +81,7 @@ def _clip_in_micro_batch(path: Sequence[Op]) -> Verdicts:
             clipped = {}
 
 
+@check_of("HS037")
 def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         looped = [site for site in sites(script, function) if site.place.loops]
@@ -110,6 +113,7 @@ def _losses(script: Script, function: ast.AST) -> set[str]:
     return found - {""}
 
 
+@check_of("HS038")
 def _own_step(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
@@ -124,12 +128,3 @@ def _own_step(script: Script) -> Iterator[Hit]:
                 beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
                 if beside and optimizer and script.called(site.call) == f"{optimizer}.step":
                     yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
-
-
-LOOP_CHECKS: Mapping[str, Check] = {
-    "HS034": _never_cleared,
-    "HS035": _cleared_if_finite,
-    "HS036": on_paths(_clip_in_micro_batch),
-    "HS037": _waits,
-    "HS038": _own_step,
-}

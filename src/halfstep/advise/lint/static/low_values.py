@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from halfstep.advise.lint.rule import Check, Hit
-from halfstep.advise.lint.static.numerics import operand
+from halfstep.advise.lint.rule import Hit, check_of
+from halfstep.advise.lint.static.numerics import operand, squared
 from halfstep.advise.lint.static.regions import Placed, argument, placed
 from halfstep.advise.lint.static.script import Script, method, stored, walked
 
@@ -114,6 +114,7 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
             formats.note(where)
 
 
+@check_of("HS044")
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         match node:
@@ -124,6 +125,7 @@ def _large_fill(script: Script) -> Iterator[Hit]:
                     yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
 
 
+@check_of("HS045")
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         match node:
@@ -140,12 +142,10 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
             yield Hit(node.lineno, f"{high:g} is 1 in {form}, the format of `{ast.unparse(value)}`")
 
 
+@check_of("HS043")
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        inner = operand(script, node, "mean", "sum")
-        base = operand(script, inner, "square")
-        if base is None and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult):
-            base = inner.left if ast.unparse(inner.left) == ast.unparse(inner.right) else None
+        base = squared(script, operand(script, node, "mean", "sum"))
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
@@ -156,6 +156,7 @@ def _loss(script: Script, node: ast.AST) -> str:
     return name if LOSSES.fullmatch(name) else ""
 
 
+@check_of("HS046")
 def _low_loss(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         name = _loss(script, node) if where.place.region is None and not where.place.no_grad else ""
@@ -166,6 +167,7 @@ def _low_loss(script: Script) -> Iterator[Hit]:
                 yield Hit(node.lineno, f"the loss is computed from {form} values, outside of a region")
 
 
+@check_of("HS047")
 def _loss_outside(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         outputs: dict[str, tuple[str, int]] = {}  # result of a model in a region -> its format, the region's line
@@ -187,12 +189,3 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
                 if isinstance(target, ast.Name) and script.called(node.value) in script.models:
                     if where.place.low in ("fp16", "bf16"):
                         outputs[target.id] = (region.dtype, region.node.lineno)
-
-
-LOW_VALUE_CHECKS: Mapping[str, Check] = {
-    "HS043": _low_squares,
-    "HS044": _large_fill,
-    "HS045": _lost_constant,
-    "HS046": _low_loss,
-    "HS047": _loss_outside,
-}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.regions import Placed, expressions, placed
 from halfstep.advise.lint.static.script import Function, Script, method, walked
 
@@ -31,6 +31,7 @@ def operand(script: Script, node: ast.AST | None, *names: str) -> ast.expr | Non
     return None
 
 
+@check_of("HS039")
 def _softmax_by_hand(script: Script) -> Iterator[Hit]:
     for function, _, node in _differentiated(script):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
@@ -45,6 +46,7 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
             yield Hit(node.lineno, f"exp of `{ast.unparse(power)}`, divided by its sum, with no maximum subtracted")
 
 
+@check_of("HS040")
 def _log_of_probability(script: Script) -> Iterator[Hit]:
     for function, _, node in _differentiated(script):
         inner = operand(script, node, "log")
@@ -58,6 +60,7 @@ def _log_of_probability(script: Script) -> Iterator[Hit]:
                 yield Hit(node.lineno, f"the logarithm of a {name}, which is 0 where its input is far below 0")
 
 
+@check_of("HS041")
 def _mask_times_inf(script: Script) -> Iterator[Hit]:
     for _, _, node in expressions(script):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -89,6 +92,7 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
     return "mask" in script.name(node).lower()
 
 
+@check_of("HS050")
 def _hidden(script: Script) -> Iterator[Hit]:
     for function, where, node in _differentiated(script):
         if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
@@ -105,6 +109,7 @@ def _hidden(script: Script) -> Iterator[Hit]:
                 yield Hit(node.lineno, what)
 
 
+@check_of("HS042")
 def _root_at_zero(script: Script) -> Iterator[Hit]:
     for function, where, node in _differentiated(script):
         inner = operand(script, node, "sqrt")
@@ -112,7 +117,13 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
             inner = node.left if ast.unparse(node.right) in ("0.5", "1 / 2") else None
         if inner is None or not _in_a_loss(script, function, where):
             continue
-        if _is_sum_of_squares(script, function, inner):
+        value = script.local(function, inner)
+        summed = operand(script, value, "sum", "mean")
+        if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
+            found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
+        else:
+            found = summed is not None and _is_square(script, script.local(function, summed))
+        if found:
             yield Hit(node.lineno, f"the root of `{ast.unparse(inner)}`, whose gradient at 0 is not finite")
 
 
@@ -146,30 +157,17 @@ def _differentiable(node: ast.AST) -> set[str]:
     return set().union(*map(_differentiable, ast.iter_child_nodes(node)))
 
 
-def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bool:
-    node = script.local(function, node)
-    if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(node)):
-        return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
-    inner = operand(script, node, "sum", "mean")
-    return inner is not None and _is_square(script, function, inner)
+def squared(script: Script, node: ast.expr | None) -> ast.expr | None:
+    """Return x of ``x * x`` or ``square(x)``; None for other expressions."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return node.left if ast.unparse(node.left) == ast.unparse(node.right) else None
+    return operand(script, node, "square")
 
 
-def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
-    node = script.local(function, node)
+def _is_square(script: Script, node: ast.expr) -> bool:
     match node:
         case ast.Call(args=[*_, exponent]) if operand(script, node, "pow") is not None:
             return ast.unparse(exponent) in ("2", "2.0")
         case ast.BinOp(op=ast.Pow(), right=exponent):
             return ast.unparse(exponent) in ("2", "2.0")
-        case ast.BinOp(op=ast.Mult(), left=left, right=right):
-            return ast.unparse(left) == ast.unparse(right)
-    return operand(script, node, "square") is not None
-
-
-NUMERIC_CHECKS: Mapping[str, Check] = {
-    "HS039": _softmax_by_hand,
-    "HS040": _log_of_probability,
-    "HS041": _mask_times_inf,
-    "HS042": _root_at_zero,
-    "HS050": _hidden,
-}
+    return squared(script, node) is not None

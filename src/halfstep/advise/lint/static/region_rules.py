@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.low_values import PRODUCTS
-from halfstep.advise.lint.static.ops import MANAGERS
-from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
+from halfstep.advise.lint.static.paths import MANAGERS
+from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, in_torch_regions, region_of
 from halfstep.advise.lint.static.script import Script, method, walked
 
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
@@ -32,6 +32,7 @@ def _around_loop(site: Site, script: Script) -> bool:
     return kept and script.owner(site.call) in script.optimizers | script.scalers.keys()
 
 
+@check_of("HS019")
 def _stale(script: Script) -> Iterator[Hit]:
     for site in all_sites(script):
         if _around_loop(site, script):
@@ -39,20 +40,22 @@ def _stale(script: Script) -> Iterator[Hit]:
             yield Hit(site.place.regions[-1].node.lineno, what)
 
 
+@check_of("HS018")
 def _backward(script: Script) -> Iterator[Hit]:
     stale = {site.place.regions[-1] for site in all_sites(script) if _around_loop(site, script)}
-    for site in all_sites(script):
-        region, call = site.place.torch_region, site.call
+    for region, site in in_torch_regions(script):
+        call = site.call
         own = method(call) == "backward" and not call.args and not MANAGERS.search(script.owner(call))
-        if region is not None and region not in stale and (own or script.called(call) == "torch.autograd.backward"):
+        if region not in stale and (own or script.called(call) == "torch.autograd.backward"):
             yield Hit(call.lineno, f"the backward pass is in the region of line {region.node.lineno}")
 
 
+@check_of("HS020")
 def _no_grad(script: Script) -> Iterator[Hit]:
     first: dict[tuple[Region, str], int] = {}
-    for site in all_sites(script):
-        region, name = site.place.torch_region, script.called(site.call)
-        if region is None or name not in script.models:
+    for region, site in in_torch_regions(script):
+        name = script.called(site.call)
+        if name not in script.models:
             continue
         if site.place.no_grad:
             first.setdefault((region, name), site.call.lineno)
@@ -61,33 +64,34 @@ def _no_grad(script: Script) -> Iterator[Hit]:
             yield Hit(line, f"`{name}` runs without gradients, then with them in line {site.call.lineno} of one region")
 
 
+@check_of("HS023")
 def _cross_entropy(script: Script) -> Iterator[Hit]:
-    for site in all_sites(script):
-        region = site.place.torch_region
-        if region is not None and region.device != "cpu" and region.sure:
+    for region, site in in_torch_regions(script):
+        if region.device != "cpu" and region.sure:
             if script.operator(site.call) in ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"):
                 yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
+@check_of("HS024")
 def _in_place(script: Script) -> Iterator[Hit]:
-    for site in all_sites(script):
+    for _, site in in_torch_regions(script):
         name, called = method(site.call), script.called(site.call)
-        if site.place.torch_region is None or not name:
-            continue
         if IN_PLACE.fullmatch(name):
             yield Hit(site.call.lineno, f"`{name}` writes in place, and autocast leaves such operators alone")
-        elif argument(site.call, None, "out") is not None and PRODUCTS.fullmatch(called):
+        elif name and argument(site.call, None, "out") is not None and PRODUCTS.fullmatch(called):
             yield Hit(site.call.lineno, f"`{called}` with out=, which autocast leaves alone")
 
 
+@check_of("HS025")
 def _replicas(script: Script) -> Iterator[Hit]:
-    for site in all_sites(script):
-        region, name = site.place.torch_region, script.called(site.call)
-        if region is not None and region.dtype == "bf16" and region.device == "cuda":
+    for region, site in in_torch_regions(script):
+        if region.dtype == "bf16" and region.device == "cuda":
+            name = script.called(site.call)
             if script.makers(name) == {"torch.nn.DataParallel"}:
                 yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
 
 
+@check_of("HS027")
 def _function(script: Script) -> Iterator[Hit]:
     if not any(region_of(script, call) for call in script.calls):
         return
@@ -113,6 +117,7 @@ def _multiplies(script: Script, backward: ast.FunctionDef) -> bool:
     )
 
 
+@check_of("HS021")
 def _device(script: Script) -> Iterator[Hit]:
     for node in script.calls if script.uses_torch else ():
         region = region_of(script, node)
@@ -126,10 +131,10 @@ def _device(script: Script) -> Iterator[Hit]:
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
         elif device is not None and value is not None and script.called(value) == "torch.device":
             yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
-    for site in all_sites(script):
-        region, name = site.place.torch_region, script.called(site.call)
-        if region is not None and region.device == "cpu" and _on_cuda(script, name):
-            what = f"`{name}` is on CUDA, and the region of line {region.node.lineno} is for the CPU"
+    for inside, site in in_torch_regions(script):
+        name = script.called(site.call)
+        if inside.device == "cpu" and _on_cuda(script, name):
+            what = f"`{name}` is on CUDA, and the region of line {inside.node.lineno} is for the CPU"
             yield Hit(site.call.lineno, what)
 
 
@@ -143,6 +148,7 @@ def _on_cuda(script: Script, name: str) -> bool:
     return bool(places) and all(re.fullmatch(r"cuda(:\d+)?", place) for place in places)
 
 
+@check_of("HS022")
 def _off(script: Script) -> Iterator[Hit]:
     for node in script.calls if script.uses_torch else ():
         region = region_of(script, node)
@@ -152,6 +158,7 @@ def _off(script: Script) -> Iterator[Hit]:
                 yield Hit(node.lineno, what)
 
 
+@check_of("HS026")
 def _deprecated(script: Script) -> Iterator[Hit]:
     fallback = {
         id(n)
@@ -169,17 +176,3 @@ def _deprecated(script: Script) -> Iterator[Hit]:
         first, *more = sorted(set(lines))
         also = f", also in line{'s' * (len(more) > 1)} {', '.join(map(str, more))}" if more else ""
         yield Hit(first, f"`{name}` is deprecated{also}")
-
-
-REGION_CHECKS: Mapping[str, Check] = {
-    "HS018": _backward,
-    "HS019": _stale,
-    "HS020": _no_grad,
-    "HS021": _device,
-    "HS022": _off,
-    "HS023": _cross_entropy,
-    "HS024": _in_place,
-    "HS025": _replicas,
-    "HS026": _deprecated,
-    "HS027": _function,
-}

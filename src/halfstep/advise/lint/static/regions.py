@@ -164,6 +164,11 @@ def all_sites(script: Script) -> Iterator[Site]:
         yield from sites(script, function)
 
 
+def in_torch_regions(script: Script) -> Iterator[tuple[Region, Site]]:
+    """Yield the calls of a file in a region of torch that is on, with the region."""
+    return ((site.place.torch_region, site) for site in all_sites(script) if site.place.torch_region is not None)
+
+
 def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Placed]:
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):

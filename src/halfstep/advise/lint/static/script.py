@@ -84,11 +84,7 @@ class Value:
 
 
 class Script:
-    """One Python file: its source `text` and its syntax `tree`.
-
-    Raises:
-        LintError: `text` is no Python of this version.
-    """
+    """One Python file: its source `text` and its syntax `tree`."""
 
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep.advise.lint.rule import Check, Hit
+from halfstep.advise.lint.rule import Hit, check_of
+from halfstep.advise.lint.static.low_values import ROUNDS_TO_ZERO
 from halfstep.advise.lint.static.regions import Site, all_sites, argument, sites
 from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
 
@@ -21,9 +22,6 @@ PRECISE_BEHIND = re.compile(
 
 WITH_EPS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "FusedAdam"})
 """Classes of optimizers that divide by a root plus eps, 1e-8 unless it is given."""
-
-ROUNDS_TO_ZERO = 2.0**-25
-"""The largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24."""
 
 REPLACES = re.compile(
     r"(.*\.)?get_peft_model|torch\.nn\.utils\.weight_norm"
@@ -90,11 +88,13 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
     return forms[0] if forms and forms[0] in ("fp16", "bf16") else ""
 
 
+@check_of("HS028")
 def _half(script: Script) -> Iterator[Hit]:
     for low in _low_models(script):
         yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
 
 
+@check_of("HS029")
 def _eps(script: Script) -> Iterator[Hit]:
     for low in _low_models(script):
         if low.form == "fp16" and script.called(low.made).rpartition(".")[2] in WITH_EPS:
@@ -105,6 +105,7 @@ def _eps(script: Script) -> Iterator[Hit]:
                     yield Hit(low.made.lineno, what)
 
 
+@check_of("HS030")
 def _unscaled_fp16(script: Script) -> Iterator[Hit]:
     low = {each.optimizer: each.model for each in _low_models(script) if each.form == "fp16"}
     for site in all_sites(script):
@@ -114,6 +115,7 @@ def _unscaled_fp16(script: Script) -> Iterator[Hit]:
                 yield Hit(site.call.lineno, f"`{key}` has the fp16 gradients of `{model}`")
 
 
+@check_of("HS031")
 def _made_early(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         made: dict[str, tuple[str, int]] = {}
@@ -162,6 +164,7 @@ def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[s
     return None
 
 
+@check_of("HS032")
 def _wrapped_first(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         wrapped: dict[str, int] = {}
@@ -178,6 +181,7 @@ def _wrapped_first(script: Script) -> Iterator[Hit]:
                         yield Hit(site.call.lineno, f"`{script.key(part)}` was wrapped in line {line}, before `{name}`")
 
 
+@check_of("HS033")
 def _low_average(script: Script) -> Iterator[Hit]:
     if not re.search(r"\.(mul_|lerp_|update|update_parameters|update_ema)\(|lerp|EMA|AveragedModel", script.text):
         return
@@ -189,10 +193,8 @@ def _low_average(script: Script) -> Iterator[Hit]:
                 continue
             if isinstance(statement, ast.Assign) and statement.value is call:
                 name = script.key(statement.targets[0])
-            elif isinstance(statement, ast.Expr) and statement.value is call:
-                name = script.owner(call)
             else:
-                continue
+                name = script.owner(call) if isinstance(statement, ast.Expr) and statement.value is call else ""
             if AVERAGE_NAME.search(name) and _is_updated(script, name):
                 yield Hit(call.lineno, f"the running average `{name}` is kept in {form}")
 
@@ -207,6 +209,7 @@ def _is_updated(script: Script, name: str) -> bool:
     return False
 
 
+@check_of("HS048")
 def _low_checkpoint(script: Script) -> Iterator[Hit]:
     if not re.search(r"load_state_dict|resume", script.text):
         return
@@ -218,14 +221,3 @@ def _low_checkpoint(script: Script) -> Iterator[Hit]:
                 if low:
                     texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
                     yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
-
-
-WEIGHT_CHECKS: Mapping[str, Check] = {
-    "HS028": _half,
-    "HS029": _eps,
-    "HS030": _unscaled_fp16,
-    "HS031": _made_early,
-    "HS032": _wrapped_first,
-    "HS033": _low_average,
-    "HS048": _low_checkpoint,
-}

@@ -1,7 +1,4 @@
-"""Calls: the operators that a model and its loss call in one step, with place, formats and what their numbers show.
-
-`StepSink` receives every operator as the user's code calls it, before the policy casts, and what comes back after.
-"""
+"""Calls: the operators that a model and its loss call in one step, with place, formats and what their numbers show."""
 
 from __future__ import annotations
 
@@ -33,16 +30,11 @@ MAKES = frozenset(
 )
 """Functions whose result stands for their argument where a formula of several operators is looked for."""
 
-MASKED_ROW = "masked row"
-"""A softmax over values that are all -inf."""
-INFINITE_DERIVATIVE = "infinite derivative"
-"""An argument at a point where the operator's derivative is infinite or nan."""
-NOT_FINITE = "not finite"
-"""A result with inf or nan from finite arguments."""
-CAST_OVERFLOW = "cast overflow"
-"""A cast to a low format that makes inf of finite numbers."""
-ROUNDED_INTEGERS = "rounded integers"
-"""Whole numbers, such as positions, of which a low format makes different ones equal."""
+MASKED_ROW = "masked row"  # a softmax over values that are all -inf
+INFINITE_DERIVATIVE = "infinite derivative"  # an argument where the operator's derivative is infinite or nan
+NOT_FINITE = "not finite"  # a result with inf or nan from finite arguments
+CAST_OVERFLOW = "cast overflow"  # a cast to a low format that makes inf of finite numbers
+ROUNDED_INTEGERS = "rounded integers"  # whole numbers, as positions, of which a low format makes different ones equal
 
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
 BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}
@@ -71,7 +63,7 @@ class TracedCall:
 
 
 class StepSink(OperatorSink):
-    """Records the operators of a forward pass. Keeps their tensors, so that no identity comes twice."""
+    """Records the operators of a forward pass before the policy casts; keeps their tensors, as ids must be unique."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +99,7 @@ class StepSink(OperatorSink):
                 in_place=call.in_place,
                 inputs=inputs,
                 outputs=outputs,
-                numbers=tuple(a for a in (*args, *kwargs.values()) if type(a) is float),
+                numbers=_numbers(args, kwargs),
                 function=function,
                 gradients=torch.is_grad_enabled(),
                 shows=frozenset(_shown(call.op, args, kwargs, outputs, before)),
@@ -124,7 +116,8 @@ class StepSink(OperatorSink):
 
     def _follow(self, op: str, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         name = getattr(func, "__name__", "")
-        if name in READS or op in READS or (name == "__getitem__" and _by_mask(args)):
+        by_mask = name == "__getitem__" and any(t.dtype in {torch.bool, torch.uint8} for t in tensors(args[1:]))
+        if name in READS or op in READS or by_mask:
             file, _, line = self.line().rpartition(":")
             self.reads.append(("x[mask]" if name == "__getitem__" else name or op, file, int(line)))
         if not isinstance(result, Tensor):
@@ -147,12 +140,12 @@ class StepSink(OperatorSink):
         return ""
 
 
+def _numbers(args: Any, kwargs: Any) -> tuple[float, ...]:
+    return tuple(a for a in (*args, *kwargs.values()) if type(a) is float)
+
+
 def _floating(tree: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors(tree) if t.is_floating_point() and t.layout is torch.strided)
-
-
-def _by_mask(args: tuple[Any, ...]) -> bool:
-    return any(t.dtype in {torch.bool, torch.uint8} for t in tensors(args[1:]))
 
 
 # ------------------------------------------------------------------ what numbers show
@@ -162,7 +155,7 @@ def _shown(
     op: str, args: Any, kwargs: Any, outputs: tuple[Tensor, ...] = (), before: frozenset[str] = frozenset()
 ) -> frozenset[str]:
     """Return what the arguments show, or, given the results and what was found `before`, what the call shows."""
-    inputs = [t for t in tensors((args, kwargs)) if t.is_floating_point() and t.layout is torch.strided]
+    inputs = _floating((args, kwargs))
     if any(t.numel() > MOST_ELEMENTS for t in (*inputs, *outputs)) or any(t.is_meta for t in inputs):
         return frozenset()
     with DisableTorchFunction(), torch.no_grad():
@@ -171,7 +164,7 @@ def _shown(
         return frozenset(_of_results(op, outputs, before))
 
 
-def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iterator[str]:
+def _of_arguments(op: str, inputs: tuple[Tensor, ...], args: Any, kwargs: Any) -> Iterator[str]:
     if op in OF_POSITIONS:
         for tensor in tensors((args, kwargs)):
             if not tensor.requires_grad and tensor.layout is torch.strided:
@@ -183,21 +176,15 @@ def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iter
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
         if isinstance(dim, int) and bool((first == -math.inf).all(dim).any()):
             yield MASKED_ROW
-    if inputs[0].requires_grad and _at_boundary(op, first, args):
-        yield INFINITE_DERIVATIVE
-    if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and _finite_numbers(args, kwargs):
-        yield "finite"
-
-
-def _at_boundary(op: str, values: Tensor, args: Any) -> bool:
-    if op in BOUNDARY:
-        return bool((values.abs() == BOUNDARY[op]).any())
     power = args[1] if op == "pow" and len(args) > 1 else None
-    return isinstance(power, float) and 0 < power < 1 and bool((values == 0).any())
-
-
-def _finite_numbers(args: Any, kwargs: Any) -> bool:
-    return all(math.isfinite(a) for a in (*args, *kwargs.values()) if type(a) is float)
+    infinite = op in BOUNDARY and bool((first.abs() == BOUNDARY[op]).any())
+    if isinstance(power, float) and 0 < power < 1:
+        infinite = bool((first == 0).any())
+    if infinite and inputs[0].requires_grad:
+        yield INFINITE_DERIVATIVE
+    numbers = _numbers(args, kwargs)
+    if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and all(map(math.isfinite, numbers)):
+        yield "finite"
 
 
 def _merging(values: Tensor) -> Iterator[torch.dtype]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class GraphFunction:
 
 def place_of(target: Any, what: str) -> Hit:
     """Return a hit where a function is defined, or a method of a class; without a place if that is not known."""
-    while isinstance(target, functools.partial):
+    while isinstance(target, partial):
         target = target.func
     if isinstance(target, type):
         target = next((vars(target)[name] for name in ("forward", "__init__") if name in vars(target)), target)
@@ -92,37 +92,30 @@ class Trace:
     optimizer: str = ""  # its class
     groups: tuple[Mapping[str, Any], ...] = ()  # of the optimizer, with the names of their parameters under "names"
     generic: str = ""  # why the update went through optimizer.step(); "" if halfstep's operators made it in fp32
-    calls: tuple[TracedCall, ...] = ()
-    origin: Callable[[Tensor], int] = id  # the identity of what a tensor is a view or a cast of
-    reads: tuple[tuple[str, str, int], ...] = ()  # where the host waited: function, file, line
+    calls: list[TracedCall]
+    origin: Callable[[Tensor], int]  # the identity of what a tensor is a view or a cast of
+    reads: list[tuple[str, str, int]]  # where the host waited: function, file, line
     functions: tuple[GraphFunction, ...] = ()
     loss: torch.dtype | None = None
     loss_finite: bool = False
     rules: Mapping[str, str] = field(default_factory=dict)  # of operators; others run in the formats of their inputs
     names: Mapping[int, str] = field(default_factory=dict)  # identity of a parameter or buffer -> its name
     differs: str = ""  # what is different when the same step is made again
-    problem: Exception | None = None
+    problem: Exception | None = None  # of the task
 
 
 def trace_step(task: Task, policy: hs.Policy) -> Trace:
-    """Train the first step of `task` twice from the same start, on the CPU, and return what the first one did.
-
-    Generators of random numbers go on as if it had not run. An error of the task is in `Trace.problem`.
-    """
-    trace = Trace(task=task, policy=policy)
-    first = _Run(task, policy)
+    """Train the first step of `task` twice from the same start, on the CPU, and return what the first one did."""
+    sink = StepSink()
+    trace = Trace(task=task, policy=policy, calls=sink.calls, reads=sink.reads, origin=sink.origin)
     with generators_kept():
         try:
-            first.make()
+            first = _Run(task, policy)
             first.describe(trace)  # before a step may refuse the optimizer
-            first.step(trace)
-            again = _Run(task, trace.policy)
-            again.make()
-            trace.differs = first.differs(again)
+            first.step(trace, sink)
+            trace.differs = first.differs(_Run(task, trace.policy))
         except Exception as error:  # the task's own: it is what the trace shows
             trace.problem = error
-        finally:
-            first.close(trace)
     return trace
 
 
@@ -132,15 +125,11 @@ class _Run:
     def __init__(self, task: Task, policy: hs.Policy) -> None:
         self.task, self.policy = task, policy
         self.loss: Tensor | None = None
-        self.graph: tuple[GraphFunction, ...] = ()
-        self.sink: StepSink | None = None
         self.gradients: dict[str, Tensor] = {}
-
-    def make(self) -> None:
         torch.manual_seed(SEED)
-        self.model: nn.Module = self.task.model().to("cpu")
-        self.optimizer: Optimizer = self.task.optimizer(self.model)
-        self.batch = self.task.batch_on("cpu", SEED, 0)
+        self.model: nn.Module = task.model().to("cpu")
+        self.optimizer: Optimizer = task.optimizer(self.model)
+        self.batch = task.batch_on("cpu", SEED, 0)
         self.start = {name: t.detach().clone() for name, t in _state(self.model).items()}
 
     def describe(self, trace: Trace, low: frozenset[str] = frozenset()) -> None:
@@ -180,45 +169,45 @@ class _Run:
             )
         trace.weights = tuple(found)
 
-    def step(self, trace: Trace | None = None) -> None:
-        """Train the step; with a `trace`, watch it."""
+    def step(self, trace: Trace | None = None, sink: StepSink | None = None) -> None:
+        """Train the step; with a `trace`, watch it by the `sink`."""
+
+        def loss_fn(model: nn.Module, *batch: Any) -> Any:
+            with Tracer(sink, self.model) if sink is not None else nullcontext():
+                returned = self.task.loss_fn(model, *batch)
+            loss = returned[0] if isinstance(returned, tuple) and returned else returned
+            if isinstance(loss, Tensor):
+                self.loss = loss.detach().clone()
+                if trace is not None:
+                    trace.functions, trace.loss = _functions_of(loss), loss.dtype
+                    trace.loss_finite = bool(torch.isfinite(self.loss).all())
+            return returned
+
         plan = hs.resolve(self.policy, self.model)
-        low = frozenset(name for p in plan.parameters if p.low for name in (p.name, *p.aliases))
         if trace is not None:
-            self.sink = StepSink()
             trace.rules = {op: decision.rule for op, decision in plan.operators}
         made = hs.TrainStep(
-            self.model, self.optimizer, self._loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False
+            self.model, self.optimizer, loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False
         )
         if trace is None:
             made(*self.batch)
             return
         trace.policy = made.policy
         trace.names = {id(tensor): name for name, tensor in _state(self.model).items()}
-        hooks = [p.register_hook(self._arrive(name)) for name, p in self.model.named_parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        hooks = [p.register_hook(partial(self._arrived, name)) for name, p in trained]
         skipped = bool(made(*self.batch).host().skipped)
         for hook in hooks:
             hook.remove()
         trace.generic = made.generic
         if skipped:  # weights stayed because the step was skipped
             self.gradients = {name: torch.zeros_like(g) for name, g in self.gradients.items()}
-        self.describe(trace, low)  # again: the step has chosen torch's fused form of the optimizer where it suits
+        # again: the step has chosen torch's fused form of the optimizer where it suits
+        self.describe(trace, frozenset(name for p in plan.parameters if p.low for name in (p.name, *p.aliases)))
 
-    def _arrive(self, name: str) -> Callable[[Tensor], None]:
-        def arrive(gradient: Tensor) -> None:
-            if gradient.layout is torch.strided:
-                self.gradients[name] = gradient.detach() != 0
-
-        return arrive
-
-    def _loss_fn(self, model: nn.Module, *batch: Any) -> Any:
-        with Tracer(self.sink, self.model) if self.sink is not None else nullcontext():
-            returned = self.task.loss_fn(model, *batch)
-        loss = returned[0] if isinstance(returned, tuple) and returned else returned
-        if isinstance(loss, Tensor):
-            self.loss = loss.detach().clone()
-            self.graph = _functions_of(loss) if self.sink is not None else ()
-        return returned
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self.gradients[name] = gradient.detach() != 0
 
     def differs(self, again: _Run) -> str:
         """Return what of the same step is different in another run that was made and not stepped; "" if nothing is."""
@@ -232,16 +221,6 @@ class _Run:
         if self.loss is not None and again.loss is not None and not _same(self.loss, again.loss):
             return f"the loss of the same weights, batch and seed ({float(self.loss):.9g} and {float(again.loss):.9g})"
         return ""
-
-    def close(self, trace: Trace) -> None:
-        """Hand over what was watched, also of a step that failed."""
-        if self.sink is None:
-            return
-        trace.calls, trace.reads = tuple(self.sink.calls), tuple(self.sink.reads)
-        trace.origin = self.sink.origin
-        trace.functions = self.graph
-        if self.loss is not None:
-            trace.loss, trace.loss_finite = self.loss.dtype, bool(torch.isfinite(self.loss).all())
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,347 @@
+"""Rules on a traced step: its weights, optimizer, loss and waits; formats, values and formulas of its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from halfstep.advise.lint.rule import Check, Hit, check_of
+from halfstep.advise.lint.tracing import calls
+from halfstep.advise.lint.tracing.calls import TracedCall
+from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of
+from halfstep.errors import BindError
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
+from halfstep.lens import raised_at
+
+LOST = 0.25
+"""Share of weights that have a gradient and do not move, from which it is reported."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(repr(name) for name in names[:most]) + more
+
+
+@check_of("HS101")
+def _made_low(trace: Trace) -> Iterator[Hit]:
+    found = [w for w in trace.weights if w.made in LOW_DTYPES and w.trained]
+    if found:
+        formats = " and ".join(sorted({DTYPE_NAMES[w.made] for w in found}))
+        what = f"the model makes {len(found)} parameters in {formats}: {listed([w.name for w in found])}"
+        yield place_of(trace.task.model, what)
+
+
+@check_of("HS102")
+def _outside(trace: Trace) -> Iterator[Hit]:
+    found = [w.name for w in trace.weights if w.trained and not w.stepped]
+    if found:
+        what = f"the optimizer does not have {len(found)} parameters that require gradients: {listed(found)}"
+        yield place_of(trace.task.optimizer, what)
+
+
+@check_of("HS103")
+def _foreign(trace: Trace) -> Iterator[Hit]:
+    if trace.foreign:
+        what = f"{trace.optimizer} has {len(trace.foreign)} tensors that are no parameters of the model: "
+        yield place_of(trace.task.optimizer, what + "; ".join(trace.foreign[:2]))
+
+
+@check_of("HS104")
+def _dead(trace: Trace) -> Iterator[Hit]:
+    found = [w.name for w in trace.weights if w.trained and w.stepped and not w.gradient]
+    if found and trace.problem is None:
+        yield place_of(trace.task.model, f"no gradient arrived at {len(found)} parameters: {listed(found)}")
+
+
+@check_of("HS105")
+def _unmoved(trace: Trace) -> Iterator[Hit]:
+    found = [w for w in trace.weights if w.stepped and not w.precise and w.unmoved >= LOST]
+    if found:
+        worst = max(found, key=lambda w: w.unmoved)
+        what = (
+            f"the step left {worst.unmoved:.0%} of the {DTYPE_NAMES[worst.stored]} weights {worst.name!r} with a "
+            f"gradient as they were, and {LOST:.0%} or more of {len(found)} tensors"
+        )
+        yield place_of(trace.task.optimizer, what)
+
+
+def _stepped(trace: Trace, group: Mapping[str, Any]) -> list[Weight]:
+    return [w for w in trace.weights if w.name in group["names"] and w.trained]
+
+
+@check_of("HS106")
+def _decay(trace: Trace) -> Iterator[Hit]:
+    for group in trace.groups:
+        decay, rate = group.get("weight_decay", 0.0), group.get("initial_lr", group.get("lr", 0.0))
+        if not group.get("decoupled_weight_decay") or not isinstance(decay, float) or not isinstance(rate, float):
+            continue
+        # below a number in [1, 2) the next one is at least half a spacing away, relative; half of that is rounded off
+        kept = [(w, format_of("fp32" if w.precise else w.stored)) for w in _stepped(trace, group)]
+        lost = [(w, form) for w, form in kept if 0.0 < decay * rate < form.eps / 4]
+        if lost:
+            form = lost[0][1]
+            yield place_of(
+                trace.task.optimizer,
+                f"lr * weight_decay = {decay * rate:.2g} is below half an ulp of every {form.name} number "
+                f"({form.eps / 4:.2g}, relative) in {len(lost)} parameters: {listed([w.name for w, _ in lost])}",
+            )
+
+
+@check_of("HS107")
+def _eps(trace: Trace) -> Iterator[Hit]:
+    for group in trace.groups:
+        eps = group.get("eps")
+        if not trace.generic or group.get("fused") or not isinstance(eps, float) or eps <= 0.0:
+            continue
+        lost = [w for w in _stepped(trace, group) if not w.precise]
+        lost = [w for w in lost if eps <= format_of(w.stored).smallest_subnormal / 2]
+        if lost:
+            form = format_of(lost[0].stored)
+            yield place_of(
+                trace.task.optimizer,
+                f"eps={eps:g} of {trace.optimizer} is 0 in {form.name}, the format of its {len(lost)} parameters and "
+                f"states (smallest number {form.smallest_subnormal:.2g})",
+            )
+
+
+@check_of("HS108")
+def _low_averages(trace: Trace) -> Iterator[Hit]:
+    found = [w for w in trace.weights if not (w.trained or w.stepped or w.precise) and w.moved]
+    if found:
+        formats = " and ".join(sorted({DTYPE_NAMES[w.stored] for w in found}))
+        what = f"the forward pass updates {len(found)} tensors that are stored in {formats}: "
+        yield place_of(trace.task.model, what + listed([w.name for w in found]))
+
+
+@check_of("HS131")
+def _low_loss(trace: Trace) -> Iterator[Hit]:
+    if trace.loss in LOW_DTYPES:
+        what = f"loss_fn returns a loss in {str(trace.loss).removeprefix('torch.')}"
+        last = trace.calls[-1] if trace.calls else None
+        yield Hit(last.line, what, last.file) if last is not None and last.file else place_of(trace.task.loss_fn, what)
+
+
+@check_of("HS132")
+def _differs(trace: Trace) -> Iterator[Hit]:
+    if trace.differs:
+        yield place_of(trace.task.loss_fn, f"{trace.differs} differs from the first time")
+
+
+@check_of("HS134")
+def _reads(trace: Trace) -> Iterator[Hit]:
+    found: dict[tuple[str, int], list[str]] = {}
+    for function, file, line in trace.reads:
+        found.setdefault((file, line), []).append(function)
+    for (file, line), functions in found.items():
+        times = f", {len(functions)} times" if len(functions) > 1 else ""
+        yield Hit(line, f"the host waits for a value here{times}: {', '.join(dict.fromkeys(functions))}", file)
+
+
+@check_of("HS133")
+def _raises(trace: Trace) -> Iterator[Hit]:
+    error = trace.problem
+    if error is None or (trace.foreign and isinstance(error, BindError)):  # which HS103 reports
+        return
+    what = f"the step raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    line = raised_at(error)
+    yield Hit(line.lineno or 0, what, line.filename) if line else place_of(trace.task.loss_fn, what)
+
+
+# ------------------------------------------------------------------ operators
+
+Found = Iterator[tuple[TracedCall, str]]
+
+LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+"""Operators with a weight whose first two dimensions are the outputs and the inputs of a product."""
+
+SMALL = 8
+"""Sizes below this belong to data (channels of an image, coordinates); padding them is not for the model to decide."""
+
+GUARDS = frozenset({"add", "clamp", "maximum", "max", "sub"})
+"""Operators by which a small constant keeps a divisor or a logarithm from 0."""
+
+
+def by_line(code: str) -> Callable[[Callable[[Trace], Found]], Check]:
+    """Make the decorated function the check of the rule `code`.
+
+    The check has a hit for each line, with what its first call shows and how many more there are.
+    """
+
+    def register(rule: Callable[[Trace], Found]) -> Check:
+        @check_of(code)
+        def check(trace: Trace) -> Iterator[Hit]:
+            found: dict[tuple[str, int, str], list[str]] = {}
+            for call, what in rule(trace):
+                found.setdefault((call.file, call.line, call.op), []).append(what)
+            for (file, line, _), (first, *more) in found.items():
+                yield Hit(line, first + (f" ({len(more) + 1} calls on this line)" if more else ""), file)
+
+        return check
+
+    return register
+
+
+def _form(call: TracedCall) -> str:
+    return DTYPE_NAMES.get(call.outputs[0].dtype, str(call.outputs[0].dtype)) if call.outputs else ""
+
+
+def _in(call: TracedCall) -> str:
+    return f" in module {call.module!r}" if call.module else ""
+
+
+def _is_low(call: TracedCall) -> bool:
+    return bool(call.outputs) and call.outputs[0].dtype in LOW_DTYPES
+
+
+@check_of("HS111")
+def _sizes(trace: Trace) -> Iterator[Hit]:
+    narrow = trace.policy.dtype != "auto" and format_of(trace.policy.dtype).bits <= 8
+    unit = 16 if narrow else 8
+    found: dict[tuple[str, int, tuple[int, int]], list[str]] = {}
+    for call in trace.calls:
+        if call.op not in LAYERS or trace.rules.get(call.op) != "low" or not (_is_low(call) or narrow and call.outputs):
+            continue
+        for tensor in call.inputs[1:2]:
+            if tensor.dim() < 2:  # the weight of one output
+                continue
+            out, into = tensor.shape[0], tensor.shape[1]
+            if any(size >= SMALL and size % unit for size in (out, into)):
+                names = found.setdefault((call.file, call.line, (into, out)), [])
+                name = trace.names.get(id(tensor), call.module)
+                names += [name] if name not in names else []
+    for (file, line, (into, out)), names in found.items():
+        yield Hit(line, f"{listed(names)} with {into} inputs and {out} outputs: no multiples of {unit}", file)
+
+
+@check_of("HS112")
+def _functions(trace: Trace) -> Iterator[Hit]:
+    inside = {c.function for c in trace.calls if any(t.dtype in LOW_DTYPES for t in (*c.inputs, *c.outputs))}
+    for function in trace.functions:
+        if not function.ruled and (function.low or function.name in inside):
+            what = f"autograd.Function {function.name} runs with low tensors and has no rule for formats"
+            yield Hit(function.place.line, what, function.place.file)
+
+
+@by_line("HS113")
+def _in_place_wide(trace: Trace) -> Found:
+    for call in trace.calls:
+        if call.in_place and trace.rules.get(call.op) == "low" and call.inputs:
+            if call.inputs[0].dtype is torch.float32:
+                yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
+
+
+@by_line("HS114")
+def _in_place_low(trace: Trace) -> Found:
+    for call in trace.calls:
+        if call.in_place and call.inputs and call.inputs[0].dtype in LOW_DTYPES:
+            if any(t.dtype is torch.float32 and t.dim() for t in call.inputs[1:]):
+                yield call, f"{call.op}_ rounds fp32 values into a {DTYPE_NAMES[call.inputs[0].dtype]} tensor"
+
+
+@by_line("HS115")
+def _widened(trace: Trace) -> Found:
+    for call in trace.calls:
+        if call.in_place or trace.rules.get(call.op) or not call.outputs or call.outputs[0].dtype is not torch.float32:
+            continue
+        low = [t for t in call.inputs if t.dtype in LOW_DTYPES and t.requires_grad and t.dim()]
+        wide = [t for t in call.inputs if t.dtype is torch.float32 and t.dim()]
+        if low and wide and not any(t.requires_grad for t in wide):
+            named = [trace.names[id(t)] for t in wide if id(t) in trace.names]
+            what = f"buffer {named[0]!r}" if named else "a tensor without gradient"
+            yield call, f"{call.op} widens {DTYPE_NAMES[low[0].dtype]} values to fp32, because {what} is fp32"
+
+
+@by_line("HS116")
+def _float64(trace: Trace) -> Found:
+    for call in trace.calls:
+        if any(t.dtype is torch.float64 for t in call.outputs):
+            yield call, f"{call.op} computes in float64{_in(call)}"
+
+
+@by_line("HS117")
+def _softmax_by_hand(trace: Trace) -> Found:
+    powers: dict[int, TracedCall] = {}
+    sums: dict[int, TracedCall] = {}
+    shifted = {id(t) for c in trace.calls if c.op == "sub" for t in c.outputs}
+    for call in trace.calls:
+        origins = [trace.origin(t) for t in call.inputs]
+        if call.op == "exp" and call.outputs:
+            powers[trace.origin(call.outputs[0])] = call
+        elif call.op == "sum" and origins and origins[0] in powers:
+            sums[id(call.outputs[0])] = powers[origins[0]]
+        elif call.op in ("div", "log") and origins and origins[-1] in sums:
+            power = sums[origins[-1]]
+            if _is_low(power) or not any(id(t) in shifted for t in power.inputs):
+                name = "softmax" if call.op == "div" else "logsumexp"
+                how = f"in {_form(power)}" if _is_low(power) else "without subtracting the largest value"
+                yield call, f"{name} written as exp, sum and {call.op}, {how}"
+
+
+@by_line("HS118")
+def _norm_by_hand(trace: Trace) -> Found:
+    squares: dict[int, TracedCall] = {}
+    means: dict[int, TracedCall] = {}
+    for call in trace.calls:
+        origins = [trace.origin(t) for t in call.inputs]
+        squared = call.op in ("pow", "square") or (call.op == "mul" and len(set(origins)) == 1 < len(origins))
+        # a fp32 square that comes out low is the policy's choice, not the model's
+        if squared and _is_low(call) and call.inputs[0].dtype in LOW_DTYPES:
+            squares[trace.origin(call.outputs[0])] = call
+        elif call.op in ("mean", "sum") and origins and origins[0] in squares:
+            means[id(call.outputs[0])] = squares[origins[0]]
+        elif call.op in ("rsqrt", "sqrt") and origins and origins[0] in means:
+            form = _form(means[origins[0]])
+            yield call, f"a norm written as squares, {call.op} and their mean or sum, in {form}"
+
+
+@check_of("HS119")
+def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
+    first: dict[str, TracedCall] = {}
+    used: set[str] = set()  # with gradients
+    for call in trace.calls:
+        for tensor in call.inputs if trace.rules.get(call.op) == "low" else ():
+            name = trace.names.get(id(tensor))
+            if name is None or not tensor.requires_grad or not tensor.is_leaf:
+                continue
+            if not call.gradients:
+                first.setdefault(name, call)
+                continue
+            if name in first and name not in used:
+                what = f"{name!r} is used under no_grad first and with gradients later"
+                yield Hit(first[name].line, what, first[name].file)
+            used.add(name)
+
+
+def _shows(trace: Trace, word: str, text: str) -> Found:
+    for call in trace.calls:
+        if word in call.shows:
+            yield call, text.format(op=call.op, form=_form(call), place=_in(call))
+
+
+@by_line("HS123")
+def _not_finite(trace: Trace) -> Found:
+    text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
+    return _shows(trace, calls.NOT_FINITE, text) if trace.loss_finite else iter(())
+
+
+@by_line("HS126")
+def _lost_guards(trace: Trace) -> Found:
+    for call in trace.calls:
+        if call.op in GUARDS and _is_low(call):
+            least = format_of(call.outputs[0].dtype).smallest_subnormal / 2
+            for number in call.numbers:
+                if 0.0 < abs(number) <= least:
+                    yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
+
+
+for code, word, text in (
+    ("HS121", calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"),
+    ("HS122", calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
+    ("HS124", calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"),
+    ("HS125", calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
+):
+    by_line(code)(partial(_shows, word=word, text=text))
