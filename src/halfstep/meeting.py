@@ -15,7 +15,6 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -101,7 +100,7 @@ class Meeting:
             self._store.set(f"{self._rounds}/{self.rank}", pickle.dumps(value))
             return []
         keys = {rank: f"{self._rounds}/{rank}" for rank in range(1, self.size)}
-        self._wait(list(keys.values()), limit, lambda: self._without(keys))
+        self._wait(keys, limit)
         values = [value, *(pickle.loads(self._store.get(key)) for key in keys.values())]
         for key in keys.values():
             self._store.delete_key(key)
@@ -118,7 +117,7 @@ class Meeting:
         self._rounds += 1
         key = f"{self._rounds}/0"
         if self.rank:
-            self._wait([key], limit, lambda: self._without({0: key}))
+            self._wait({0: key}, limit)
             value = pickle.loads(self._store.get(key))
             if last:
                 self._store.set(f"{self._rounds}/{self.rank}", b"")
@@ -127,34 +126,35 @@ class Meeting:
         if last:
             readers = {rank: f"{self._rounds}/{rank}" for rank in range(1, self.size)}
             with suppress(CheckpointError):
-                self._wait([*readers.values()], LEAVE, lambda: self._without(readers))
+                self._wait(readers, LEAVE)
         return value
 
-    def _without(self, keys: dict[int, str]) -> list[int]:
+    def _missing(self, keys: dict[int, str]) -> list[int]:
         """Return the ranks whose keys are not there."""
         return [rank for rank, key in keys.items() if not self._store.check([key])]
 
-    def _wait(self, keys: list[str], limit: float | None, missing: Callable[[], list[int]]) -> None:
-        """Wait for `keys`, in naps, between which signals are handled."""
+    def _wait(self, keys: dict[int, str], limit: float | None) -> None:
+        """Wait for the keys of ranks, in naps, between which signals are handled."""
         limit = self._limit if limit is None else limit
         began, named, looked = time.monotonic(), False, 0.0
         try:
-            while not self._store.check(keys):
+            while not self._store.check([*keys.values()]):
                 waited = time.monotonic() - began
                 if waited > limit:
                     raise CheckpointError(
-                        f"{self._what} has waited {timedelta(seconds=round(waited))} for ranks {missing()} to call it "
-                        "too; every rank calls it at the same place of its loop, not rank 0 alone"
+                        f"{self._what} has waited {timedelta(seconds=round(waited))} for ranks "
+                        f"{self._missing(keys)} to call it too; every rank calls it at the same place of its loop, not "
+                        "rank 0 alone"
                     )
                 if waited > NAMED_AFTER and not named:
                     named = True
                     LOG.warning(
                         "%s waits for ranks %s: every rank calls it, not rank 0 alone (rank %d waits up to %d s)",
-                        self._what, missing(), self.rank, limit,
+                        self._what, self._missing(keys), self.rank, limit,
                     )  # fmt: skip
                 if waited > looked + 1:
                     looked = waited
-                    self._refuse_ended(missing)
+                    self._refuse_ended(keys)
                 time.sleep(min(NAP, 0.001 + waited / 16))
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
@@ -164,14 +164,14 @@ class Meeting:
                 "its process has ended; look there for the first error, and start the run again"
             ) from error
 
-    def _refuse_ended(self, missing: Callable[[], list[int]]) -> None:
+    def _refuse_ended(self, keys: dict[int, str]) -> None:
         """Raise if the process of a rank that is missing has ended: note [ended]."""
         store = store_under("processes")
-        for rank in missing():
+        for rank in self._missing(keys):
             if store.check([str(rank)]):
                 machine, process, start = pickle.loads(store.get(str(rank)))
                 ended = machine == _machine() != "" and facts_of(process)[1] != start
-                if ended and rank in missing():  # else it has come and ended since
+                if ended and rank in self._missing(keys):  # else it has come and ended since
                     raise CheckpointError(
                         f"{self._what}: rank {rank} will not come: its process {process} on this machine has ended; "
                         "look there for the first error, and start the run again"

@@ -14,7 +14,6 @@ Examples:
 from __future__ import annotations
 
 import math
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import need
 from halfstep.lens import Audit, ExponentSketch, SketchWriter, Verdict
+from halfstep.lens.audit.page import audit_page
+from halfstep.report.html import render
 from halfstep.step import StepMetrics
 
 __all__ = ["Logger", "MLflow", "TensorBoard", "WandB"]
@@ -75,10 +76,7 @@ class Logger(ABC):
         self.text("audit", str(audit), step)
         names = (f"audit/{row.role}/{row.module or 'model'}/{row.op}" for row in audit.rows)
         self.histograms({name: row.sketch for name, row in zip(names, audit.rows, strict=True) if row.sketch}, step)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "audit.html"
-            audit.save_html(file)
-            self.page("audit", file.read_text(encoding="utf-8"), step)
+        self.page("audit", render(audit_page(audit)), step)
 
     def numbers(self, numbers: Mapping[str, float], step: int) -> None:
         """Log numbers as points of curves; those of a hand-written loop too, such as ``scaler.get_scale()``."""
@@ -170,25 +168,22 @@ class WandB(Logger):
         self.run.define_metric(f"{prefix}step")
         self.run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
 
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
-        self.run.log({**values, f"{self.prefix}step": step})
-
-    def _numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        self._log(numbers, step)
+    def _numbers(self, numbers: Mapping[str, Any], step: int) -> None:
+        self.run.log({**numbers, f"{self.prefix}step": step})
 
     def histograms(self, sketches: Mapping[str, ExponentSketch], step: int) -> None:
         """Log sketches."""
         bars = {self.prefix + name: sketch.bars() for name, sketch in sketches.items() if sketch.nonzero}
         if bars:
-            self._log({name: self._wandb.Histogram(np_histogram=found) for name, found in bars.items()}, step)
+            self._numbers({name: self._wandb.Histogram(np_histogram=found) for name, found in bars.items()}, step)
 
     def text(self, name: str, text: str, step: int) -> None:
         """Log a text."""
-        self._log({self.prefix + name: text}, step)
+        self._numbers({self.prefix + name: text}, step)
 
     def page(self, name: str, html: str, step: int) -> None:
         """Log a page."""
-        self._log({f"{self.prefix}{name}_page": self._wandb.Html(html, inject=False)}, step)
+        self._numbers({f"{self.prefix}{name}_page": self._wandb.Html(html, inject=False)}, step)
 
     def close(self) -> None:
         """Finish the run if this logger began it."""

@@ -24,6 +24,7 @@ import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.formats import LOW_DTYPES
+from halfstep.meeting import processes
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
@@ -63,10 +64,7 @@ class AmpState:
         return [scaler for session in self.sessions for scaler in session.loss_scalers] or self._without
 
     def begin(self, properties: Any, session: Session | None, scalers: list[LossScaler]) -> None:
-        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off.
-
-        `session` is what it made; None without optimizers, which use its `scalers`.
-        """
+        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off."""
         self.opt_properties, self.loaded, self._without = properties, {}, scalers
         for other in self.sessions:
             if not properties.enabled or (session is not None and other.models and other.models <= session.models):
@@ -90,12 +88,8 @@ def warn_or_err(msg: str) -> None:
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first process only."""
-    if _amp_state.verbosity <= 0:
-        return
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank0 and several and torch.distributed.get_rank() != 0:
-        return
-    print(msg)
+    if _amp_state.verbosity > 0 and not (rank0 and processes()[0]):
+        print(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
