@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import math
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +23,6 @@ from typing import Any
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import need
 from halfstep.lens import Audit, ExponentSketch, SketchWriter, Verdict
-from halfstep.lens.audit.page import audit_page
-from halfstep.report.html import render
 from halfstep.step import StepMetrics
 
 __all__ = ["Logger", "MLflow", "TensorBoard", "WandB"]
@@ -76,7 +75,10 @@ class Logger(ABC):
         self.text("audit", str(audit), step)
         names = (f"audit/{row.role}/{row.module or 'model'}/{row.op}" for row in audit.rows)
         self.histograms({name: row.sketch for name, row in zip(names, audit.rows, strict=True) if row.sketch}, step)
-        self.page("audit", render(audit_page(audit)), step)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "audit.html"
+            audit.save_html(file)
+            self.page("audit", file.read_text(encoding="utf-8"), step)
 
     def numbers(self, numbers: Mapping[str, float], step: int) -> None:
         """Log numbers as points of curves; those of a hand-written loop too, such as ``scaler.get_scale()``."""

@@ -13,7 +13,6 @@ from torch.torch_version import TorchVersion  # compares any versions
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.meeting import processes
 
 __all__ = ["checking", "forward_in_class", "need", "region", "was_skipped"]
 
@@ -93,7 +92,8 @@ def was_skipped(scaler: hs.GradScaler, optimizer: torch.optim.Optimizer) -> bool
     """
     if not scaler.skipped(optimizer):
         return False
-    if processes()[0] == 0:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
         found = ", ".join(scaler.culprits(optimizer)) or "on another rank"
         LOG.warning("%s: step skipped, gradients are not finite: %s", type(optimizer).__name__, found)
     return True

@@ -24,7 +24,6 @@ import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.formats import LOW_DTYPES
-from halfstep.meeting import processes
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
@@ -88,8 +87,12 @@ def warn_or_err(msg: str) -> None:
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first process only."""
-    if _amp_state.verbosity > 0 and not (rank0 and processes()[0]):
-        print(msg)
+    if _amp_state.verbosity <= 0:
+        return
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank0 and several and torch.distributed.get_rank() != 0:
+        return
+    print(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
