@@ -124,12 +124,11 @@ def _sync_folder(folder: Path) -> None:
 # ---------------------------------------------------------------------- writing
 
 
-def make_folder(root: Path, step: int, token: str = "") -> tuple[Path, Path]:
+def make_folder(root: Path, step: int, token: str) -> tuple[Path, Path]:
     """Make an empty folder to write a checkpoint into; return it, and the name that `commit` will give it.
 
     Removes what saves that were cut off have left. `token` tells the folder from one of another process.
     """
-    root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if path.name.startswith((WRITING, DELETING)):
             shutil.rmtree(path, ignore_errors=True)

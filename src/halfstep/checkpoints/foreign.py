@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from halfstep.arguments import Kind, whole
 from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints.files import read_state, refusal
+from halfstep.checkpoints.generators import plain_states
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
 from halfstep.schema import Each, check, regular
@@ -263,16 +264,10 @@ def _accelerate_random(place: Path, found: Found) -> None:
         allowed = torch.serialization.safe_globals(kinds)
     try:
         saved = read_state(place, allowed)
-        version, words, gauss = saved["random_state"]
-        found.random = {
-            "torch": saved["torch_manual_seed"],
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        }
+        own, numpy_state = saved["torch_manual_seed"], saved["numpy_random_seed"][1:]
+        found.random = plain_states(own, saved["random_state"], numpy_state)
         if "torch_cuda_manual_seed" in saved:
             found.random["cuda"] = list(saved["torch_cuda_manual_seed"])
-        _, keys, at, has_gauss, cached = saved["numpy_random_seed"]
-        numbers = torch.tensor([int(one) for one in keys])
-        found.random["numpy"] = {"keys": numbers, "place": at, "has_gauss": has_gauss, "cached": cached}
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         found.random = None
         found.notes.append(f"dropped: random states ({type(error).__name__}: {str(error).splitlines()[0]})")

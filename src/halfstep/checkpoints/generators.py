@@ -21,24 +21,28 @@ HOST = frozenset({"torch", "python", "numpy"})
 """The generators that are no device's; every other key of a state is a device type, such as "cuda"."""
 
 
+def plain_states(own: Tensor, python: Any, numpy: tuple[Any, ...] | None = None) -> dict[str, Any]:
+    """Return states of torch, ``random.getstate()`` and ``numpy.random.get_state()[1:]``, in plain containers."""
+    version, words, gauss = python
+    state = {"torch": own, "python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
+    if numpy is not None:
+        keys, place, has_gauss, cached = numpy
+        numbers = torch.tensor(list(map(int, keys)))
+        state["numpy"] = {"keys": numbers, "place": place, "has_gauss": has_gauss, "cached": cached}
+    return state
+
+
 def saved_states() -> dict[str, Any]:
     """Return the states of the global generators."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.default_generator.get_state(),
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-    }
-    if devices := default_generators():
-        state[devices[0].device.type] = [generator.get_state() for generator in devices]
+    array = None
     if (numpy := sys.modules.get("numpy")) is not None:
         found = numpy.random.get_state(legacy=False)
         if found["bit_generator"] == "MT19937":  # else a user has set another one
-            state["numpy"] = {
-                "keys": torch.tensor(found["state"]["key"].tolist()),
-                "place": int(found["state"]["pos"]),
-                "has_gauss": int(found["has_gauss"]),
-                "cached": float(found["gauss"]),
-            }
+            words = found["state"]["key"].tolist()
+            array = words, int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])
+    state = plain_states(torch.default_generator.get_state(), random.getstate(), array)
+    if devices := default_generators():
+        state[devices[0].device.type] = [generator.get_state() for generator in devices]
     return state
 
 

@@ -10,14 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
+from halfstep.kernels.sharded import is_sharded
 
 Names = list[list[str]]
 """Of the parameters of an optimizer, by group."""
-
-
-def is_sharded(value: object) -> bool:
-    """Return whether `value` is a DTensor."""
-    return hasattr(value, "__create_chunk_list__")
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> Names:

@@ -92,14 +92,12 @@ def _is_signal(number: object) -> bool:
 
 
 def _takes_nothing(function: object) -> bool:
-    if not callable(function):
-        return False
     try:
-        inspect.signature(function).bind()
-    except TypeError:
+        inspect.signature(function).bind()  # type: ignore[arg-type]
+    except TypeError:  # no function, or one that takes something
         return False
     except ValueError:  # a built-in function without a signature: it may take nothing
-        return True
+        pass
     return True
 
 

@@ -29,10 +29,11 @@ from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints import files, writers
 from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
-from halfstep.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
+from halfstep.checkpoints.names import names_of, reordered, sharded_as, split
 from halfstep.checkpoints.writers import Lock
 from halfstep.errors import CheckpointError, StepError, warn
 from halfstep.kernels.choose import load_kernels
+from halfstep.kernels.sharded import is_sharded
 from halfstep.meeting import WRITE_TIME, Meeting
 from halfstep.schema import Each
 from halfstep.schema import check as check_content
@@ -169,7 +170,11 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     try:
         if previous is not None:
             previous.wait()
-        state, names = _checked_state(step)
+        state, names = step.state_dict(), names_of(unwrap(step.model), step.optimizer)
+        try:
+            check_state(step, state, tensors=False)
+        except StepError as error:
+            raise CheckpointError(f"the state could not be loaded again: {error}") from error
         tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
         layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
         mine: dict[str, Any] = {
@@ -217,16 +222,6 @@ def destination(path: str | Path) -> Path:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise CheckpointError(f"{root} cannot be written to: {there} is no folder in which this process may write")
     return root
-
-
-def _checked_state(step: TrainStep) -> tuple[dict[str, Any], list[list[str]]]:
-    """Return a state of `step` that can be loaded again, and the names of the optimizer's parameters."""
-    state = step.state_dict()
-    try:
-        check_state(step, state, tensors=False)
-    except StepError as error:
-        raise CheckpointError(f"the state could not be loaded again: {error}") from error
-    return state, names_of(unwrap(step.model), step.optimizer)
 
 
 def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -211,14 +211,7 @@ class HalfstepPrecision(Precision):
     ) -> Any:
         """Run `closure` (forward and backward), unscale, let the Trainer clip, and step unless gradients are bad.
 
-        Args:
-            optimizer: the one to step.
-            model: the LightningModule; None in Fabric.
-            closure: what computes the gradients; None: they are there.
-            **kwargs: for ``optimizer.step``.
-
-        Returns:
-            What `closure` returned.
+        Fabric gives no `model`. Without a `closure` the gradients are there. Return what `closure` returned.
 
         Raises:
             ScaleError: an optimizer that calls the closure itself (LBFGS) under a loss scale.

@@ -170,25 +170,22 @@ class WandB(Logger):
         self.run.define_metric(f"{prefix}step")
         self.run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
 
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
-        self.run.log({**values, f"{self.prefix}step": step})
-
-    def _numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        self._log(numbers, step)
+    def _numbers(self, numbers: Mapping[str, Any], step: int) -> None:
+        self.run.log({**numbers, f"{self.prefix}step": step})
 
     def histograms(self, sketches: Mapping[str, ExponentSketch], step: int) -> None:
         """Log sketches."""
         bars = {self.prefix + name: sketch.bars() for name, sketch in sketches.items() if sketch.nonzero}
         if bars:
-            self._log({name: self._wandb.Histogram(np_histogram=found) for name, found in bars.items()}, step)
+            self._numbers({name: self._wandb.Histogram(np_histogram=found) for name, found in bars.items()}, step)
 
     def text(self, name: str, text: str, step: int) -> None:
         """Log a text."""
-        self._log({self.prefix + name: text}, step)
+        self._numbers({self.prefix + name: text}, step)
 
     def page(self, name: str, html: str, step: int) -> None:
         """Log a page."""
-        self._log({f"{self.prefix}{name}_page": self._wandb.Html(html, inject=False)}, step)
+        self._numbers({f"{self.prefix}{name}_page": self._wandb.Html(html, inject=False)}, step)
 
     def close(self) -> None:
         """Finish the run if this logger began it."""

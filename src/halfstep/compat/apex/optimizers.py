@@ -64,10 +64,9 @@ class FusedOptimizer(Optimizer):
 def fuses(params: list[Any], kind: type[Optimizer]) -> bool:
     """Return whether torch's fused form of `kind` works on all of `params`."""
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
-    flat = [t for item in tensors for t in ([item] if isinstance(item, Tensor) else item)]
-    return bool(flat) and all(
+    return bool(tensors) and all(
         isinstance(t, Tensor) and t.is_floating_point() and t.device.type in FUSED_DEVICES and fused_works(kind, t)
-        for t in flat
+        for t in tensors
     )
 
 

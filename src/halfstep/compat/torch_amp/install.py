@@ -13,6 +13,7 @@ a region with torch's lists. `unserved` finds the scripts that import from there
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -68,10 +69,7 @@ class Served:
         self.steps += 1
 
     def scaled(self, scaler: GradScaler, before: int, skipped: Tensor) -> None:
-        """Count a step of `scaler`, also one that another process has made; waits for nothing.
-
-        `before` is `steps` before it, since it called the optimizer or did not; `skipped` a 0-dim bool.
-        """
+        """Count a step of `scaler`, before which there were `before`; `skipped` is a 0-dim bool. Waits for nothing."""
         self.steps = before + 1
         if not any(scaler is known for known in self.scalers):
             self.scalers.append(scaler)
@@ -97,8 +95,7 @@ class Served:
 
 
 _served: list[Served] = []  # one while installed
-_theirs: list[tuple[Any, str, Any]] = []  # module, name, torch's object
-_hooks: list[Any] = []
+_back = ExitStack()  # gives torch its names back
 
 
 # ------------------------------------------------------------------ the names
@@ -222,22 +219,18 @@ def install(policy: hs.Policy) -> Served:
     uninstall()
     served = Served(policy)
     _served.append(served)
-    _hooks.append(register_optimizer_step_post_hook(served.stepped))
+    _back.callback(register_optimizer_step_post_hook(served.stepped).remove)
     for module, names in NAMES.items():
         for name, ours in names.items():
-            _theirs.append((module, name, getattr(module, name)))
+            _back.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, ours)
     return served
 
 
 def uninstall() -> None:
     """Give torch its names back. Regions and scalers that were made follow the policy still; new ones none."""
-    for module, name, theirs in _theirs:
-        setattr(module, name, theirs)
-    for hook in _hooks:
-        hook.remove()
-    for entries in (_theirs, _hooks, _served):
-        entries.clear()
+    _back.close()
+    _served.clear()
 
 
 def unserved() -> list[str]:

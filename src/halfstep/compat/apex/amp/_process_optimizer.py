@@ -63,10 +63,7 @@ class AmpState:
         return [scaler for session in self.sessions for scaler in session.loss_scalers] or self._without
 
     def begin(self, properties: Any, session: Session | None, scalers: list[LossScaler]) -> None:
-        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off.
-
-        `session` is what it made; None without optimizers, which use its `scalers`.
-        """
+        """Note a call of `initialize`; it takes the place of calls for the same models, or of all if amp is off."""
         self.opt_properties, self.loaded, self._without = properties, {}, scalers
         for other in self.sessions:
             if not properties.enabled or (session is not None and other.models and other.models <= session.models):

@@ -477,13 +477,10 @@ def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
     remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, (tuple, dict)) else ""
     if isinstance(value, dict):
         remedy = f"; write amp.initialize(..., list({plural}.values()))"
-    raise TypeError(f"{plural} must be either a single {one} or a list of {plural}. It is {_described(value)}{remedy}")
-
-
-def _described(value: Any) -> str:
+    what = f"a {type(value).__name__}"
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
-    return f"a {type(value).__name__}"
+        what += f" of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    raise TypeError(f"{plural} must be either a single {one} or a list of {plural}. It is {what}{remedy}")
 
 
 def _check_model(model: nn.Module) -> None:

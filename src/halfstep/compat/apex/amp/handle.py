@@ -278,12 +278,7 @@ class AmpHandle:
     there. It keeps no low copies of weights (models do, while they run), so none can be stale. Models are bound to the
     same policy besides and cast in every thread.
 
-    Args:
-        policy: of the region.
-        functions: (module, name, replacement) of registered functions.
-        loss_scale: of the old API, `wrap_optimizer`.
-        enable_caching: kept for Apex's signature: outside of a model's call no low copy of a weight is ever kept.
-        verbose: whether casts are printed.
+    `functions` are (module, name, replacement) of registered functions; `loss_scale` is that of the old API.
     """
 
     has_cache = True
@@ -346,12 +341,7 @@ class AmpHandle:
         self.cache.pop(param, None)
 
     def _deactivate(self) -> None:
-        """Switch the casts off for good; functions that were registered are the original ones again.
-
-        Raises:
-            RuntimeError: called from another thread than the one that opened it, or inside a region that was entered
-                since; nothing changed.
-        """
+        """Switch the casts off for good; functions that were registered are the original ones again."""
         if self._region is not None:
             if threading.get_ident() != self._thread:
                 raise RuntimeError(
@@ -373,50 +363,29 @@ class AmpHandle:
         self._is_active = False
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle of ``init(enabled=False)``: the same methods, and nothing is cast or scaled."""
 
-    has_cache = verbose = False
+    has_cache = False
 
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
+    def __init__(self) -> None:
+        self._loss_scale, self._is_active, self._region = 1.0, False, None
 
-    def _disable_casts(self) -> contextlib.AbstractContextManager[Any]:
-        return hs.suspended()
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Return a wrapper that scales nothing."""
-        return OptimWrapper(optimizer, self, num_loss, 1.0)
-
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yield the loss."""
-        yield loss
-
-    def _clear_cache(self) -> None:
-        """There is none."""
-
-    def _deactivate(self) -> None:
-        """There is nothing to switch off."""
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> contextlib.AbstractContextManager[Tensor]:
+        """Return a context that yields the loss."""
+        return contextlib.nullcontext(loss)
 
 
 class OptimWrapper:
     """An optimizer whose losses are scaled one after the other, each by its own scaler.
 
-    All else (state_dict, zero_grad, add_param_group, ...) is the wrapped optimizer's.
-
-    Args:
-        optimizer: wrapped.
-        amp_handle: where it was made; nothing is scaled while it is not active.
-        num_loss: how many times `scale_loss` is called before `step`.
-        loss_scale: "dynamic" or a number.
+    `scale_loss` is called `num_loss` times before `step`; nothing is scaled while `amp_handle` is not active. All else
+    (state_dict, zero_grad, add_param_group, ...) is the wrapped optimizer's.
     """
 
     def __init__(
-        self, optimizer: Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int,
-        loss_scale: str | float = "dynamic",
-    ) -> None:  # fmt: skip
+        self, optimizer: Optimizer, amp_handle: AmpHandle, num_loss: int, loss_scale: str | float = "dynamic"
+    ) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._num_loss = num_loss
@@ -427,11 +396,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss scaled by the next scaler; gradients are unscaled and added up at the end of the block.
-
-        Raises:
-            RuntimeError: called more often than `num_loss` times since the last step.
-        """
+        """Yield the loss scaled by the next scaler; gradients are unscaled and added up at the end of the block."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -546,7 +511,7 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
 def init(
     enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:  # fmt: skip
+) -> AmpHandle:  # fmt: skip
     """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
 
     Args:

@@ -117,14 +117,9 @@ class LossScaler:
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,
         models_are_masters: bool = False, scale_override: float | None = None,
     ) -> None:  # fmt: skip
-        """Write ``model_grads / scale`` to `master_grads` and note whether one was not finite.
+        """Write ``model_grads / scale``, or those by `scale_override`, to `master_grads`; note what is not finite.
 
-        Args:
-            model_grads: scaled gradients.
-            master_grads: where the result goes; may be the same tensors.
-            unused_scale: kept for Apex's signature, which ignores it too.
-            models_are_masters: the two are the same tensors; a static scale of 1 then has nothing to do.
-            scale_override: divide by this instead.
+        Apex ignores `unused_scale` too. With `models_are_masters`, the same tensors, a static scale of 1 does nothing.
         """
         if models_are_masters and not self.dynamic and scale_override is None and self.loss_scale() == 1.0:
             return
