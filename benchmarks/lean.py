@@ -200,7 +200,7 @@ def train(task: Task, candidate: Candidate, seed: int, steps: int) -> tuple[Loop
     count = sum(p.numel() for p in loop.model.parameters())
     return loop, Run(
         program=task.name, label=candidate.label, seed=seed, steps=steps, metric=metric,
-        bytes=state_bytes(*loop.state()) / count, skipped=len(loop.skipped()), seconds=seconds,
+        bytes=state_bytes(*loop.state) / count, skipped=len(loop.skipped()), seconds=seconds,
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import doctor as command
-from halfstep.cli.doctor import examine
 from halfstep.tasks.speed import Sizes
 
 TINY = Sizes(product=16, small_product=8, image=(1, 4, 8), small_image=(1, 2, 4), seconds=0.0)
@@ -82,8 +81,9 @@ def test_doctor_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
-def test_sizes_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert examine("cpu", None, False, lambda device: TINY) == 0
+@pytest.mark.usefixtures("tiny")
+def test_without_quick_it_is_no_indication(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run_doctor("cpu") == 0
     shown = capsys.readouterr().out
     assert "16 x 16 x 16" in shown and "an indication" not in shown
 
@@ -107,10 +107,11 @@ def test_options_are_checked(words: list[str]) -> None:
     assert run(*words).exit_code == 2
 
 
+@pytest.mark.usefixtures("tiny")
 def test_on_a_terminal_it_has_colours_and_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(
         command, "console", lambda stderr=False: Console(file=file, force_terminal=True, width=100, stderr=stderr)
     )
-    assert examine("cpu", None, False, lambda device: TINY) == 0
+    assert command.run_doctor("cpu") == 0
     assert "╭" in file.getvalue() and "\x1b[1;32mUse on cpu" in file.getvalue()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import halfstep as hs
 from halfstep.accelerators import Landing
 from halfstep.binding.bind import binding_of
-from halfstep.cli.doctor import examine
+from halfstep.cli import doctor as command
 from halfstep.compat.apex import amp
 from halfstep.scale.alarm import DelayedFlag
 from halfstep.tasks.speed import Sizes
@@ -352,8 +352,9 @@ def doctor() -> dict[str, Any]:
     sizes = Sizes(product=8, small_product=8, image=(1, 4, 4), small_image=(1, 4, 4), seconds=0.0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "doctor.json")
-        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
-            code = examine(NAME, path, True, lambda kind: sizes)
+        tiny = mock.patch.object(command, "sizes_for", lambda kind, quick: sizes)
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()), tiny:
+            code = command.run_doctor(NAME, quick=True, json=path)
         report = json.loads(path.read_text(encoding="utf-8"))
     return {
         "code": code,

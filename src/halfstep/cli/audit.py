@@ -12,10 +12,11 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Device, Html, Json, PolicyLabel, TaskName
-from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, record, say, show
 from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_named
+from halfstep.tasks.machine import device_type
 
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""

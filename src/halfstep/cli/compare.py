@@ -18,7 +18,6 @@ from halfstep.cli.terminal import (
     Files,
     command_line,
     console,
-    device_type,
     machine_line,
     print_section,
     record,
@@ -28,6 +27,7 @@ from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels
 from halfstep.tasks.compare import check, compare
+from halfstep.tasks.machine import device_type
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
 

@@ -6,9 +6,8 @@ import datetime
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from halfstep.cli.terminal import (
     Files,
     command_line,
     console,
-    device_type,
     machine_line,
     print_section,
     record,
@@ -37,22 +35,16 @@ from halfstep.report.numbers import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare, pace
-from halfstep.tasks.machine import threads_of_torch
+from halfstep.tasks.machine import device_type, threads_of_torch
+from halfstep.tasks.measure import ENOUGH_SEEDS
 from halfstep.tasks.overflow import rescue
 from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
+SECONDS = (20.0, 15.0, 4.0)  # of timing each workload
+STEPS = {"lenet5": 120, "gpt": 50}  # of the tasks whose accuracy is compared
+BROKEN_STEPS = 120  # of the run that goes NaN
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How long each part takes."""
-
-    seconds: tuple[float, ...] = (20.0, 15.0, 4.0)  # of timing each workload
-    seeds: int = 5  # the fewest for a verdict
-    steps: tuple[tuple[str, int], ...] = (("lenet5", 120), ("gpt", 50))  # of the tasks whose accuracy is compared
-    broken_steps: int = 120  # of the run that goes NaN
 
 
 OnShare = Callable[[float], None]
@@ -67,11 +59,6 @@ def run_demo(html: Html = None, json: Json = None, device: Device = "") -> int:
 
     Ctrl-C keeps the finished parts: they are printed and written, and the exit code is 130.
     """
-    return demonstrate(html, json, device, Settings())
-
-
-def demonstrate(html: Path | None, json: Path | None, device: str, settings: Settings) -> int:
-    """Run the demo; return its exit code."""
     out, err = console(), console(stderr=True)
     where = device_type(device)
     files = Files(json=json, html=html)
@@ -86,7 +73,7 @@ def demonstrate(html: Path | None, json: Path | None, device: str, settings: Set
                  f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
-        interrupted = _measure(demo, _parts(demo, settings), out, err)
+        interrupted = _measure(demo, _parts(demo), out, err)
     print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
     again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
@@ -116,19 +103,19 @@ def _measure(demo: Demo, parts: list[Part], out: Console, err: Console) -> bool:
     return False
 
 
-def _parts(demo: Demo, settings: Settings) -> list[Part]:
+def _parts(demo: Demo) -> list[Part]:
     """Return the parts in their order."""
-    works = zip(workloads(demo.device, units=demo.units.bf16), settings.seconds, strict=True)
+    works = zip(workloads(demo.device, units=demo.units.bf16), SECONDS, strict=True)
     parts: list[Part] = [
         (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, w, seconds))
         for w, seconds in works
     ]
-    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo, settings.broken_steps)))
-    for name, steps in settings.steps:
+    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo)))
+    for name, steps in STEPS.items():
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
         else:
-            run = partial(_train, demo, name, steps, settings.seeds)
+            run = partial(_train, demo, name, steps)
             parts.append((f"accuracy of {name} beside fp32", 25, run))
     return parts
 
@@ -143,17 +130,17 @@ def _time(demo: Demo, workload: Workload, seconds: float, on_share: OnShare) -> 
     return Section(f"A model bound by {workload.bound_by}", (about, pace_table(workload, made), how))
 
 
-def _break(demo: Demo, steps: int, on_share: OnShare) -> Section:
-    demo.rescue = rescued = rescue(device=demo.device, steps=steps, on_share=on_share)
+def _break(demo: Demo, on_share: OnShare) -> Section:
+    demo.rescue = rescued = rescue(device=demo.device, steps=BROKEN_STEPS, on_share=on_share)
     heading = f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())"
     return Section(heading, (Code(str(rescued.verdict)),))
 
 
-def _train(demo: Demo, name: str, steps: int, seeds: int, on_share: OnShare) -> Section:
+def _train(demo: Demo, name: str, steps: int, on_share: OnShare) -> Section:
     compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
-    seen, total = itertools.count(1), (len(compared) + 1) * steps * seeds
+    seen, total = itertools.count(1), (len(compared) + 1) * steps * ENOUGH_SEEDS
     on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
-    made = compare(task, compared, steps=steps, seeds=seeds, device=demo.device, on_step=on_step)
+    made = compare(task, compared, steps=steps, seeds=ENOUGH_SEEDS, device=demo.device, on_step=on_step)
     demo.comparisons.append(made)
     return Section(f"Accuracy of {made.task}", (Paragraph(setting(made)), result_table(made)))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -15,14 +14,14 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep.cli.options import Json
-from halfstep.cli.terminal import Files, command_line, console, device_type, item, record, say, show
+from halfstep.cli.terminal import Files, command_line, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
-from halfstep.tasks.machine import threads_of_torch
+from halfstep.tasks.machine import device_type, threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
-from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, measure_speed, sizes_for
+from halfstep.tasks.speed import DeviceSpeed, Speed, measure_speed, sizes_for
 
 
 def run_doctor(
@@ -36,11 +35,6 @@ def run_doctor(
 
     Also: which optimizers make a step wait for the device, and which settings of this machine stand in the way.
     """
-    return examine(device, json, quick, lambda kind: sizes_for(kind, quick=quick))
-
-
-def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], Sizes]) -> int:
-    """Measure with these sizes of each device type, print and write; return the exit code."""
     out, err = console(), console(stderr=True)
     main, files = device_type(device), Files(json=json)
     load = load_average()
@@ -58,7 +52,7 @@ def examine(device: str, json: Path | None, quick: bool, sizes: Callable[[str], 
         say(err, "measuring ...")
     with threads_of_torch(threads), err.status("measuring", spinner="line", refresh_per_second=1) as status:
         on_step = lambda what: status.update(f"measuring: {what}")  # noqa: E731
-        speeds = [measure_speed(each, sizes(each), on_step=on_step) for each in devices]
+        speeds = [measure_speed(each, sizes_for(each, quick=quick), on_step=on_step) for each in devices]
         status.update("measuring: optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.cli import options
 from halfstep.cli.options import Device, Json, PolicyLabel
-from halfstep.cli.terminal import STYLES, Files, command_line, console, device_type, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.formats import DTYPE_NAMES, DTYPES, LOW_DTYPES
 from halfstep.lens import Sink, Tracer
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
-from halfstep.tasks.machine import generators_kept
+from halfstep.tasks.machine import device_type, generators_kept
 from halfstep.tasks.registry import load_model
 from halfstep.torch_private.trees import tree_leaves
 
@@ -329,19 +329,9 @@ def _format(result: Any) -> str:
 
 
 def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
-    """Train a new model of `task` for one step under `policy`; return what forward pass and loss called, with formats.
-
-    fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
-    """
-    if policy.dtype == "fp16":
+    """Train a new model of `task` for one step under `policy`; count what it calls forward, by format."""
+    if policy.dtype == "fp16":  # the rules are the same in bf16, and emulation would show its own operators
         policy = hs.Policy.of(policy, dtype="bf16")
-    with generators_kept():
-        torch.manual_seed(0)
-        return _count(task, policy, device)
-
-
-def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]]:
-    model, batch = task.model().to(device), task.batch_on(device, 0, 0)
     counter = _OperatorCounter()
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:
@@ -351,9 +341,12 @@ def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Counter[str]
         finally:
             counter.on = False
 
-    step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
-    with Tracer(counter, above=False):
-        step(*batch)
+    with generators_kept():
+        torch.manual_seed(0)
+        model, batch = task.model().to(device), task.batch_on(device, 0, 0)
+        step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
+        with Tracer(counter, above=False):
+            step(*batch)
     return counter.results
 
 
@@ -413,10 +406,7 @@ def _print_changes(
 def _show(
     out: Console, headers: Sequence[str], rows: Iterable[Row], *, numbers: Collection[int] = (), shared: bool = False
 ) -> None:
-    """Print a table of words, with numbers in the columns `numbers`.
-
-    With `shared`, rows that differ in their first cells alone share a row on a terminal.
-    """
+    """Print a table; with `shared`, rows that differ in their first cells alone share a row on a terminal."""
     ends: Collection[int] = ()
     if shared and out.is_terminal:
         groups = _grouped((row[1:], str(row[0])) for row in rows)

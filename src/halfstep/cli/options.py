@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import halfstep as hs
 from halfstep.tasks import task_names
+from halfstep.tasks.machine import device_types
 
 FORMATS = ("bf16", "fp16")
 
@@ -54,11 +54,6 @@ def _gpus() -> Iterable[str]:
     return gpu_names()
 
 
-def _devices() -> Iterable[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu", *([accelerator.type] if accelerator else [])]
-
-
 GPUS, OPERATORS = among(_gpus), among(lambda: hs.policy.operator_names("*"))
 
 
@@ -78,7 +73,7 @@ TASK = "lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Tas
 Device = Annotated[
     str,
     typer.Option(
-        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=among(_devices)
+        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=among(device_types)
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]

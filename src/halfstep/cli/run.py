@@ -84,10 +84,7 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
 
 
 def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
-    """Run a script, or a program such as torchrun, with torch.amp's names under a policy; return the exit status.
-
-    At its end a script's process prints one line to stderr: its steps, how many were skipped, and what was replaced.
-    """
+    """Run a script, or a program such as torchrun, with torch.amp's names under a policy; return the exit status."""
     try:
         policy = _policy(label)
         served = torch_amp.install(policy)

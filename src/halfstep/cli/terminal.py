@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich import table as rich_table
 from rich.console import Console
@@ -16,7 +15,6 @@ from rich.text import Text
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
@@ -83,10 +81,7 @@ def item(out: Console, line: str, style: str | None = None) -> None:
 
 
 def show(out: Console, table: doc.Table, *, ends: Collection[int] = ()) -> None:
-    """Print a table without its caption, in Markdown where the console is no terminal.
-
-    `ends` are the numbers of the rows below which a terminal has a line.
-    """
+    """Print a table, in Markdown where the console is no terminal; rows `ends` have a line below them on a terminal."""
     made = rich_table.Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
     for place, header in enumerate(table.headers):
         made.add_column(header, justify="left" if place == 0 or place in table.words else "right")
@@ -135,14 +130,3 @@ def machine_line(about: Mapping[str, Any]) -> str:
     """Return the processor, the accelerator and the versions of `machine()` on one line."""
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     return f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}"
-
-
-def device_type(wanted: str) -> str:
-    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = ("cpu",) if accelerator is None else (accelerator.type, "cpu")
-    if not wanted:
-        return there[0]
-    if wanted not in there:
-        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
-    return wanted

@@ -13,8 +13,9 @@ import halfstep as hs
 from halfstep.advise.tune import Tuning
 from halfstep.cli.options import Device, Html, Json, TaskName, split
 from halfstep.cli.progress import Watch
-from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, device_type, record, say
+from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, record, say
 from halfstep.tasks import TaskError, load_task
+from halfstep.tasks.machine import device_type
 
 
 def run_tune(

@@ -339,7 +339,8 @@ def _lines(chart: LineChart) -> _Axes:
     across = _ends((x for s in chart.series for x in s.x), 0.01)
     axes = _Axes(250, (58, 10, 24), across, ends, chart.x_label)
     axes.x_ticks(_ticks(across, 5, whole=True))
-    power = 0 if log else _power(finite)
+    most = max(map(abs, finite), default=0.0)
+    power = math.floor(math.log10(most)) if most and not (log or 0.01 <= most < 10_000) else 0
     if power:
         axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{_superscript(power)}", "muted")
     if finite:
@@ -359,9 +360,9 @@ def _lines(chart: LineChart) -> _Axes:
         if len(points) == 1 and math.isfinite(series.y[0]):
             axes.mark(*points[0], "dot", colour, 4, colour)
         for x in series.marks:
-            y = _height_at(series, x)
-            if math.isfinite(y):
-                axes.mark(axes.x(x), axes.y(height(y)), "cross", colour, 7)
+            known = [(abs(a - x), b) for a, b in zip(series.x, series.y, strict=True) if math.isfinite(b)]
+            if known:  # the cross lies on the curve's nearest finite point
+                axes.mark(axes.x(x), axes.y(height(min(known)[1])), "cross", colour, 7)
     return axes
 
 
@@ -389,18 +390,6 @@ def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float
     """Return the corners of a curve that keeps each height until the next x."""
     return [point for (x, y), (after, _) in itertools.pairwise(zip(xs, ys, strict=True))
             for point in ((x, y), (after, y))] or list(zip(xs, ys, strict=True))  # fmt: skip
-
-
-def _power(values: Sequence[float]) -> int:
-    """Return the power of ten to take out of the numbers on an axis, 0 if they are easy to read."""
-    most = max((abs(value) for value in values), default=0.0)
-    return math.floor(math.log10(most)) if most and not 0.01 <= most < 10_000 else 0
-
-
-def _height_at(series: Series, x: float) -> float:
-    """Return the height of the curve at its finite point that is nearest to `x`; nan if it has none."""
-    known = ((abs(a - x), b) for a, b in zip(series.x, series.y, strict=True) if math.isfinite(b))
-    return min(known, default=(0.0, math.nan))[1]
 
 
 # ------------------------------------------------------------------ bars, dots and strips below each other
@@ -490,7 +479,9 @@ def _heat(chart: HeatMap) -> _Axes:
     first, last = _exponents(chart)
     gone = first - ZEROS_APART  # where zeros are drawn
     axes = _rows(chart.strips, (gone - 0.6, last + 1.1), chart.x_label)
-    powers = _powers(gone, first, last)
+    room = (last - gone) / POWERS
+    step = next(step for step in (8, 16, 32, 64) if step >= room)
+    powers = [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
     axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{_superscript(power)}" for power in powers)])
     for place, strip in enumerate(chart.strips):
         top = _middle(place) - STRIP / 2
@@ -529,13 +520,6 @@ def _exponents(chart: HeatMap) -> tuple[int, int]:
     first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
     last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
     return first, max(last, first + 8)
-
-
-def _powers(gone: int, first: int, last: int) -> list[int]:
-    """Return the exponents that ticks stand at: as many as have room beside each other and beside the zero."""
-    room = (last - gone) / POWERS
-    step = next(step for step in (8, 16, 32, 64) if step >= room)
-    return [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
 
 
 # ------------------------------------------------------------------ points

@@ -93,13 +93,11 @@ def _rehearsal(speed: DeviceSpeed) -> list[tuple[str, str]]:
 
 
 def rows_for_o2(speed: DeviceSpeed, dtype: str) -> int:
-    """Return below how many rows a step casting weights costs more than `SHARE` of the matrix products, or 0.
-
-    An element of a weight takes part in 2 operations a row in each of the 3 products of a step, and is cast once.
-    """
+    """Return below how many rows a step casting weights costs more than `SHARE` of the matrix products, or 0."""
     product = _gains(speed, dtype).get("matrix product")
     if product is None:
         return 0
+    # an element of a weight takes part in 2 operations a row in each product, and is cast once
     rows = speed.cast_seconds * product.gflops * 1e9 / (2 * PASSES * SHARE)
     return int(float(f"{rows:.1g}"))
 

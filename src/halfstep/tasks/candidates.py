@@ -37,11 +37,7 @@ def default_labels(device: str) -> tuple[str, ...]:
 
 
 def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
-    """Return the candidates called `labels`, with fp32 and torch.amp before them, each once.
-
-    A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or
-    ":fp32" behind it replaces the format. TaskError: an unknown one, or two different policies of one name.
-    """
+    """Return the candidates called `labels`, with fp32 and torch.amp before them, each once."""
     wanted = [_candidate(label, device) for label in (FP32, AMP, *labels)]
     unique: dict[str, Candidate] = {}
     for candidate in wanted:

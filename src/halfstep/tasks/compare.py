@@ -104,10 +104,7 @@ def compare(
     task: Task, candidates: Sequence[Candidate], *, steps: int, seeds: int, device: str = "cpu",
     on_step: OnStep = lambda training, label, number, seconds: None,
 ) -> Comparison:  # fmt: skip
-    """Train and measure every candidate (from `candidates()`: fp32 and torch.amp first), with seeds from 0.
-
-    Candidates train in turns (`Training`). torch.amp runs twice: what the two differ by is what cannot be resolved.
-    """
+    """Train and measure every candidate (fp32 and torch.amp first) in turns; torch.amp twice, as a control."""
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
     runners = [*candidates, twin]
@@ -170,10 +167,7 @@ def compare(
 
 
 def thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """Return means of consecutive values, at most `CURVE_POINTS` of them, to six digits.
-
-    A mean in which a value is not finite is nan: a loss that overflowed is a gap in its curve, not a point.
-    """
+    """Return means of consecutive values to six digits, at most `CURVE_POINTS`; nan where a value is not finite."""
     width = math.ceil(len(values) / CURVE_POINTS)
     return tuple(float(f"{finite_mean(values[i : i + width]):.6g}") for i in range(0, len(values), width))
 
@@ -210,7 +204,7 @@ def probed(
     for step in range(PROBE_STEPS):
         batch = task.batch_on(device, 0, step)
         seconds = timed(partial(loop, batch), device, clock)
-    return Probe(state_bytes(*loop.state()), saved, seconds)
+    return Probe(state_bytes(*loop.state), saved, seconds)
 
 
 def evaluated(task: Task, loop: Loop, seed: int) -> float:
@@ -227,10 +221,7 @@ def pace(
     task: Task, candidates: Sequence[Candidate], *, device: str, seconds: float,
     on_share: Callable[[float], None] = lambda share: None, clock: Callable[[], float] = time.perf_counter,
 ) -> Pace:  # fmt: skip
-    """Time steps of every candidate in turns, for about so many seconds; count bytes in a step before.
-
-    fp32 runs twice: what the two differ by is what cannot be resolved. The task needs no metric.
-    """
+    """Time steps of every candidate in turns, fp32 twice as a control; count bytes before."""
     probes = {c.label: probed(task, c, device, clock) for c in candidates}
     reference = probes[FP32].seconds
     slow = {

@@ -24,15 +24,12 @@ FUSED = (Adam, AdamW, SGD, Adagrad)
 class Loop(ABC):
     """One candidate in training. A call is one step on one batch; nothing else of it is timed.
 
-    Attributes:
-        model: the model in training.
-        loss: of the last step: a 0-dim tensor, detached and unscaled; before the first step nan. Every loop detaches it
-            inside the call, as hs.TrainStep does, so that handing it out costs all of them the same.
-        grad_norm: of the last step, before clipping: a 0-dim tensor; nan where the loop has no use for it.
+    `loss` (detached in the call, unscaled) and `grad_norm` (before clipping) are 0-dim tensors of the last step; nan
+    before the first step, and where a loop has no use for the norm. `state` holds parameters and optimizer state.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *state: object) -> None:
+        self.model, self.state = model, state
         self.loss = self.grad_norm = torch.tensor(torch.nan)
 
     @abstractmethod
@@ -51,17 +48,11 @@ class Loop(ABC):
         """Return the loss scale, 1.0 without scaling."""
         return 1.0
 
-    @abstractmethod
-    def state(self) -> tuple[object, ...]:
-        """Return the objects that hold parameters and optimizer state."""
-
 
 class Training(Race):
     """A race whose rounds are steps: one of every loop on the same batch, with the same state of torch's generator.
 
-    `loops` start from the same weights; one that leaves the race is deleted from them. `on_step` is called after each
-    step, not timed, with this race, the loop's label, the step's number from 0 and its seconds. `losses` has the 0-dim
-    loss of every step; it is read on the host when all is over, as nothing waits for it.
+    `on_step` is called after each step, not timed, with this race, the loop's label, the step's number and its seconds.
     """
 
     def __init__(
@@ -122,9 +113,9 @@ class TorchLoop(Loop):
     """A loop of torch alone with the fastest options: fp32, or torch.amp as its documentation recommends."""
 
     def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
-        super().__init__(model)
-        self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.optimizer = fused(task.optimizer(model))
+        super().__init__(model, model, self.optimizer)
+        self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
         self.dtype = dtype
@@ -170,10 +161,6 @@ class TorchLoop(Loop):
         """Return the GradScaler's scale."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def state(self) -> tuple[object, ...]:
-        """Return model and optimizer."""
-        return self.model, self.optimizer
-
 
 class PolicyLoop(Loop):
     """halfstep's TrainStep under one policy."""
@@ -185,7 +172,7 @@ class PolicyLoop(Loop):
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler,
             compile=compile,
         )  # fmt: skip
-        super().__init__(self.step.model)
+        super().__init__(self.step.model, self.step)
         self.skips: list[Tensor] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
@@ -201,7 +188,3 @@ class PolicyLoop(Loop):
     def scale(self) -> float:
         """Return the scaler's scale."""
         return float(self.step.scaler.get_scale())
-
-    def state(self) -> tuple[object, ...]:
-        """Return the TrainStep."""
-        return (self.step,)

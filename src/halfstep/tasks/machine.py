@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from halfstep.errors import did_you_mean
+from halfstep.tasks.task import TaskError
 from halfstep.torch_private.devices import has_mkldnn
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
@@ -48,19 +50,36 @@ def threads_of_torch(wanted: int) -> Iterator[None]:
 
 def generators_kept() -> AbstractContextManager[None]:
     """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type == "mps":  # torch.mps.get_rng_state has no device, which fork_rng gives it
+    kind = _type_here()
+    if kind in {"", "mps"}:  # torch.mps.get_rng_state has no device, which fork_rng gives it
         return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(device_type=device.type)
+    return torch.random.fork_rng(device_type=kind)
+
+
+def _type_here() -> str:
+    """Return the type of this machine's accelerator, "" if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None else found.type
+
+
+def device_types() -> tuple[str, ...]:
+    """Return the device types that this machine has, the default first."""
+    return tuple(filter(None, (_type_here(), "cpu")))
+
+
+def device_type(wanted: str) -> str:
+    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu"."""
+    there = device_types()
+    if wanted and wanted not in there:
+        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
+    return wanted or there[0]
 
 
 def _accelerator() -> str:
     """Return the name of the accelerator: what its module calls it, else its type; "" without one."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return ""
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if named is None else str(named())
+    kind = _type_here()
+    named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
+    return kind if named is None else str(named())
 
 
 def _processor() -> tuple[str, frozenset[str]]:

@@ -36,10 +36,7 @@ class Difference:
 
 
 def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
-    """Compare final metrics with those of fp32, seed by seed.
-
-    `margin` is the largest difference that counts as none, `higher` whether a higher metric is better.
-    """
+    """Compare final metrics with those of fp32, seed by seed; `higher`: whether a higher metric is better."""
     pairs = [a - b for a, b in zip(values, reference, strict=True)]
     enough = len(pairs) >= ENOUGH_SEEDS
     if not all(map(math.isfinite, pairs)):
@@ -90,11 +87,7 @@ def _student_tail(t: float, freedom: int) -> float:
 
 
 def state_bytes(*roots: object) -> int:
-    """Return the bytes of every tensor that `roots` keep alive; memory shared by several tensors counts once.
-
-    Everything is found that attributes, containers and gradients lead to, so that nothing can be left out by not being
-    listed: parameters, buffers, optimizer state, precise weights behind low ones, gradient buffers that stay allocated.
-    """
+    """Return the bytes of every tensor that attributes, containers and gradients of `roots` lead to, each once."""
     storages = [t.untyped_storage() for t in _tensors(roots)]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
@@ -129,13 +122,13 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
     return found
 
 
-class SavedForBackward:
+class SavedForBackward(saved_tensors_hooks):
     """Counts what autograd keeps for the backward pass while it is open, parameters excepted; it changes no result."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._keep, lambda tensor: tensor)
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self._kept: dict[int, Tensor] = {}  # keeps them alive, so that no address comes twice
-        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
@@ -143,12 +136,9 @@ class SavedForBackward:
             self._kept.setdefault(address, tensor.detach())
         return tensor
 
-    def __enter__(self) -> SavedForBackward:
-        self._hooks.__enter__()
+    def __enter__(self) -> SavedForBackward:  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
 
     @property
     def bytes(self) -> int:

@@ -63,10 +63,7 @@ def pitfalls(
     speeds: Sequence[DeviceSpeed], *, load: float = 0.0, threads: int | None = None, cores: int | None = None,
     granted: float | None = None, environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what to know about this machine and process, one line each.
-
-    `load` is the load average before measuring, `granted` the cores' time that a container grants.
-    """
+    """Yield what to know about this machine and process, one line each; `load`: the average before measuring."""
     threads = torch.get_num_threads() if threads is None else threads
     cores = usable_cores() if cores is None else cores
     yield from _threads(threads, cores, granted, environ)

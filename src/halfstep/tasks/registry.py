@@ -57,11 +57,7 @@ def _loaded(name: str, what: str, returned: str, *kinds: type) -> object:
 
 
 def call_function(name: str) -> object:
-    """Return what the function at ``path/to/file.py:function`` returns.
-
-    The file's folder comes first on `sys.path` and stays there, as for ``python FILE``: the file and its functions
-    import their neighbours.
-    """
+    """Return what the function at ``path/to/file.py:function`` returns; the file's folder stays first on `sys.path`."""
     text, _, function = name.rpartition(":")
     path = Path(text)
     if not path.is_file():
@@ -72,17 +68,14 @@ def call_function(name: str) -> object:
     try:
         # a name of its own if the file has that of a module, which it may import
         found = runpy.run_path(text, run_name=f"{path.stem}_" if path.stem in sys.modules else path.stem)
+        make = found.get(function)
+        if callable(make):
+            made: object = make()
+            return made
     except Exception as error:
         raise TaskError(_raised(path, error)) from error
-    make = found.get(function)
-    if not callable(make):
-        names = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
-        raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
-    try:
-        made: object = make()
-    except Exception as error:
-        raise TaskError(_raised(path, error)) from error
-    return made
+    names = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
+    raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
 
 
 def _raised(path: Path, error: Exception) -> str:

@@ -30,12 +30,7 @@ def missing(what: str) -> str:
 
 
 def built(what: str, source: Path, libraries: Sequence[str], error: type[DeviceError]) -> Path:
-    """Return the library for this torch, compiled if it is not there yet, once per torch and source.
-
-    It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
-    source and of torch's version and place. `what` is what it makes, in messages; `error` is raised if there is no g++,
-    or with its first error if it refused.
-    """
+    """Return the library of `what` for this torch: compiled once per source and torch, whose hash is in its name."""
     if not sys.platform.startswith("linux"):  # nothing below was tried elsewhere
         raise error(missing(what))
     place = Path(torch.__file__).parent
@@ -60,10 +55,7 @@ def built(what: str, source: Path, libraries: Sequence[str], error: type[DeviceE
 
 
 def cache_folder(error: type[DeviceError]) -> Path:
-    """Return the folder for built libraries: the user's cache, or a private temporary one if that does not serve.
-
-    Only this user can write to it, since what lies there is loaded.
-    """
+    """Return a folder that only this user can write to, as what it has is loaded: in the cache, or temporary."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

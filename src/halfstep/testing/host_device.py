@@ -77,11 +77,7 @@ def host_device(name: str = "npu") -> torch.device:
 
 
 class _Module(types.ModuleType):
-    """``torch.<name>``: the functions by which torch and programs ask a device, as far as one without streams has any.
-
-    Attributes:
-        default_generators: those of its devices: one.
-    """
+    """``torch.<name>``: the functions by which programs ask a device, as far as one without streams has any."""
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
         super().__init__(f"torch.{name}", host_device.__doc__)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 import halfstep as hs
@@ -20,8 +19,8 @@ from halfstep.advise.tune.search import Search
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
 from halfstep.tasks.compare import started
-from halfstep.tasks.machine import generators_kept, machine
-from halfstep.tasks.task import Task, TaskError
+from halfstep.tasks.machine import device_type, generators_kept, machine
+from halfstep.tasks.task import Task
 
 FORMATS = ("bf16", "fp16")
 
@@ -91,7 +90,7 @@ def tune(
         on_progress=(on_progress, CALLABLE),
         clock=(clock, CALLABLE),
     )
-    where = _device(device)
+    where = device_type(device)
     weights = weights_of(target)
     formats = tuple(dict.fromkeys(dtypes)) or low_formats(where)
     with generators_kept():
@@ -189,11 +188,3 @@ def low_formats(device: str) -> tuple[str, ...]:
     """Return the low formats that a device has units for; without any bf16, which every device computes in somehow."""
     there = hs.policy.units(device)
     return tuple(name for name in FORMATS if getattr(there, name)) or ("bf16",)
-
-
-def _device(wanted: str) -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    there = ("cpu",) if found is None else (found.type, "cpu")
-    if wanted and wanted not in there:
-        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
-    return wanted or there[0]
