@@ -10,8 +10,6 @@ import torch
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 
-__all__ = ["LOW_NAMES", "Factory", "Gate", "alias", "listed", "public"]
-
 LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
 """Low dtype -> the name that policies use."""
 
@@ -28,9 +26,7 @@ class Factory(type):
 class Gate:
     """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients; `passed`: all were finite.
 
-    Args:
-        param_groups: whose gradients are unscaled.
-        masters: low parameters get new fp32 gradients instead of unscaled low ones.
+    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,29 +42,6 @@ class _Block(nn.Module):
         return self.relu(y + self.downsample(x))  # type: ignore[no-any-return]
 
 
-class _ResNet18(nn.Module):
-    def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, width, 7, 2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        blocks, channels = [_Block(width, width, 1), _Block(width, width, 1)], width
-        for _ in range(3):
-            blocks += [_Block(channels, 2 * channels, 2), _Block(2 * channels, 2 * channels, 1)]
-            channels *= 2
-        self.layers = nn.Sequential(*blocks)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        return self.fc(self.pool(self.layers(x)).flatten(1))  # type: ignore[no-any-return]
-
-
 def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> nn.Module:
     """Return a ResNet-18 with fresh weights: 11,689,512 parameters at the default width.
 
@@ -72,7 +50,23 @@ def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> 
         in_channels: channels of the images, (batch, in_channels, height, width).
         width: channels of the first stage; each next has twice as many.
     """
-    return _ResNet18(num_classes, in_channels, width)
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(in_channels, width, 7, 2, padding=3, bias=False),
+        "bn1": nn.BatchNorm2d(width),
+        "relu": nn.ReLU(),
+        "maxpool": nn.MaxPool2d(3, 2, padding=1),
+    }
+    blocks, channels = [_Block(width, width, 1), _Block(width, width, 1)], width
+    for _ in range(3):
+        blocks += [_Block(channels, 2 * channels, 2), _Block(2 * channels, 2 * channels, 1)]
+        channels *= 2
+    layers["layers"] = nn.Sequential(*blocks)
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
+    network = nn.Sequential(OrderedDict(layers))
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return network
 
 
 def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> nn.Module:

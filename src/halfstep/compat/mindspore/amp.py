@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,8 +15,10 @@ from halfstep.compat.mindspore.checks import (
     MindSporeTypeError,
     MindSporeValueError,
     check_bool,
+    check_names,
     check_network,
     check_optimizer,
+    check_type,
 )
 from halfstep.compat.mindspore.nn import layers
 from halfstep.compat.mindspore.nn.loss import WithLossCell
@@ -192,13 +195,8 @@ def build_train_network(
     if boost_level != "O0":
         why = " (MindSpore's boost is about communication and dimensions, not precision)"
         raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
-    settings, known = CONFIG[level], ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
-    for name in kwargs:
-        if name not in known:
-            near = did_you_mean(name, known)
-            raise MindSporeValueError(
-                f"{where}: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}{near}"
-            )
+    settings = CONFIG[level]
+    check_names(where, kwargs, ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"))
     keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
     check_bool(f"{where}: keep_batchnorm_fp32", keep)
     cast = kwargs.get("cast_model_type", settings.cast_model_type)
@@ -207,11 +205,8 @@ def build_train_network(
             f"{where}: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
         )
     manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if settings.dynamic else None)
-    if manager is not None and not isinstance(manager, LossScaleManager):
-        raise MindSporeTypeError(
-            f"{where}: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a LossScaleManager, such "
-            "as DynamicLossScaleManager(), or None"
-        )
+    expected = "a LossScaleManager, such as DynamicLossScaleManager(), or None"
+    check_type(f"{where}: loss_scale_manager", manager, (LossScaleManager, NoneType), expected)
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
@@ -234,12 +229,10 @@ def build_train_network(
 
 
 def _check_level(where: str, level: object) -> None:
-    if not isinstance(level, str):
-        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(CONFIG)}")
+    expected = f"one of {', '.join(CONFIG)}"
+    check_type(where, level, str, expected)
     if level not in CONFIG:
-        raise MindSporeValueError(
-            f"{where}={level!r}; expected one of {', '.join(CONFIG)}{did_you_mean(level, CONFIG)}"
-        )
+        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{did_you_mean(str(level), CONFIG)}")
 
 
 def _converted(network: nn.Module, level: str) -> bool:

@@ -5,17 +5,13 @@ A check gets how its message begins, such as "Model: epoch", and the value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.errors import HalfstepError
-
-__all__ = [
-    "MindSporeRuntimeError", "MindSporeTypeError", "MindSporeValueError", "check_bool", "check_network", "check_number",
-    "check_only", "check_optimizer", "check_whole",
-]  # fmt: skip
+from halfstep.errors import HalfstepError, did_you_mean
 
 
 class MindSporeTypeError(HalfstepError, TypeError):
@@ -36,20 +32,32 @@ def check_bool(where: str, value: object, hint: str = "") -> None:
         raise MindSporeTypeError(f"{where}={value!r}; expected True or False{hint}")
 
 
+def check_type(where: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise MindSporeTypeError unless `value` is one of `kinds`; a bool is no number."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+
+
 def check_number(where: str, value: Any, expected: str = "a number") -> float:
     """Return a number as a float, or raise MindSporeTypeError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    check_type(where, value, (int, float), expected)
     return float(value)
 
 
 def check_whole(where: str, value: Any, expected: str = "an int from 1", least: int = 1) -> int:
     """Return a whole number of at least `least`, or raise MindSporeTypeError or MindSporeValueError."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    check_type(where, value, int, expected)
     if value < least:
         raise MindSporeValueError(f"{where}={value!r}; expected {expected}")
-    return value
+    return int(value)
+
+
+def check_names(where: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    """Raise MindSporeValueError if a keyword argument is none of `known`."""
+    for name, value in given.items():
+        if name not in known:
+            takes = f"{', '.join(known)}{did_you_mean(name, known)}"
+            raise MindSporeValueError(f"{where}: unsupported argument {name}={value!r}; it takes {takes}")
 
 
 def check_network(where: str, network: object, loss_fn: object = callable) -> None:

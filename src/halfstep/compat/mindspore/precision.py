@@ -1,11 +1,8 @@
 """MindSpore's levels and flags: halfstep policies, the marks of modules that ask for them, and their binding.
 
-Marks live on the modules; `bind` turns those of a subtree into regions: hs.prepare for its root, and again for each
-module inside whose policy differs. An inner binding wins over an outer one, wherever the model is called from.
-docs/compat_mindspore.md says which mark wins. Cells of O2's black list compute in fp32 and give low, as in MindSpore.
-
-Operator lists: those of MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore). A primitive stands for
-every way torch spells it: function, method, operator sign, layer and subclass of a layer.
+`bind` turns the marks of a subtree into regions: hs.prepare for its root and each module inside whose policy differs.
+Operator lists: MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore). A primitive stands for every
+way torch spells it. Cells of O2's black list compute in fp32 and give low, as in MindSpore.
 """
 
 from __future__ import annotations
@@ -19,14 +16,9 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.torch_private.modules import TorchLoss, forward_hooks
-
-__all__ = [
-    "O1_WHITE", "PREFIX", "add_flags", "add_flags_recursive", "bind", "bind_for_training", "flags_of", "level_policy",
-    "low_format_in", "low_name", "low_policy", "mark_level", "mark_of", "to_float",
-]  # fmt: skip
 
 PREFIX = "mindspore-"
 """How the names of these policies begin; a policy without it was bound by the user."""
@@ -42,12 +34,7 @@ O1_WHITE: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """O1's white list: primitive or cell, in small letters -> torch's operators."""
 
-AUTO_WHITE = (
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "matmul", "mm",
-    "tensordot", "inner", "linalg.multi_dot", "bmm", "scaled_dot_product_attention", "prelu", "einsum", "linear",
-    "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm", "rnn_tanh", "rnn_relu", "gru",
-    "addmm", "addbmm", "addmv", "baddbmm", "mv",
-)  # fmt: skip
+AUTO_WHITE = tuple(operator for row in O1_WHITE if row not in ("relu", "ger") for operator in O1_WHITE[row])
 """The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
 
 AUTO_BLACK = (
@@ -187,8 +174,7 @@ def _flag(module: ModuleT, flags: dict[str, bool], *, recursive: bool) -> Module
             raise MindSporeValueError(
                 f"add_flags({name}={value!r}): halfstep carries out the flags of precision only: {', '.join(FLAGS)}"
             )
-        if not isinstance(value, bool):
-            raise MindSporeTypeError(f"add_flags({name}={value!r}) is a {type(value).__name__}; expected True or False")
+        check_bool(f"add_flags: {name}", value)
     if flags.get("fp16") and flags.get("bf16"):
         raise MindSporeValueError("add_flags(fp16=True, bf16=True): a cell has one low format; give one of the two")
     _refuse_foreign(module)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_type
 from halfstep.compat.mindspore.common.initializer import initializer
 from halfstep.compat.shared import Factory
 
@@ -65,8 +66,7 @@ class Parameter(metaclass=Factory):
         layerwise_parallel: bool = False, parallel_optimizer: bool = True,
     ) -> torch.nn.Parameter:  # fmt: skip
         """Return a torch.nn.Parameter."""
-        if name is not None and not isinstance(name, str):
-            raise MindSporeTypeError(f"Parameter: name={name!r} is a {type(name).__name__}; expected a string or None")
+        check_type("Parameter: name", name, (str, NoneType), "a string or None")
         if layerwise_parallel or not parallel_optimizer:
             raise MindSporeValueError(
                 "Parameter: layerwise_parallel and parallel_optimizer are about MindSpore's parallel training; use "

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import halfstep as hs
 
-__all__ = ["AS_SHIPPED", "MEGENGINE", "NO_LOW_KERNEL"]
-
 PRODUCTS = (
     "conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d", "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot",
     "addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "tensordot", "inner", "chain_matmul", "linalg.multi_dot",

@@ -235,14 +235,7 @@ class GradManager(_Recorder):
         return self
 
     def _take(self, tensor: Tensor, gradient: Tensor | None, taken: set[int], stop: Callable[..., Any]) -> None:
-        """Send a gradient through the callbacks and accumulate it.
-
-        Args:
-            tensor: an attached one.
-            gradient: its gradient, which may be that of other tensors too.
-            taken: addresses of memory that is in use already; a gradient there is copied.
-            stop: the hook of note [visibility], for gradients that can be differentiated.
-        """
+        """Send a gradient through the callbacks and accumulate it; `taken`: addresses of memory that is in use."""
         for callback in self._attached[tensor] if gradient is not None else ():
             gradient = callback(tensor, gradient)
         if gradient is None:

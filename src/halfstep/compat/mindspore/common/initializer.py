@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import init
 
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeValueError, check_number
 from halfstep.errors import did_you_mean
 
 __all__ = [
@@ -89,10 +89,8 @@ def chosen(where: str, value: Any) -> Initializer:
                 f"one of {', '.join(map(repr, NAMED))}{did_you_mean(value.lower(), NAMED)}; else use torch.nn.init"
             )
         return NAMED[value.lower()]()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        made: Initializer = Constant(value)
-        return made
-    raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected a name, a number or a tensor")
+    made: Initializer = Constant(check_number(where, value, "a name, a number or a tensor"))
+    return made
 
 
 def initializer(init: Any, shape: Sequence[int] | int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat.mindspore import precision
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool, check_names
 from halfstep.compat.shared import public
 from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
@@ -81,9 +81,8 @@ class Cell(nn.Module):
                 MindSpore's signature; they are about its parallel training.
         """
         known = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
+        check_names("recompute", kwargs, known)
         for name, value in kwargs.items():
-            if name not in known:
-                raise MindSporeValueError(f"recompute({name}={value!r}): it takes {', '.join(known)}")
             check_bool(f"recompute: {name}", value)
         self._recomputed = True
 

@@ -28,6 +28,7 @@ from halfstep.compat.mindspore.checks import (
     MindSporeValueError,
     check_bool,
     check_number,
+    check_type,
     check_whole,
 )
 from halfstep.compat.mindspore.nn.cell import Cell
@@ -103,10 +104,8 @@ class DynamicLossScaleUpdateCell(_UpdateCell):
     @torch.no_grad()
     def construct(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """Update the scale after one step; return `overflow`."""
-        if not isinstance(loss_scale, Tensor):
-            raise MindSporeTypeError(
-                f"{type(self).__name__}: loss_scale={loss_scale!r}; expected the tensor of the scale, which is changed"
-            )
+        expected = "the tensor of the scale, which is changed"
+        check_type(f"{type(self).__name__}: loss_scale", loss_scale, Tensor, expected)
         overflow = torch.as_tensor(overflow, device=loss_scale.device)
         self._scaler.update(loss_scale.detach().reshape(()))
         self._scaler.record(overflow)

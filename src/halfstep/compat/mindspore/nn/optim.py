@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_number
+from halfstep.compat.mindspore.checks import (
+    MindSporeTypeError,
+    MindSporeValueError,
+    check_bool,
+    check_number,
+    check_type,
+)
 from halfstep.torch_private.foreach import (
     foreach_add_,
     foreach_addcmul_,
@@ -142,8 +148,7 @@ def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any],
 
     A plain list of parameters is cut in two where MindSpore leaves gamma and beta out of weight decay.
     """
-    if not isinstance(params, Iterable):
-        raise MindSporeTypeError(f"{name}: params={params!r}; expected parameters or groups, as net.trainable_params()")
+    check_type(f"{name}: params", params, Iterable, "parameters or groups, as net.trainable_params()")
     given = [params] if isinstance(params, dict) else list(params)
     if not given:
         raise MindSporeValueError(f"{name}: no parameters; pass net.trainable_params()")

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["Size", "check_padding", "convolve", "pad_for", "sizes", "transposed"]
-
 Size = int | Sequence[int]
 
 PAD_MODES = ("same", "valid", "pad")

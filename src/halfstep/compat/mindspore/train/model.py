@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_network, check_whole
+from halfstep.compat.mindspore.checks import (
+    MindSporeTypeError,
+    MindSporeValueError,
+    check_names,
+    check_network,
+    check_whole,
+)
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
@@ -57,12 +63,7 @@ class Model:
     ) -> None:  # fmt: skip
         check_network("Model", network)
         self._metrics = _named(metrics)
-        for name in kwargs:
-            if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
-                raise MindSporeValueError(
-                    f"Model: unsupported argument {name}={kwargs[name]!r}; it takes keep_batchnorm_fp32 and "
-                    "loss_scale_manager"
-                )
+        check_names("Model", kwargs, ("keep_batchnorm_fp32", "loss_scale_manager"))
         if optimizer is None and amp_level != "O0":
             raise MindSporeValueError(
                 f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
