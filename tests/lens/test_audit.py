@@ -105,7 +105,9 @@ def test_numbers_in_memory_that_was_used_before_are_not_taken_for_those_before()
             places = {tensor.data_ptr() for tensor in freed}
             freed.clear()
             fresh = [torch.zeros(24, 512, dtype=torch.bfloat16) for _ in range(64)]
-            return self.out(max(fresh, key=lambda tensor: tensor.data_ptr() in places))
+            given = max(fresh, key=lambda tensor: tensor.data_ptr() in places)
+            result: Tensor = self.out(given)
+            return result
 
     torch.manual_seed(0)
     audit = hs.audit(Reusing(), data(1), loss_fn, BF16)
