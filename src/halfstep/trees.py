@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from halfstep.torch_private.trees import SUPPORTED_NODES
 
@@ -150,3 +151,19 @@ def place(tensor: Tensor, flat: int) -> str:
         return "its one value"
     where = [int(index) for index in torch.unravel_index(torch.tensor(flat, device="cpu"), tensor.shape)]
     return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")
+
+
+def graph_of(result: Tensor, *, without: Tensor | None = None) -> Iterator[Node]:
+    """Yield the autograd nodes that `result` comes from, each once, without those reached only through `without`."""
+    waiting = [get_gradient_edge(result).node]
+    seen = set(waiting)  # keeps the nodes alive: torch makes their Python objects on demand
+    if without is not None:
+        end = get_gradient_edge(without).node
+        waiting = [node for node in waiting if node is not end]
+        seen.add(end)
+    for node in waiting:
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

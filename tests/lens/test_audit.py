@@ -92,6 +92,29 @@ def test_local_error_is_that_of_the_operator_alone_on_its_own_inputs() -> None:
     assert only(audit, module="1", role="activation").error == 0.0
 
 
+def test_numbers_in_memory_that_was_used_before_are_not_taken_for_those_before() -> None:
+    class Reusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(512, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                third = torch.ones(16, 512) / 3
+                freed = [torch.matmul(x, third) for _ in range(64)]  # bf16: off the fp32 run
+            places = {tensor.data_ptr() for tensor in freed}
+            freed.clear()
+            fresh = [torch.zeros(24, 512, dtype=torch.bfloat16) for _ in range(64)]
+            given = max(fresh, key=lambda tensor: tensor.data_ptr() in places)
+            result: Tensor = self.out(given)
+            return result
+
+    torch.manual_seed(0)
+    audit = hs.audit(Reusing(), data(1), loss_fn, BF16)
+    assert only(audit, op="matmul", role="activation").accumulated > 0
+    assert only(audit, module="out", role="activation").given == 0.0
+
+
 def test_gradient_errors_are_those_of_each_backward_pass_on_the_gradient_it_is_given() -> None:
     model = nn.Sequential(nn.Linear(16, 4, bias=False))
     x, y = data(1)[0]

@@ -28,6 +28,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.timing import Ratio, Unfit
+from halfstep.trees import graph_of
 
 FP32, COMPILED = "fp32", " compiled"
 POLICIES: Mapping[str, str] = {FP32: "O0", "mixed": "mixed", "O2": "O2", "pure": "pure"}
@@ -146,13 +147,8 @@ def _counting(loss_fn: Callable[..., Any], nodes: list[int]) -> Callable[..., An
         returned = loss_fn(*args, **named)
         if not nodes:
             loss = returned[0] if isinstance(returned, tuple) else returned
-            waiting, seen = [loss.grad_fn] if isinstance(loss, Tensor) else [], set[Any]()
-            while waiting:
-                node = waiting.pop()
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    waiting += [parent for parent, _ in node.next_functions]
-            nodes.append(len(seen))
+            differentiable = isinstance(loss, Tensor) and loss.requires_grad
+            nodes.append(len(list(graph_of(loss))) if differentiable else 0)
         return returned
 
     return counted

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
 from halfstep.cast.regions.autocast import autocast, decorated
@@ -197,6 +198,11 @@ def storage(tensor: Tensor) -> int:
     if tensor.is_sparse:
         tensor = tensor._values()
     return int(storage_key(tensor.untyped_storage())) if has_storage(tensor) else id(tensor)
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Return the storage of a dense tensor as a key, which no other storage equals while the key lives."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def place(tensor: Tensor) -> int:

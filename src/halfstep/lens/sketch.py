@@ -51,11 +51,7 @@ def packed(counts: Mapping[int, int]) -> str:
 
 
 def unpacked(text: str) -> dict[int, int]:
-    """Return the counts that `packed` has written.
-
-    Raises:
-        ValueError: it has not, or the text is cut off.
-    """
+    """Return the counts that `packed` has written; ValueError if it has not, or if the text is cut off."""
     if not text:
         return {}
     first, _, coded = text.partition(" ")

@@ -32,17 +32,12 @@ def gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor
 def unscale_(
     pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor, *, into_fp32: bool = False, check_scale: bool = False
 ) -> Tensor | None:
-    """Divide every gradient by the scale and return whether one was not finite, without waiting for the device.
+    """Divide every gradient by the scale (0-dim fp32 or fp64) and return a flag, without waiting for the device.
 
-    Args:
-        pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
-            are changed in place; sparse low, conjugated and (under `into_fp32`) low ones are replaced.
-        scale: 0-dim fp32 or fp64, the factor the loss was multiplied by.
-        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any).
-        check_scale: the scale may be so small that 1/scale is inf in fp32; that counts as not finite.
-
-    Returns:
-        0-dim fp32 on the scale's device, not zero if something was not finite; None without gradients.
+    The flag is 0-dim fp32 on the scale's device, not zero if something was not finite; None without gradients.
+    Gradients of `pairs` are changed in place; sparse low, conjugated and (under `into_fp32`) low gradients
+    are replaced, and the ``grad_dtype`` of low parameters becomes None, any. With `check_scale` a scale so small that
+    1/scale is inf in fp32 counts as not finite.
     """
     inverse = _inverse(scale)
     unusable = inverse.isfinite().logical_not() if check_scale else torch.zeros_like(inverse)
@@ -96,12 +91,9 @@ def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None
 def describe_non_finite(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str] | None = None
 ) -> tuple[str, ...]:
-    """Name the parameters whose gradient is not finite, with how many values; waits for the device.
+    """Name the parameters whose gradient is not finite, as in "head.weight (3 of 20 values)"; waits for the device.
 
     Their names are those of `names`, else those that ``named_parameters`` gave the optimizer, else their positions.
-
-    Returns:
-        At most `NAMES_SHOWN` entries such as ``"head.weight (3 of 20 values)"``, then perhaps ``"and 7 more"``.
     """
     found = []
     for optimizer in optimizers:

@@ -73,25 +73,17 @@ class OptimizerWork:
     A parameter's gradient is *late* if all of it came from scaled losses after `unscale_`, and *mixed* if such a loss
     was added to a gradient that had been unscaled. Both are kept by ``id(parameter)``, so that they stay true when
     ``p.grad`` is replaced by a function of itself.
-
-    Attributes:
-        found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
-        bad: what the host read of `found`; None = it has not been read.
-        late, mixed: parameters with such a gradient.
-        running: backward passes of scaled losses that have begun since `unscale_` and not ended.
-        first, unfollowed: the first gradient that was unscaled, as long as it lives, and how many losses had been
-            scaled in compiled code by then.
     """
 
     optimizer: torch.optim.Optimizer
     stage: Stage = Stage.READY
-    found: Tensor | None = None
-    bad: bool | None = None
+    found: Tensor | None = None  # 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients
+    bad: bool | None = None  # what the host read of `found`; None = it has not been read
     late: set[int] = field(default_factory=set)
     mixed: set[int] = field(default_factory=set)
-    running: list[Gradients] = field(default_factory=list)
-    first: TensorWeakRef | None = None
-    unfollowed: int = 0
+    running: list[Gradients] = field(default_factory=list)  # backward passes begun since `unscale_` and not ended
+    first: TensorWeakRef | None = None  # the first gradient that was unscaled
+    unfollowed: int = 0  # losses that had been scaled in compiled code by then
 
     def mark_unscaled(self, unfollowed: int) -> None:
         """Note that the gradients there are now have been unscaled."""
@@ -185,9 +177,6 @@ class Iteration:
 
         A new entry if its step was skipped by hand, so that all gradients are late. The old one's flag still counts.
         `unfollowed` losses have been scaled in compiled code so far; `method` and `names` are for messages.
-
-        Raises:
-            ScaleError: a gradient is a sum of unscaled and scaled ones, or is to be stepped and may be either.
         """
         work = self.of(optimizer, method)
         if work.stage is not Stage.UNSCALED or work.is_as_unscaled(unfollowed):

@@ -87,10 +87,7 @@ def state_to_host(state: ScaleState) -> dict[str, Any]:
 def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState:
     """Return the state after one step; fields that the rule does not use are the same tensors as in `state`.
 
-    Args:
-        rule: the numbers; a constant while tracing.
-        state: 0-dim tensors on one device; not changed.
-        found_inf: one element, bool or number, on the same device; not zero means the step was bad.
+    `found_inf`: one element, bool or number, on the state's device; not zero means the step was bad.
     """
     scale, good, slack, steps, misses, streak, total, _ = state
     bad = found_inf.reshape(()) != 0
@@ -165,9 +162,6 @@ def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> Non
 
     A tensor of one element is clamped into the rule's bounds, and ignored if it is not positive and finite: checking it
     would wait for the device.
-
-    Raises:
-        ScaleError: a number outside the bounds, or a tensor of more than one element or that requires grad.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.requires_grad or value.is_complex():

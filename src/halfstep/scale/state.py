@@ -49,11 +49,7 @@ def choose_rule(
     ceiling: float | None,
     hysteresis: int,
 ) -> ScaleRule:
-    """Return the rule that GradScaler's arguments of the same names describe; `values` are those of `TORCH_DEFAULTS`.
-
-    Raises:
-        ScaleError: a value that makes no sense, or numbers beside a rule.
-    """
+    """Return the rule that GradScaler's arguments of these names describe; `values` are those of `TORCH_DEFAULTS`."""
     numbers = dict(zip(TORCH_DEFAULTS, map(plain, values), strict=True))
     given = {"floor": plain(floor), "ceiling": plain(ceiling)}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -6,13 +6,13 @@ formats cause are explained by `cast.regions.dtype_errors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from halfstep.binding.wrappers import unwrap
@@ -22,7 +22,7 @@ from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
 from halfstep.errors import BatchError, HalfstepError, StepError
 from halfstep.step.part import Batch
-from halfstep.trees import inputs, map_tensors, place
+from halfstep.trees import graph_of, inputs, map_tensors, place
 
 EXPLAINED = (*dtype_errors.EXPLAINED, IndexError)
 """The kinds of errors that `explained` handles."""
@@ -98,18 +98,6 @@ def detached(aux: Any, loss: Tensor, *, check: bool) -> Any:
                 "return (loss, aux.detach())"
             )
     return map_tensors(aux, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
-
-
-def graph_of(loss: Tensor) -> Iterator[Node]:
-    """Yield the nodes of the graph of `loss`, each once, from the loss on."""
-    waiting: list[Node] = [get_gradient_edge(loss).node]
-    seen = set(waiting)  # keeps the nodes alive: torch makes their Python objects on demand
-    for node in waiting:
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
 
 
 # ---------------------------------------------------------------------- its errors

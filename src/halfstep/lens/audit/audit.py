@@ -459,14 +459,6 @@ def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumu
     return taken
 
 
-def _arguments(batch: Any) -> Batch:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}
-
-
 def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a batch that loss_fn does not take, or that is on another device than the model."""
     try:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
 from halfstep.lens.audit.rows import Hidden, Tally, added_masks, form_of
 from halfstep.lens.audit.signs import SUMS, Integers, is_index, note_signs
-from halfstep.lens.calls import copied, place
+from halfstep.lens.calls import copied, place, weak_storage
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
@@ -103,10 +104,7 @@ class TwinResult:
 
 
 class Reference(OperatorSink):
-    """Receives the operators of the fp32 run: low formats in the user's code are fp32 in it, and results are kept.
-
-    `closed` are composites that the policy has a rule for, `model` is the fp32 twin.
-    """
+    """Receives the operators of the fp32 run: low formats in the user's code are fp32 in it, and results are kept."""
 
     def __init__(self, closed: frozenset[str], model: nn.Module) -> None:
         self.model, self.loss = model, 0.0
@@ -168,15 +166,7 @@ class Pair:
 
 
 class AuditRecorder(OperatorSink):
-    """Receives the operators of the audited run.
-
-    Args:
-        closed: composites with a rule of their own.
-        shadow: dtype of the shadows.
-        parameters: id -> name of the audited model's parameters.
-        simulated: operator -> format, where the policy simulates one.
-        devices: device types of the region.
-    """
+    """Receives the operators of the audited run; `simulated`: operator -> format, where the policy simulates one."""
 
     def __init__(
         self,
@@ -206,8 +196,8 @@ class AuditRecorder(OperatorSink):
         self._mark = 0.0
         self._wanted_integers = {} if twin is None else twin.integers
         self._integers = Integers()
-        self._chosen: set[int] = set()  # storages of numbers that were picked by an index
-        self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
+        self._chosen: set[StorageWeakRef] = set()  # of numbers that were picked by an index
+        self._off: dict[StorageWeakRef, float] = {}  # how far numbers are from the fp32 twin's
 
     def tally(self, call: OperatorCall, role: str, parameter: str = "") -> Tally:
         """Return the tally of a row."""
@@ -267,14 +257,14 @@ class AuditRecorder(OperatorSink):
                 again = self._compare(call, tally, (func, *before), output, form, random, hidden)
             elif output.dtype is torch.float32:
                 tally.local.count += output.numel()  # what it should be by definition
-            self._chosen.discard(place(output))  # its memory has been freed and used again
+            self._chosen.discard(weak_storage(output))  # written in place
             kept = self._kept.pop((call.module, call.op, call.nth), None)
             if kept is not None and (kept.value.shape != output.shape or kept.value._version != kept.version):
                 kept = None
             if kept is not None:
                 off = tally.whole.add(output.detach(), kept.value, form, hidden=hidden)
-                tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
-                self._off[place(output)] = off
+                tally.given = max([tally.given, *(self._off.get(weak_storage(t), 0.0) for t in given)])
+                self._off[weak_storage(output)] = off
         pair = None if again is None else again()
         if pair is not None:
             self._pairs.append(pair)
@@ -289,8 +279,8 @@ class AuditRecorder(OperatorSink):
             self._integers.follow((args, kwargs), result)
             if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
                 if any(is_index(t) for t in tensors(args[1:])):
-                    self._off[place(result)] = self._off.get(place(args[0]), 0.0)
-                    self._chosen.add(place(result))
+                    self._off[weak_storage(result)] = self._off.get(weak_storage(args[0]), 0.0)
+                    self._chosen.add(weak_storage(result))
                     self._integers.choose(tensors(args[1:]))
         return result
 
@@ -308,7 +298,7 @@ class AuditRecorder(OperatorSink):
             if name is not None and name not in self.users:
                 self.users[name] = (call.module, call.op, call.line)
                 self.forms[name] = form
-        tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
+        tally.decides |= any(is_index(t) or weak_storage(t) in self._chosen for t in taken if t.layout is torch.strided)
         if call.op in CHOOSING:
             self._integers.choose(taken)
         self._integers.made(found[0], tally)
@@ -326,9 +316,7 @@ class AuditRecorder(OperatorSink):
     ) -> Callable[[], Pair | None] | None:
         """Compare `output`, which `run` has given in `form`, with what the shadow format gives, under no rule.
 
-        Returns:
-            What runs the operator once more under the rules, ready to go backward beside the shadow; None where it
-            has nothing to round there, or where shadows do not go backward.
+        Returned is what makes the `Pair`; None where a backward pass rounds nothing, or shadows do not go backward.
         """
         func, args, kwargs = run
         differentiable = self._backward and output.requires_grad and not call.in_place and call.op not in SELECTING

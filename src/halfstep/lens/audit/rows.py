@@ -83,22 +83,14 @@ def added_masks(values: Any) -> Hidden | None:
 
 @dataclass(slots=True)
 class ErrorSums:
-    """How far tensors are from what they should be: sums over elements, added up over calls.
+    """How far tensors are from what they should be: sums over elements, added up over calls."""
 
-    Attributes:
-        difference, reference: sums of squared differences, where both are finite, and of squares of what should be.
-        worst: largest relative error of one call.
-        count: elements compared.
-        flushed: elements that are zero and should not be: too small for the format.
-        lost: elements that are not finite, or at the format's limit, and should be finite and within it.
-    """
-
-    difference: float = 0.0
-    reference: float = 0.0
-    worst: float = 0.0
-    count: int = 0
-    flushed: int = 0
-    lost: int = 0
+    difference: float = 0.0  # sum of squared differences, where both are finite
+    reference: float = 0.0  # sum of squares of what should be
+    worst: float = 0.0  # largest relative error of one call
+    count: int = 0  # elements compared
+    flushed: int = 0  # elements that are zero and should not be: too small for the format
+    lost: int = 0  # elements that are not finite, or at the format's limit, and should be finite and within it
 
     @torch.no_grad()
     def add(
@@ -160,15 +152,7 @@ def form_of(tensor: Tensor) -> Format:
 
 @dataclass(slots=True)
 class Tally:
-    """One row while it is made; see `AuditRow`.
-
-    Attributes:
-        local, whole: against the same operator in a wide format on the same inputs, and the fp32 run of the model.
-        summed: sums of gradients against fp32 sums of the same gradients.
-        sketch, wide: of the numbers as they are stored, and as they should be, without a loss scale, where the format
-            may have lost some.
-        shares: swallowed, swallowed_mass, otherwise or saturated -> its part, and its whole.
-    """
+    """One row while it is made; see `AuditRow`."""
 
     module: str
     op: str
@@ -184,12 +168,12 @@ class Tally:
     cast_bytes: int = 0
     seconds: float = 0.0
     scale: float = 1.0
-    sketch: Sketches | None = None
-    wide: Sketches | None = None
-    local: ErrorSums = field(default_factory=ErrorSums)
-    whole: ErrorSums = field(default_factory=ErrorSums)
-    summed: ErrorSums = field(default_factory=ErrorSums)
-    shares: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sketch: Sketches | None = None  # as stored
+    wide: Sketches | None = None  # as it should be, without a loss scale, where the format may have lost some
+    local: ErrorSums = field(default_factory=ErrorSums)  # against the same operator in a wide format
+    whole: ErrorSums = field(default_factory=ErrorSums)  # against the fp32 run of the model
+    summed: ErrorSums = field(default_factory=ErrorSums)  # sums of gradients against fp32 sums of the same
+    shares: dict[str, tuple[float, float]] = field(default_factory=dict)  # "swallowed", ... -> its part, and its whole
     masked: int = 0
     given: float = 0.0
     pace: float = 0.0

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.lens.audit.rows import Tally
-from halfstep.lens.calls import place
-from halfstep.trees import tensors
+from halfstep.lens.calls import place, weak_storage
+from halfstep.trees import graph_of, tensors
 
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
@@ -92,37 +93,28 @@ def _follows(term: Tensor, other: Tensor) -> bool:
     """Return whether everything that `term` depends on with a gradient goes through `other`."""
     if term.grad_fn is None or other.grad_fn is None:
         return False
-    seen, todo = {other.grad_fn}, [term.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().endswith("AccumulateGrad"):
-            return False
-        todo += [following for following, _ in node.next_functions if following is not None]
-    return True
+    return not any(node.name().endswith("AccumulateGrad") for node in graph_of(term, without=other))
 
 
 class Integers:
     """Follows integers from the conversion that makes them to what they choose, in one step."""
 
     def __init__(self) -> None:
-        self._makers: dict[int, Tally] = {}
+        self._makers: dict[StorageWeakRef, Tally] = {}
         # place -> tensor, kept so that its memory is not given to another; whose numbers it is made of; how many differ
         self._known: dict[int, tuple[Tensor, Tally, int, int]] = {}
         self._counted: set[int] = set()
 
     def made(self, output: Tensor, tally: Tally) -> None:
         """Note that the numbers of `output` are those of `tally`."""
-        self._makers[place(output)] = tally
+        self._makers[weak_storage(output)] = tally
 
     def converted(self, source: Any, result: Tensor, wanted: Tensor | None) -> None:
         """Compare integers that have been made of `source` with those of the fp32 run."""
         dense = isinstance(source, Tensor) and source.layout is torch.strided and result.layout is torch.strided
         if not dense or wanted is None or wanted.shape != result.shape or not result.numel():
             return
-        tally = self._makers.get(place(source)) if source.is_floating_point() else None
+        tally = self._makers.get(weak_storage(source)) if source.is_floating_point() else None
         if tally is not None:
             self._known[place(result)] = result, tally, int((result != wanted).sum()), result.numel()
 

@@ -57,15 +57,12 @@ AVERAGES = {
 
 
 class Change(NamedTuple):
-    """An intended step of one parameter: its value before and after, its low states before, and its states after.
-
-    All but the value before are float64; the states are those in the shape of the parameter.
-    """
+    """An intended step of one parameter; all but `before` are float64, and states are those in its shape."""
 
     before: Tensor
     after: Tensor
-    low_states: dict[str, Tensor]
-    states: dict[str, Tensor]
+    low_states: dict[str, Tensor]  # before the step
+    states: dict[str, Tensor]  # after the step
 
 
 def intended(

@@ -47,17 +47,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Shelf:
-    """What has gathered on one device: sketches of the gradients of the parameters `numbers`, and of their weights.
+    """What has gathered on one device; what is not watched is empty."""
 
-    `sums` is (parameters, STATES + KEPT) fp64, fp32 on a device without; `outputs` has a sketch for each leaf module.
-    What is not watched is empty.
-    """
-
-    numbers: list[int]
+    numbers: list[int]  # of the device's parameters
     gradients: Sketches
     weights: Sketches
-    sums: Tensor
-    outputs: Sketches
+    sums: Tensor  # (parameters, STATES + KEPT) fp64, fp32 on a device without
+    outputs: Sketches  # of each leaf module
 
     def tensors(self) -> list[Tensor]:
         """Return gradients, weights, sums and outputs as tensors."""
@@ -65,14 +61,7 @@ class Shelf:
 
 
 class Sampler:
-    """Gathers samples of one model and its optimizer, without a wait, and makes records of them.
-
-    Args:
-        model: the user's model, which `optimizer` trains.
-        store: the precise values behind its low parameters, or None.
-        format: the low format of shares.
-        weights: whether to sample weights and updates; `activations`: whether leaves may be hooked.
-    """
+    """Gathers samples of one model and its optimizer, without a wait, and makes records of them."""
 
     def __init__(
         self,

@@ -23,11 +23,12 @@ from halfstep.errors import StepError
 from halfstep.events import StepResult, hook_weakly
 from halfstep.kernels.eager.low import add_low_
 from halfstep.kernels.pages import keep_pages
-from halfstep.step.loss import RECOMPUTES, graph_of
+from halfstep.step.loss import RECOMPUTES
 from halfstep.step.moments import Moments
 from halfstep.step.part import Part, Run
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
+from halfstep.trees import graph_of
 
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
 

@@ -28,10 +28,11 @@ from halfstep.events import hook_weakly
 from halfstep.kernels.choose import check_norms
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given
-from halfstep.step.loss import RECOMPUTES, graph_of
+from halfstep.step.loss import RECOMPUTES
 from halfstep.step.moments import Moments
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
+from halfstep.trees import graph_of
 from halfstep.update.updater import Culprits, Updater, unsuited
 
 TOGETHER = 1 << 20
