@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.torch_private.devices import cuda_stream_of, get_privateuse1_backend_name, mps_generator
+from halfstep.torch_private.devices import get_privateuse1_backend_name, mps_generator
 
 TYPES = ("cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
 """Types of torch's own that have torch.autocast."""
@@ -135,15 +135,6 @@ class Landing:
             self.waits += 1
             self._event.synchronize()
         return self._pinned
-
-
-def current_stream(tensor: torch.Tensor) -> int:
-    """Return a number for the stream on which operators of `tensor` are queued now; 0 where there is one for all."""
-    if tensor.is_cpu:
-        return 0
-    if tensor.is_cuda:
-        return 0 if cuda_stream_of is None else int(cuda_stream_of(tensor.device.index))
-    return torch.accelerator.current_stream(tensor.device).stream_id if copies_behind_events(tensor.device.type) else 0
 
 
 def empty_cache(device_type: str) -> None:

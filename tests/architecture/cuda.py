@@ -20,6 +20,7 @@ ALLOWED: Mapping[str, str] = {
     "cast/losses/linear_functions.py": "products with out_dtype= exist on CUDA alone",
     "cast/regions/autocast.py": "torch.autocast switches itself off for this type alone where its device is missing",
     "cast/rules/custom.py": "one of torch's dispatch keys",
+    "cast/rules/dispatch.py": "torch tells the number of a current stream without an object for CUDA alone",
     "cli/doctor.py": "versions of CUDA and cuDNN, and tf32",
     "cli/plan.py": "plans are made for CPUs and for cards that run CUDA",
     "compat/apex/optimizers.py": "a list of device types",

@@ -193,7 +193,7 @@ def test_a_model_that_cannot_run_is_no_reason_to_hide_its_plan(source: Path) -> 
         (["--diff", "torch.amp"], "has no policy; preset 'O0' keeps everything in fp32, preset 'torch' has its lists"),
         (["--diff", "O22"], "unknown policy 'O22'"),
         (["--diff", "O2", "--model", "gpt"], "leave one of them out"),
-        (["--model", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
+        (["--model", "gtp"], "unknown task 'gtp'; did you mean 'gpt'?"),
         (["--model", "missing.py:task"], "file 'missing.py' does not exist"),
         (["--model", "{mine}"], "names no function; write"),
         (["--model", "{mine}:tsk"], "has no function 'tsk'; did you mean 'task'?"),

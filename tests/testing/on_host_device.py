@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from halfstep.accelerators import Landing
-from halfstep.binding.bind import binding_of
 from halfstep.cli import doctor as command
 from halfstep.compat.apex import amp
 from halfstep.scale.alarm import DelayedFlag
@@ -39,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 WIDE_NORMS = {"fp32": ["layer_norm", "batch_norm"]}
 """torch's CPU kernels take low inputs with fp32 weights, which those of other devices do not: norms run in fp32."""
 
-HERE = {"cpu": "bf16", "cuda": "fp16"}
+HERE = {"cpu": "bf16", NAME: "fp16"}
 """What dtype="auto" means on two devices."""
 
 POLICIES = {
@@ -253,15 +252,13 @@ def moved(device: torch.device) -> dict[str, Any]:
     model[4].register_forward_hook(note)
     for place in ("cpu", device, "cpu"):
         model.to(place)(batches(place, 1)[0][0])
-    refused = hs.prepare(net("cpu"), policy=hs.Policy.of("mixed"))
-    binding = binding_of(refused)
-    assert binding is not None
-    words, binding.device_types = "", ("cuda",)  # as if it had been prepared there
+    refused, words = hs.prepare(net("cpu"), policy=hs.Policy.of("mixed")), ""
     with mock.patch("halfstep.binding.bind.resolved", lambda policy, kind: policy.replace(dtype=HERE[kind])):
-        try:
-            refused(batches("cpu", 1)[0][0])
-        except hs.HalfstepError as error:
-            words = str(error).partition("\n")[0]
+        refused.to(device)  # no error yet: it may be on its way to a file
+    try:
+        refused(batches(device, 1)[0][0])
+    except hs.HalfstepError as error:
+        words = str(error).partition("\n")[0]
     return {"formats": formats, "refused": words}
 
 

@@ -126,7 +126,7 @@ def test_a_program_of_apex_trains_there(found: dict[str, Any]) -> None:
 def test_a_model_that_is_moved_there_computes_in_the_formats_of_its_policy(found: dict[str, Any]) -> None:
     assert found["moved"]["formats"] == ["torch.bfloat16"] * 3
     assert found["moved"]["refused"].startswith(
-        "the model was prepared on 'cuda' with policy 'mixed' and moved to 'cpu', where"
+        "the model was prepared on 'cpu' with policy 'mixed' and moved to 'npu', where"
     )
 
 

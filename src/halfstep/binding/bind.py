@@ -72,7 +72,7 @@ from halfstep.torch_private.modes import (
     pop_torch_function_stack,
     push_on_torch_function_stack,
 )
-from halfstep.torch_private.modules import LOAD_STATE, SAVE_STATE, get_name_of, replicate_of
+from halfstep.torch_private.modules import APPLY, LOAD_STATE, SAVE_STATE, apply_of, get_name_of, replicate_of
 from halfstep.torch_private.trees import tree_leaves
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import UnkeptWeights, WeightStore
@@ -112,7 +112,7 @@ class Binding:
         self.policy = resolved(self.wanted, self.device_types[0]) if concrete is None else concrete
         self.holders = WeakSet[nn.Module]()  # the prepared models that a guest is a part of
         self.module_ref: Callable[[], nn.Module | None] = type(None)  # returns the module, None if it is gone
-        self.first: Callable[[], nn.Parameter | None] = type(None)  # returns a root's first parameter, None if unknown
+        self.astray = ""  # of a root that was moved where its policy means other formats: the error of a call
         self.methods = _Methods()  # the functions of the methods that its module has been given, by name
         self.enter_on(self.device_types)
         self.averages = reduces_itself(self.policy)  # whether only `TrainStep` averages gradients as the policy demands
@@ -273,33 +273,31 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
         LowStates.keep_low(module.parameters())
 
 
-def _is_elsewhere(binding: Binding, module: nn.Module) -> bool:
-    """Return whether a root was moved to a device type that its region does not enter."""
-    parameter = binding.first()
-    if parameter is None:
-        if (parameter := next(module.parameters(), None)) is None:
-            return False
-        binding.first = ref(parameter)
-    return parameter.device.type not in binding.device_types
+def _move(binding: Binding, *args: Any, **kwargs: Any) -> nn.Module:
+    """Do what `_apply` of the class does, for ``cuda()`` and ``to()``, and let a root follow its parameters.
 
-
-def _follow(root: Binding, module: nn.Module) -> None:
-    """Let the regions of a prepared model be those of the devices that it was moved to."""
+    Where the policy means other formats on the new device the next call is an error, and not the move: it may be on the
+    way to a file.
+    """
+    module = binding.here()
+    moved: nn.Module = apply_of(type(module))(module, *args, **kwargs)
     there = device_types_of([module])
-    if set(there) <= set(root.device_types):  # the parameters are on the meta device
-        return
-    before, after = (resolved(root.wanted, devices[0]) for devices in (root.device_types, there))
+    if not binding.root or set(there) <= set(binding.device_types):
+        return moved
+    before, after = (resolved(binding.wanted, devices[0]) for devices in (binding.device_types, there))
     if before != after:
-        raise BindError(
-            f"the model was prepared on {root.device_types[0]!r} with policy {root.wanted.name!r} and moved to "
+        binding.astray = (
+            f"the model was prepared on {binding.device_types[0]!r} with policy {binding.wanted.name!r} and moved to "
             f"{there[0]!r}, where that means other formats; move it first, then call hs.prepare (or hs.unprepare "
             f"it now, and prepare it anew). They differ:\n{before.diff(after)}"
         )
+        return moved
     for part in list(module.modules()):
-        binding = binding_of(part)
-        if binding is not None and binding.wanted == root.wanted:
-            binding.enter_on(there)
-            bind(part, binding)
+        mine = binding_of(part)
+        if mine is not None and mine.wanted == binding.wanted:
+            mine.enter_on(there)
+            bind(part, mine)
+    return moved
 
 
 def _enter(
@@ -311,8 +309,8 @@ def _enter(
         return forward(module, *args, **kwargs)
     store = binding.store
     if binding.root:
-        if _is_elsewhere(binding, module):
-            _follow(binding, module)
+        if binding.astray:
+            raise BindError(binding.astray)
         if hasattr(type(module), "unshard"):
             _check_shards(binding, module)
         elif binding.fresh or "_is_fsdp_managed_module" in module.__dict__:
@@ -389,17 +387,6 @@ def _add_traced(root: int) -> None:
 mark_constant(_add_traced)
 
 
-def _follow_moves() -> None:
-    """Let prepared models that were moved follow their parameters: Dynamo calls this itself, while it traces."""
-    for module in list(ROOTS.values()):
-        binding = binding_of(module)
-        if binding is not None and _is_elsewhere(binding, module):
-            _follow(binding, module)
-
-
-mark_constant(_follow_moves)
-
-
 def _enter_compiled(
     binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
 ) -> Any:
@@ -408,8 +395,8 @@ def _enter_compiled(
     outer = state.bound
     if binding.home is not None and outer not in binding.home:
         return forward(module, *args, **kwargs)
-    if binding.root:
-        _follow_moves()
+    if binding.astray:
+        raise BindError(binding.astray)
     if state.statistics is not None and binding.root:
         _add_traced(id(module))
     elif binding.averages and binding.root:
@@ -740,6 +727,7 @@ COMMON: dict[str, Callable[..., Any]] = {
     "_replicate_for_data_parallel": _replicate,
     "__prepare_scriptable__": _refuse_script,
     "_get_name": _name_for_fx,
+    APPLY: _move,
 }
 """The methods that all bound modules get, by name; the first argument of each is the `Binding`."""
 

@@ -38,8 +38,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch.nn import functional as F
 
-from halfstep.accelerators import current_stream
-from halfstep.cast.rules.dispatch import address, cast_activation
+from halfstep.cast.rules.dispatch import address, cast_activation, stream_of
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.low import add_low_
@@ -74,11 +73,13 @@ class _Copy:
     def __init__(self, parameter: nn.Parameter, low: Tensor, memory: Tensor) -> None:
         self.parameter, self.low, self.memory = parameter, low, memory
         self.used = True
-        self.note(current_stream(parameter))
+        self.note()
 
-    def note(self, stream: int = 0) -> None:
-        """Remember that the copy holds what the parameter holds now."""
-        self.version, self.address, self.stream = self.parameter._version, address(self.parameter), stream
+    def note(self, *, for_all: bool = False) -> None:
+        """Remember that the copy holds what the parameter holds now, `for_all` streams."""
+        parameter = self.parameter
+        self.version, self.address = parameter._version, address(parameter)
+        self.stream = 0 if for_all else stream_of(parameter)
 
     def fits(self) -> bool:
         """Return whether the buffer can take the parameter's values, and gradients reach the parameter."""
@@ -145,7 +146,7 @@ class Copies:
             return self._made(weight)
         if copy.version != weight._version or copy.address != self._address(weight) or not weight.requires_grad:
             return self._again(copy)
-        if copy.stream and copy.stream != current_stream(weight):
+        if copy.stream and copy.stream != stream_of(weight):
             return None
         copy.used = True
         return copy.low
@@ -174,7 +175,7 @@ class Copies:
             return self._made(parameter)
         with torch.no_grad():
             copy.memory.copy_(parameter)
-        copy.note(current_stream(parameter))
+        copy.note()
         copy.used = True
         return copy.low
 
@@ -218,7 +219,7 @@ class Copies:
             with torch.no_grad():
                 foreach_copy_([copy.memory for copy in stale], [copy.parameter for copy in stale])
             for copy in stale:
-                copy.note()
+                copy.note(for_all=True)
 
 
 class _Edge(torch.autograd.Function):

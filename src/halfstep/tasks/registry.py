@@ -50,7 +50,7 @@ def _loaded(name: str, what: str, returned: str, *kinds: type) -> object:
         raise TaskError(f"{what} {name!r} names no function; write {name}:function, one that returns {returned}")
     if name not in TASKS:
         raise TaskError(
-            f"unknown {what} {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+            f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
             f"and path/to/file.py:function, a function that returns {returned}"
         )
     return getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()

@@ -10,10 +10,10 @@ from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_na
 from torch._C import _has_mkldnn as has_mkldnn
 
 __all__ = [
-    "cpu_instructions", "cuda_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key",
+    "cpu_instructions", "raw_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key",
 ]  # fmt: skip
 
-cuda_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """Returns the number of a CUDA device's current stream, given the device's index; None in a torch without CUDA."""
 
 storage_key = attrgetter("_cdata")

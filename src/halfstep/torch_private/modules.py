@@ -16,17 +16,20 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimiz
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
 __all__ = [
-    "non_persistent_buffers",
-    "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
-    "TorchLoss", "check_input_dim", "check_non_zero_input_channels", "conv_forward", "flatten_dense_tensors",
+    "APPLY", "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
+    "TorchLoss", "apply_of", "check_input_dim", "check_non_zero_input_channels", "conv_forward", "flatten_dense_tensors",
     "forward_hooks", "forward_pre_hooks", "get_name_of", "global_optimizer_post_hooks", "global_optimizer_pre_hooks",
-    "load_state_of", "replicate_of", "save_state_of", "state_dict_hooks",
+    "load_state_of", "non_persistent_buffers", "replicate_of", "save_state_of", "state_dict_hooks",
     "step_post_hooks", "step_pre_hooks", "unflatten_dense_tensors",
 ]  # fmt: skip
+
+APPLY = "_apply"
+"""The method of nn.Module by which `cuda`, `to` and others change all parameters and buffers."""
 
 SAVE_STATE, LOAD_STATE = "_save_to_state_dict", "_load_from_state_dict"
 """Methods of nn.Module, which a subclass may override: one module's share of `state_dict` and `load_state_dict`."""
 
+apply_of: Any = attrgetter(APPLY)
 save_state_of: Any = attrgetter(SAVE_STATE)
 load_state_of: Any = attrgetter(LOAD_STATE)
 get_name_of: Any = attrgetter("_get_name")

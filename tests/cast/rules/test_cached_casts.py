@@ -197,14 +197,14 @@ def test_a_reader_on_another_stream_gets_a_copy_of_its_own(monkeypatch: pytest.M
     layer, hidden = nn.Linear(64, 32, bias=False), torch.randn(1024, 64, requires_grad=True).sin()
     with Casts((1024, 64)) as activations, Casts((32, 64)) as weights, hs.autocast(policy=MIXED):
         for stream in (1, 1, 2, 2):
-            monkeypatch.setattr(dispatch, "current_stream", lambda tensor, stream=stream: stream)
+            monkeypatch.setattr(dispatch, "stream_of", lambda tensor, stream=stream: stream)
             layer(hidden)
     assert (activations.count, weights.count) == (2, 2)
 
 
 def test_a_step_s_copy_that_another_stream_filled_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = 1
-    monkeypatch.setattr(copies, "current_stream", lambda tensor: stream)
+    monkeypatch.setattr(copies, "stream_of", lambda tensor: stream)
     recipe = recipe_for(hs.Policy.of("torch", dtype="bf16"), ("cpu",))
     layer = nn.Linear(1024, 1024, bias=False)
     kept = copies.Copies(layer, layer.parameters(), recipe)

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from halfstep.accelerators import current_stream
+from halfstep.accelerators import copies_behind_events
 from halfstep.cast.regions.recompute import SET_GRAD_ENABLED, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.torch_private.autograd import base_of, current_graph_task_id
+from halfstep.torch_private.devices import raw_stream_of
 from halfstep.torch_private.fake import is_fake
 from halfstep.torch_private.modes import current_function_mode_stack, peek_interpreter_stack
 
@@ -202,12 +203,21 @@ def address(tensor: Tensor) -> int:
     return 0 if is_fake(tensor) else tensor.data_ptr()
 
 
+def stream_of(tensor: Tensor) -> int:
+    """Return a number for the stream on which operators of `tensor` are queued now; 0 where there is one for all."""
+    if tensor.is_cpu:
+        return 0
+    if tensor.is_cuda:
+        return 0 if raw_stream_of is None else int(raw_stream_of(tensor.device.index))
+    return torch.accelerator.current_stream(tensor.device).stream_id if copies_behind_events(tensor.device.type) else 0
+
+
 def _witness(source: Tensor, low: Tensor) -> Hashable:
     """Return what changes when `source` gets another value, its copy is written into, or another stream reads it.
 
     A reader on another stream than the cast's would have to wait for it: it gets a copy of its own.
     """
-    return source._version, address(source), -1 if low.is_inference() else low._version, current_stream(source)
+    return source._version, address(source), -1 if low.is_inference() else low._version, stream_of(source)
 
 
 def _cast_weight(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

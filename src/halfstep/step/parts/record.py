@@ -132,7 +132,8 @@ class Record(Part):
         try:
             if self.history is not None:
                 self.history.end(bad, self.scale)
-            self.send_verdict()
+            if self.scheduled:
+                self.send_verdict()
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         finally:

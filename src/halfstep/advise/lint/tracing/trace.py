@@ -20,7 +20,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.lens import Tracer
 from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
-from halfstep.trees import graph_of, tensors
+from halfstep.trees import tensors
 
 SEED = 0
 
@@ -48,7 +48,13 @@ def place_of(target: Any, what: str) -> Hit:
 def _functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
     """Return the autograd Functions that are written in Python outside torch and halfstep, in the graph of `loss`."""
     found: dict[str, GraphFunction] = {}
-    for node in graph_of(loss) if loss.requires_grad else ():
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
         made = getattr(node, "_forward_cls", None)
         if made is None or made.__module__.startswith(("torch.", "halfstep.")):
             continue
