@@ -288,7 +288,11 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
                 continue
             first, last = entry["data_offsets"]
             dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
-            raw = torch.frombuffer(data[begin + first : begin + last], dtype=dtype) if last > first else torch.empty(0)
+            raw = (
+                torch.frombuffer(data[begin + first : begin + last], dtype=dtype)
+                if last > first
+                else torch.empty(0, device="cpu")
+            )
             tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
         raise refusal(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
@@ -395,7 +399,7 @@ def _optimizer(step: TrainStep, found: Found) -> dict[str, Any]:
             count = made[-1].pop("step")
             for number in group["params"]:
                 if number in state:
-                    state[number].setdefault("step", torch.tensor(float(count)))
+                    state[number].setdefault("step", torch.tensor(float(count), device="cpu"))
         for key in [key for key in made[-1] if key not in own and key not in ("params", "initial_lr")]:
             del made[-1][key]
     return {"state": state, "param_groups": made}

@@ -24,10 +24,10 @@ HOST = frozenset({"torch", "python", "numpy"})
 def plain_states(own: Tensor, python: Any, numpy: tuple[Any, ...] | None = None) -> dict[str, Any]:
     """Return states of torch, ``random.getstate()`` and ``numpy.random.get_state()[1:]``, in plain containers."""
     version, words, gauss = python
-    state = {"torch": own, "python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
+    state = {"torch": own, "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}}
     if numpy is not None:
         keys, place, has_gauss, cached = numpy
-        numbers = torch.tensor(list(map(int, keys)))
+        numbers = torch.tensor(list(map(int, keys)), device="cpu")
         state["numpy"] = {"keys": numbers, "place": place, "has_gauss": has_gauss, "cached": cached}
     return state
 

@@ -103,7 +103,7 @@ def read(
                 model[name] = rest["model"][name]
     if len(rests) == 1:  # else a rank has a part of the model, and other parts are none of its own
         unknown = {flat.partition("/")[2] for flat in known if flat.startswith("model/")} - set(have)
-        model.update({name: torch.empty(0) for name in sorted(unknown)})
+        model.update({name: torch.empty(0, device="cpu") for name in sorted(unknown)})
     entries = _entries(known, optimizer, names, wanted)
     for rest in rests:
         for name, other in rest["other"].items():
@@ -137,7 +137,11 @@ def _entries(
         name, _, key = rest.rpartition("/")
         if kind == "optimizer" and name in parameters:
             parameter = parameters[name]
-            like = parameter if tuple(saved["size"]) == tuple(parameter.shape) else torch.empty(saved["size"])
+            like = (
+                parameter
+                if tuple(saved["size"]) == tuple(parameter.shape)
+                else torch.empty(saved["size"], device="cpu")
+            )
             entries.setdefault(name, {})[key] = wanted[flat] = _empty(saved, like)
     return entries
 

@@ -343,7 +343,7 @@ def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return which target needs more time steps than its input has; a label that repeats needs one more."""
     names = ("log_probs", "targets", "input_lengths", "target_lengths")
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs, lengths = (torch.as_tensor(named[name]).flatten().tolist() for name in names[2:])
+    inputs, lengths = (torch.as_tensor(named[name], device="cpu").flatten().tolist() for name in names[2:])
     targets = named["targets"]
     rows = list(targets) if targets.dim() > 1 else targets.split(lengths)
     for sample, (frames, letters, row) in enumerate(zip(inputs, lengths, rows, strict=True)):

@@ -379,7 +379,7 @@ class GradScaler(StoredScale):
         """
         if not self._enabled or self._rule.is_static:
             return None
-        state, bad = load_host(self._host_state(), "cpu", self._rule), torch.ones((), dtype=torch.bool)
+        state, bad = load_host(self._host_state(), "cpu", self._rule), torch.ones((), dtype=torch.bool, device="cpu")
         for steps in range(1, most + 1):
             state = advance(self._rule, state, bad)
             if state.alarm:

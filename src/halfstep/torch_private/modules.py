@@ -17,7 +17,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimize
 
 __all__ = [
     "APPLY", "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
-    "TorchLoss", "apply_of", "check_input_dim", "check_non_zero_input_channels", "conv_forward", "flatten_dense_tensors",
+    "TorchLoss", "apply_of", "check_input_dim", "check_non_zero_input_channels", "conv_forward",
+    "flatten_dense_tensors",
     "forward_hooks", "forward_pre_hooks", "get_name_of", "global_optimizer_post_hooks", "global_optimizer_pre_hooks",
     "load_state_of", "non_persistent_buffers", "replicate_of", "save_state_of", "state_dict_hooks",
     "step_post_hooks", "step_pre_hooks", "unflatten_dense_tensors",

@@ -260,7 +260,9 @@ class Run:
         """Return whether the first micro-batch is not finite in fp32 either."""
         if self.twin is None:
             return False
-        return not all(bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss), *self.twin.weights.values()))
+        return not all(
+            bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss, device="cpu"), *self.twin.weights.values())
+        )
 
     # ------------------------------------------------------------------ the fp32 twin
 

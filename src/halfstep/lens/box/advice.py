@@ -171,7 +171,7 @@ def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for parameter in group["params"] if isinstance(eps, float) and eps and not group.get("fused") else ():
-            rounded = torch.tensor(eps, dtype=torch.float64).to(parameter.dtype)
+            rounded = torch.tensor(eps, dtype=torch.float64, device="cpu").to(parameter.dtype)
             if parameter.dtype in LOW_DTYPES and not rounded and (store is None or parameter not in store):
                 name, form = names.get(id(parameter), "a parameter"), DTYPE_NAMES[parameter.dtype]
                 return (
@@ -242,7 +242,7 @@ def _lost(trace: Trace, site: Site) -> Iterator[str]:
     if dtype not in LOW_DTYPES or not (pointwise(site.op) or site.op == "normalize"):
         return
     for number in numbers:
-        rounded = float(torch.tensor(number, dtype=torch.float64).to(dtype))
+        rounded = float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype))
         if number and (rounded == 0.0 or (abs(rounded) == 1.0 != abs(number))):
             what = f"{number:g} {'rounds to' if rounded else 'is'} {rounded:g} in {DTYPE_NAMES[dtype]}"
             yield f"{what}: use a constant that the format can hold, or fp32 for {site.op}, at {site.line}"

@@ -459,7 +459,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     buffers = buffers_of(model, content, device)
     if content["signals"] is not None:
         step.record.signals.restore(content["signals"])
-    scale = torch.tensor(float(content["scale"]))
+    scale = torch.tensor(float(content["scale"]), device="cpu")
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, content["step"], scale))
     if verdict.kind == "not_reproducible" and not verdict.detail:
         other = "give the model and the loss of that run: the task's code may be another than the run's was"

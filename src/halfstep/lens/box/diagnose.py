@@ -336,7 +336,9 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
     if gradients and subject.normed:
         norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
                  for g in gradients if g.is_floating_point()]  # fmt: skip
-        norm = torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros(())
+        norm = (
+            torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros((), device="cpu")
+        )
         if not bool(torch.isfinite(norm)):
             largest = max(extremes(g)[0] for g in gradients)
             if largest / subject.scale * math.sqrt(sum(g.numel() for g in gradients)) < FP32_ROOT:

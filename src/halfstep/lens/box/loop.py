@@ -357,7 +357,7 @@ def _differ(now: Tensor, before: Tensor) -> bool:
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients together, which stays on the device."""
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return whole

@@ -422,7 +422,9 @@ def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
     memo: dict[int, Any] = {id(optimizer): made}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         # those of other models get an empty one, which has no gradient
-        memo[id(parameter)] = precise[id(parameter)] if id(parameter) in precise else nn.Parameter(torch.empty(0))
+        memo[id(parameter)] = (
+            precise[id(parameter)] if id(parameter) in precise else nn.Parameter(torch.empty(0, device="cpu"))
+        )
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler's patch
     own["state"] = defaultdict(dict, {p: _wide(state) for p, state in optimizer.state.items() if id(p) in precise})
     for name in own:
