@@ -49,6 +49,7 @@ EXAMPLES: dict[Callable[[Any], Any], Callable[[], Any]] = {
     modules.check_non_zero_input_channels: lambda: nn.SyncBatchNorm(1),
     modules.forward_hooks: lambda: nn.ReLU(),
     modules.forward_pre_hooks: lambda: nn.ReLU(),
+    modules.apply_of: lambda: nn.ReLU,
     modules.get_name_of: lambda: nn.ReLU,
     modules.load_state_of: lambda: nn.ReLU,
     modules.non_persistent_buffers: lambda: nn.ReLU(),
