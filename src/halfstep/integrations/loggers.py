@@ -206,7 +206,7 @@ class MLflow(Logger):
         prefix: as `Logger`.
 
     Raises:
-        IntegrationError: the package mlflow is absent or older than 2.20.
+        IntegrationError: the package mlflow is absent or older than 3.17.
     """
 
     def __init__(
