@@ -85,14 +85,16 @@ def _mat2_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     return mat1.mT @ grad
 
 
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return rounded(a.float() @ b.float(), a)
+
+
 class _Product(Function):
     """mm (2-D) and bmm (3-D, equal batch): low x low -> low."""
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return rounded(a.float() @ b.float(), a)
+    forward = staticmethod(_wide_product)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -110,15 +112,17 @@ class _Product(Function):
             )
 
 
+def _wide_add_product(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    operator = torch.addmm if a.dim() == 2 else torch.baddbmm
+    return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+
+
 class _AddProduct(Function):
     """beta * input + alpha * (a @ b), 2-D or 3-D: addmm and baddbmm, one rounding."""
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
-        return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+    forward = staticmethod(_wide_add_product)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -144,14 +148,16 @@ class _AddProduct(Function):
             )
 
 
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rounded(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), x)
+
+
 class _Linear(Function):
     """x @ weight.T + bias for x of any number of leading dimensions; weight (out, in); bias (out,) or None."""
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return rounded(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), x)
+    forward = staticmethod(_wide_linear)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -175,15 +181,17 @@ class _Linear(Function):
             return grad_x, grad_weight, grad_bias
 
 
+def _wide_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+    wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
+    return rounded(wide, x)
+
+
 class _Convolution(Function):
     """aten::convolution in any number of dimensions, plain or transposed."""
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
-        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
-        return rounded(wide, x)
+    forward = staticmethod(_wide_convolution)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -203,14 +211,16 @@ class _Convolution(Function):
             return (*(rounded(g, x) if need else None for g, need in zip(wide, needs, strict=True)), None)
 
 
+def _wide_recomputed(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return rounded(compute(*(t.float() for t in inputs)), inputs[0])
+
+
 class _Recomputed(Function):
     """Any differentiable `compute` of low tensors, done again in backward; by `twice` where that is differentiated."""
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return rounded(compute(*(t.float() for t in inputs)), inputs[0])
+    forward = staticmethod(_wide_recomputed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -232,42 +242,43 @@ class _Recomputed(Function):
             )
 
 
-def _call(function: type[Function], *inputs: Any) -> Tensor:
-    """Call one of the Functions above, or, where it cannot stand, its forward: autograd records widening and rounding.
+def _call(function: type[Function], forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call one of the Functions above, or, where it cannot stand, its `forward`; autograd records its operators.
 
     Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
+    Dynamo breaks its graph at ``function.forward``, so that is an argument.
     """
-    ragged = any(isinstance(value, Tensor) and value.is_nested for value in inputs)
-    if ragged or torch.compiler.is_compiling() or forward_ad_level() >= 0:
-        recorded: Callable[..., Tensor] = function.forward
-        return recorded(*inputs)
+    if torch.compiler.is_compiling() or forward_ad_level() >= 0:
+        return forward(*inputs)
+    if any(isinstance(value, Tensor) and value.is_nested for value in inputs):
+        return forward(*inputs)
     return apply(function, *inputs)
 
 
 def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
     """Return `compute` of `inputs`; its backward pass computes once more, by `twice` if that is differentiated too."""
-    return _call(_Recomputed, compute, twice or compute, *inputs)
+    return _call(_Recomputed, _wide_recomputed, compute, twice or compute, *inputs)
 
 
 def product(input: Tensor, mat2: Tensor) -> Tensor:
     """Return input @ mat2: matrices, or stacks of as many."""
-    return _call(_Product, input, mat2)
+    return _call(_Product, _wide_product, input, mat2)
 
 
 def add_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Return beta * input + alpha * (mat1 @ mat2): matrices, or stacks of as many."""
-    return _call(_AddProduct, input, mat1, mat2, beta, alpha)
+    return _call(_AddProduct, _wide_add_product, input, mat1, mat2, beta, alpha)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return torch.nn.functional.linear of low tensors."""
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
-        return _Linear.forward(input, weight, bias)
-    return _call(_Linear, input, weight, bias)
+        return _wide_linear(input, weight, bias)
+    return _call(_Linear, _wide_linear, input, weight, bias)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """Return torch.convolution of low tensors, `geometry` its last arguments; `x` may lack the batch dimension."""
     if x.dim() == weight.dim():
-        return _call(_Convolution, x, weight, bias, geometry)
-    return _call(_Convolution, x[None], weight, bias, geometry)[0]
+        return _call(_Convolution, _wide_convolution, x, weight, bias, geometry)
+    return _call(_Convolution, _wide_convolution, x[None], weight, bias, geometry)[0]
