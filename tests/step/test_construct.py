@@ -13,7 +13,7 @@ import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step import settings
 from halfstep.step.parts.gradients import MANY
-from halfstep.update import updater
+from halfstep.update import optimizer_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -98,14 +98,14 @@ def test_the_last_thing_that_can_fail_is_undone_too(monkeypatch: pytest.MonkeyPa
     optimizer = torch.optim.AdamW(model.parameters())
     before = facts(model, optimizer)
     policy = hs.Policy.of("O2", dtype="bf16", grads="fp32")
-    prefer_fused = updater.prefer_fused
+    prefer_fused = optimizer_step.prefer_fused
 
     def fails(*args: Any) -> None:
         prefer_fused(*args)
         assert optimizer.param_groups[0]["fused"] and model.weight._post_accumulate_grad_hooks
         raise ZeroDivisionError
 
-    monkeypatch.setattr(updater, "prefer_fused", fails)
+    monkeypatch.setattr("halfstep.update.updater.prefer_fused", fails)
     with pytest.raises(ZeroDivisionError):
         hs.TrainStep(model, optimizer, square, policy=policy, accumulate=2)
     assert facts(model, optimizer) == before

@@ -46,6 +46,7 @@ from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
+from halfstep.step.parts.weights import Weights
 from halfstep.update import updater
 from halfstep.update.several import updater_of
 from halfstep.update.updater import ClipNorm
@@ -176,6 +177,19 @@ class Settings:
                 self._moments.remove(part)
         self._moments.add(made)
         return made
+
+    def _weighing(self) -> Weights | None:
+        """Return the part that weighs micro-batches, if there is one."""
+        return next((part for part in self.parts if isinstance(part, Weights)), None)
+
+    def _weigh(self, reference: float | None = None) -> None:
+        """Weigh micro-batches from now on, if windows have several of them or ranks take part."""
+        weighing = self._weighing()
+        if weighing is None:
+            if self.accumulate == 1 and self._ranks.group is None and not is_distributed(self._given.model):
+                return
+            weighing = self._moments.add(Weights(self._given, self._record, self._ranks))
+        weighing.reference = reference if weighing.reference is None else weighing.reference
 
     # ------------------------------------------------------------------ windows that end early
 
