@@ -157,7 +157,7 @@ class Ranks(OneRank):
         return device
 
     def agree(self, accumulate: int) -> tuple[float, Tensor]:
-        """Return the mean of micro-batches, or of their weights, in all ranks' unfinished windows, and their loss scale.
+        """Return the mean of micro-batches, or weights, in all ranks' unfinished windows, and their loss scale.
 
         Collective where windows have several micro-batches, or in `join`; an error is raised on all ranks alike.
         """
