@@ -10,7 +10,10 @@ Overflow: rounding is done as if exponents went on, and what then lies beyond `m
 saturates instead, infinities too. So do torch's casts (fp8_e4m3 since torch 2.12, pytorch#178817; before, it became
 nan). nan stays nan in every format.
 
-Any such format has a name: ``e3m4`` is 3 exponent and 4 mantissa bits with inf, nan and subnormals,
+Block formats (`BlockFormat`), those of OCP Microscaling (MX) and NVFP4, give numbers along one dimension a common
+scale.
+
+Any other format has a name: ``e3m4`` is 3 exponent and 4 mantissa bits with inf, nan and subnormals,
 ``e3m4-noinf-nonan-nosub`` is without. None is wider than fp32, which represents the values of all others.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, overload
 
@@ -30,6 +33,7 @@ from halfstep.errors import FormatError, did_you_mean
 
 __all__ = [
     "BF16",
+    "BLOCK_FORMATS",
     "DTYPES",
     "DTYPE_NAMES",
     "E2M1",
@@ -43,6 +47,7 @@ __all__ = [
     "LOW_DTYPES",
     "POLICY_DTYPES",
     "TF32",
+    "BlockFormat",
     "Format",
     "float64_of",
     "format_of",
@@ -107,6 +112,11 @@ class Format:
     def bytes(self) -> int:
         """Bytes a number takes in memory (4 for tf32 and whatever else is stored as fp32)."""
         return 4 if self.torch_dtype is None else self.torch_dtype.itemsize
+
+    @property
+    def carrier(self) -> Format:
+        """The format of an operator's result where this one is simulated: itself, or that which blocks give."""
+        return self
 
     @property
     def is_narrow(self) -> bool:
@@ -220,6 +230,75 @@ class Format:
         return (power.to(torch.int64) + FLOAT64_BIAS << FLOAT64_MANTISSA).view(torch.float64)  # 2**power, exactly
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFormat(Format):
+    """Numbers of `element`, of which `block` along one dimension share a scale; simulated, as no dtype holds it.
+
+    Products of matrices take blocks along the dimension that they sum over, in the forward pass and in both of the
+    backward pass, add up in fp32 and give bf16. Exponents are those of the scales: the range is fp32's.
+
+    Note [scales]: of OCP Microscaling, "e8m0", a scale is the power of two that brings the largest exponent of a block
+    to that of `element.max`, so the largest numbers may saturate. Of NVFP4, "fp8_e4m3", a scale is the largest number
+    of the block over `element.max`, itself rounded, times an fp32 scale for the tensor. A block with inf or nan is nan.
+
+    Attributes:
+        element: the format of an element.
+        block: how many elements share a scale; the last block of a dimension may have fewer.
+        scale: "e8m0" or "fp8_e4m3".
+        gradient: the format of gradients in products; None: this one.
+        stochastic: whether gradients are rounded stochastically there.
+        hadamard: whether both operands of a weight's gradient are multiplied by a 16 x 16 Hadamard matrix with random
+            signs first, which spreads outliers and leaves the product as it is.
+
+    Examples:
+        >>> hs.formats.format_of("mxfp4").round(torch.tensor([0.1, 1.0, 3.2, 7.0]))
+        tensor([0., 1., 3., 6.])
+    """
+
+    element: Format
+    block: int
+    scale: str
+    gradient: BlockFormat | None = None
+    stochastic: bool = False
+    hadamard: bool = False
+
+    @property
+    def bits(self) -> float:  # type: ignore[override]
+        """Bits of a number, with its share of the scale."""
+        return self.element.bits + 8 / self.block
+
+    @property
+    def carrier(self) -> Format:
+        """The format of what products give, and of all other operators."""
+        return BF16
+
+    def round(  # noqa: D102  # that of `Format`
+        self,
+        x: Tensor,
+        *,
+        mode: Literal["nearest", "stochastic"] = "nearest",
+        generator: torch.Generator | None = None,
+        saturate: bool = False,
+        dim: int = -1,
+    ) -> Tensor:
+        wide = _wide(x, "round").float()
+        rows = wide.reshape(1) if wide.dim() == 0 else wide.movedim(dim, -1)
+        length = rows.shape[-1]
+        blocks = torch.nn.functional.pad(rows, (0, -length % self.block)).unflatten(-1, (-1, self.block))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        if self.scale == "e8m0":
+            exponent = torch.frexp(largest).exponent - math.frexp(self.element.max)[1]
+            scale = torch.exp2(exponent.masked_fill(largest == 0, 0).clamp(-126, 127).double()).float()
+            steps = blocks / scale
+        else:
+            whole = (largest.amax() / (E4M3.max * self.element.max)).clamp(min=torch.finfo(torch.float32).tiny)
+            scale = E4M3.round((largest / self.element.max / whole).clamp(E4M3.smallest_normal, E4M3.max))
+            steps, scale = blocks * (1.0 / whole / scale), scale * whole
+        rounded = self.element.round(steps, mode=mode, generator=generator, saturate=True) * scale
+        made = torch.where(largest.isfinite(), rounded, math.nan).flatten(-2)[..., :length]
+        return (made.reshape(()) if wide.dim() == 0 else made.movedim(-1, dim)).to(x)
+
+
 def _wide(x: object, what: str) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -268,6 +347,34 @@ E3M2 = Format(name="fp6_e3m2", exponent_bits=3, mantissa_bits=2, has_inf=False, 
 E2M3 = Format(name="fp6_e2m3", exponent_bits=2, mantissa_bits=3, has_inf=False, has_nan=False)
 E2M1 = Format(name="fp4_e2m1", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False)
 
+
+def _blocks(name: str, element: Format, block: int = 32, scale: str = "e8m0") -> BlockFormat:
+    return BlockFormat(
+        name=name,
+        exponent_bits=8,
+        mantissa_bits=element.mantissa_bits,
+        has_inf=False,
+        element=element,
+        block=block,
+        scale=scale,
+    )
+
+
+# MX: OCP Microscaling Formats v1.0, sections 5.2 and 6.3; NVFP4: "Pretraining LLMs with NVFP4" (arXiv 2509.25149)
+BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            _blocks("mxfp8_e4m3", E4M3),
+            _blocks("mxfp8_e5m2", E5M2),
+            _blocks("mxfp6_e3m2", E3M2),
+            _blocks("mxfp6_e2m3", E2M3),
+            _blocks("mxfp4", E2M1),
+            _blocks("nvfp4", E2M1, block=16, scale="fp8_e4m3"),
+        )
+    }
+)
+
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2, E3M2, E2M3, E2M1)}
 )
@@ -286,6 +393,7 @@ POLICY_DTYPES = frozenset(DTYPE_NAMES)
 LOW_DTYPES = POLICY_DTYPES - {torch.float32}
 """The dtypes of 16 bits: bfloat16 and float16."""
 
+RECIPE = re.compile(r"(\w+?)(?:/(\w+?))?(-stochastic)?(-hadamard)?")
 EXMY = re.compile(r"e([0-9]{1,2})m([0-9]{1,2})(-noinf)?(-nonan)?(-nosub)?")
 
 
@@ -293,8 +401,10 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     """Return the format with a name ("bf16"), that a torch dtype stores (torch.bfloat16) or that ``eXmY`` describes.
 
     Args:
-        what: one of `FORMATS`, a torch dtype, or ``eXmY`` with X exponent and Y mantissa bits, followed by any of
-            ``-noinf``, ``-nonan``, ``-nosub`` in this order. Note that ``e4m3`` has infinities and "fp8_e4m3" has none.
+        what: one of `FORMATS` or `BLOCK_FORMATS`, a torch dtype, or ``eXmY`` with X exponent and Y mantissa bits,
+            followed by any of ``-noinf``, ``-nonan``, ``-nosub`` in this order. Note that ``e4m3`` has infinities and
+            "fp8_e4m3" has none.
+            A block format may be followed by that of its gradients, ``-stochastic`` and ``-hadamard`` (`BlockFormat`).
 
     Raises:
         FormatError: there is none; the message names the nearest.
@@ -307,7 +417,7 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     """
     if isinstance(what, Format):
         return what
-    for known in FORMATS.values():
+    for known in (*FORMATS.values(), *BLOCK_FORMATS.values()):
         if (isinstance(what, str) and what == known.name) or (what is not None and what is known.torch_dtype):
             return known
     if isinstance(what, str) and (match := EXMY.fullmatch(what)):
@@ -320,8 +430,19 @@ def format_of(what: str | torch.dtype | Format) -> Format:
             has_nan=not nonan,
             has_subnormals=not nosub,
         )
-    hint = did_you_mean(what, FORMATS) if isinstance(what, str) else ""
+    if isinstance(what, str) and (match := RECIPE.fullmatch(what)):
+        forward, gradient, stochastic, hadamard = match.groups()
+        if BLOCK_FORMATS.keys() >= {forward, gradient or forward}:
+            return replace(
+                BLOCK_FORMATS[forward],
+                name=what,
+                gradient=BLOCK_FORMATS.get(gradient),
+                stochastic=bool(stochastic),
+                hadamard=bool(hadamard),
+            )
+    hint = did_you_mean(what, (*FORMATS, *BLOCK_FORMATS)) if isinstance(what, str) else ""
     raise FormatError(
         f"unknown number format {what!r}; expected one of {', '.join(FORMATS)}, their torch dtype, or eXmY as in "
-        f"'e3m4' (with -noinf, -nonan, -nosub behind it){hint}"
+        f"'e3m4' (with -noinf, -nonan, -nosub behind it), or a block format with that of its gradients, as in "
+        f"'mxfp8_e4m3/mxfp8_e5m2' (with -stochastic, -hadamard behind it){hint}"
     )

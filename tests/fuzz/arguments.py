@@ -194,6 +194,11 @@ ENTRIES: Mapping[str, Entry] = {
             "maximize": FLAG,
         },
     ),
+    "hs.Loss": Entry(
+        call=lambda **given: hs.Loss(**given).mean(),
+        right=lambda: {"sum": torch.ones((), requires_grad=True), "weight": 3},
+        may={"sum": frozenset(), "weight": NUMBER, "aux": ANY},
+    ),
     "hs.Monitor": Entry(
         call=hs.Monitor,
         right=lambda: {"target": (m := _model()), "optimizer": _adam(m), "format": "bf16"},

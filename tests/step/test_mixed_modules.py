@@ -48,7 +48,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x).float() - y).square().mean()
+    loss: Tensor = (model(x).float() - y).square().mean()
+    return loss
 
 
 def test_adapters_have_fp32_parameters_and_low_operators() -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from halfstep.arguments import NOT_NEGATIVE, WHOLE, Kind, a, check
 from halfstep.errors import FormatError
-from halfstep.formats import Format, format_of
+from halfstep.formats import BlockFormat, Format, format_of
 from halfstep.kernels.choose import count_exponents_
 from halfstep.kernels.reference import exponents as layout
 
@@ -220,12 +220,13 @@ class ExponentSketch:
     def underflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return the (least, largest possible) share that rounds to zero in `format` when multiplied by `scale`.
 
-        Both are the same if `scale` is a power of two.
+        Both are the same if `scale` is a power of two. Of a block format the least is 0: it is not known which numbers
+        share a block.
 
         Raises:
             FormatError: no such format, or a scale that is not positive and finite.
         """
-        return self._share(self._zeroed(*_given(format, scale)))
+        return self._share(self._zeroed(*self._placed(format, scale)), format)
 
     def subnormal(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return the (least, largest possible) share that rounds to a subnormal number of `format`, not to zero.
@@ -233,7 +234,7 @@ class ExponentSketch:
         Raises:
             FormatError: as `underflow`.
         """
-        return self._share(self._lowered(*_given(format, scale)))
+        return self._share(self._lowered(*self._placed(format, scale)), format)
 
     def overflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return the (least, largest possible) share beyond `format`: what becomes inf, or saturates where none is.
@@ -241,7 +242,7 @@ class ExponentSketch:
         Raises:
             FormatError: as `underflow`.
         """
-        return self._share(self._beyond(*_given(format, scale)))
+        return self._share(self._beyond(*self._placed(format, scale)), format)
 
     def headroom(self, format: AnyFormat, scale: float = 1.0) -> float:
         """Return how many bits the largest number lies below the largest of `format`; negative beyond it.
@@ -251,7 +252,7 @@ class ExponentSketch:
         Raises:
             FormatError: as `underflow`.
         """
-        format, factor = _given(format, scale)
+        format, factor = self._placed(format, scale)
         return math.log2(format.max) - math.log2(self.largest) - math.log2(factor) if self.largest else math.inf
 
     def best_scale(self, format: AnyFormat) -> float:
@@ -264,7 +265,7 @@ class ExponentSketch:
             FormatError: no such format.
         """
         format, _ = _given(format, 1.0)
-        if not self.largest:
+        if not self.largest or isinstance(format, BlockFormat):
             return 1.0
         top, closed = _limit(format)
         most = _floor_log2(top / Fraction(self.largest))
@@ -289,10 +290,11 @@ class ExponentSketch:
         Raises:
             FormatError: as `underflow`.
         """
-        format, factor = _given(format, scale)
+        lower = 0.0 if isinstance(format_of(format), BlockFormat) else 1.0
+        format, factor = self._placed(format, scale)
         if not self.nonzero:
             return 0.0, 0.0
-        lower = float(self._zeroed(format, factor)[0])
+        lower *= self._zeroed(format, factor)[0]
         upper = 0.0
         beyond = self._beyond(format, factor)
         top, _ = _limit(format)
@@ -350,9 +352,21 @@ class ExponentSketch:
         lower = max(below + powers, 1)  # the smallest is inside, the largest is not
         return lower, min(below + here, total - 1)
 
-    def _share(self, counts: tuple[int, int]) -> Bounds:
+    def _share(self, counts: tuple[int, int], format: AnyFormat) -> Bounds:
         total = max(self.nonzero, 1)
-        return counts[0] / total, counts[1] / total
+        least = 0 if isinstance(format_of(format), BlockFormat) else counts[0]
+        return least / total, counts[1] / total
+
+    def _placed(self, format: AnyFormat, scale: float) -> tuple[Format, Fraction]:
+        """Return what numbers are rounded to and multiplied with; of a block format as if all were in one block.
+
+        Their own blocks have at most this scale, so what is lost then is the most that may be.
+        """
+        form, factor = _given(format, scale)
+        if not isinstance(form, BlockFormat) or not self.largest:
+            return form, factor
+        power = _floor_log2(Fraction(self.largest) * factor) - _floor_log2(Fraction(form.element.max))
+        return form.element, factor / _power(power)
 
     # ------------------------------------------------------------------ keeping
 

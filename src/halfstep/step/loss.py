@@ -61,13 +61,13 @@ class Loss(NamedTuple):
         """Return the mean, 0 without anything to sum over, with `aux`, and the weight as a 0-dim fp32 tensor."""
         if not isinstance(self.sum, Tensor) or self.sum.numel() != 1:
             raise StepError(f"hs.Loss: sum must be a tensor of one element with a gradient, and is {shown(self.sum)}")
-        if isinstance(self.weight, Tensor):
+        if isinstance(self.weight, Tensor) and self.weight.numel() == 1 and not self.weight.is_complex():
             weight = self.weight.detach().to(self.sum.device, torch.float32).reshape(())
         elif type(self.weight) in (int, float) and 0.0 <= self.weight < math.inf:
             weight = torch.full((), self.weight, dtype=torch.float32, device=self.sum.device)
         else:
             raise StepError(
-                f"hs.Loss: weight must be a finite number from 0 or a tensor of one, and is {self.weight!r}"
+                f"hs.Loss: weight must be a finite number from 0 or a tensor of one, and is {shown(self.weight)}"
             )
         return (self.sum / torch.where(weight > 0, weight, 1.0), self.aux), weight
 

@@ -226,7 +226,7 @@ def rounded_to(form: Format, tensor: Tensor) -> Tensor:
     if tensor.dtype not in POLICY_DTYPES:
         return tensor
     function: type[Function] = _Simulated
-    return cast(Tensor, function.apply(tensor.float(), form))
+    return cast(Tensor, function.apply(tensor.float(), form.carrier))
 
 
 def simulated(func: Callable[..., Any], form: Format, *, inputs: bool = True) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from halfstep.cast.arithmetic.blocks import in_blocks
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to, simulated
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
@@ -21,7 +22,7 @@ from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
-from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, BlockFormat, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
 from halfstep.policy.rule_kinds import RULE_KINDS, CastTo, RuleKind
@@ -223,14 +224,16 @@ def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[
     return handle
 
 
-def _simulated(form: Format, *, gathers: bool) -> Handler:
+def _simulated(form: Format, name: str) -> Handler:
     """Make the handler of a low operator in a format that no dtype stores."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = mode.active(tensors_of(args, mode.devices) + tensors_of(kwargs.values(), mode.devices))
         if device is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        return run(device, simulated(func, form, inputs=not gathers), args, kwargs)
+        if isinstance(form, BlockFormat):
+            return run(device, in_blocks(name, func, form), args, kwargs)
+        return run(device, simulated(func, form, inputs=name not in GATHERS), args, kwargs)
 
     return handle
 
@@ -334,7 +337,7 @@ def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, 
         return of_stateful(cast_to(kind, name), how.simulated if kind.format == "low" else None)
     if kind.format == "low":
         if how.simulated is not None:
-            return _simulated(how.simulated, gathers=name in GATHERS)
+            return _simulated(how.simulated, name)
         emulation = emulation_of(name, func) if how.emulating else None
         if emulation is not None:
             return _emulated(name, emulation, how.emulating)

@@ -189,7 +189,7 @@ class Run:
         simulated = {}
         if plan.policy.dtype not in DTYPES:
             form = format_of(plan.policy.dtype)
-            simulated = {op: form for op, decision in plan.operators if decision.rule == "low"}
+            simulated = {op: form.carrier for op, decision in plan.operators if decision.rule == "low"}
         moves = optimizer is not None
         if optimizer is None:
             trained = [p for p in model.parameters() if p.requires_grad]
