@@ -131,6 +131,9 @@ bench-tune: $(PEERS)  ## tuned policies beside every preset, some 10 minutes on 
 bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores -> benchmarks/results/serving.json
 	$(QUIET) $(BIN)/python -m benchmarks.serving --json benchmarks/results/serving.json
 
+bench-optimizers: $(READY)  ## optimizers under each preset: train, resume, skip; with the libraries installed -> benchmarks/results/optimizers.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.optimizers --json benchmarks/results/optimizers.json
+
 bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lean --parts out/lean --json benchmarks/results/lean.json
 

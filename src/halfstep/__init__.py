@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from halfstep.advise.tune import tune
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
+    from halfstep.lens.mismatch import mismatch
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "lint",
     "load",
+    "mismatch",
     "lowered",
     "on_preemption",
     "operator",
@@ -76,6 +78,7 @@ _LATER = {
     "Monitor": "lens",
     "SketchWriter": "lens",
     "audit": "lens.audit.audit",
+    "mismatch": "lens.mismatch",
     "plan": "advise.plan",
     "tune": "advise.tune",
     "lint": "advise.lint",

@@ -31,6 +31,7 @@ PARTS = ("errors", "formats", "lens", "policy", "step", "testing", "trees")
 """Parts of the package whose public names have a place in the reference."""
 
 RECORDS = (
+    "Mismatch",
     "Units",
     "Cure",
     "Magnitude",

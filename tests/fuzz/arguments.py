@@ -199,6 +199,14 @@ ENTRIES: Mapping[str, Entry] = {
         right=lambda: {"sum": torch.ones((), requires_grad=True), "weight": 3},
         may={"sum": frozenset(), "weight": NUMBER, "aux": ANY},
     ),
+    "hs.mismatch": Entry(
+        call=hs.mismatch,
+        right=lambda: {"trainer": _model(), "batch": (torch.ones(2, 4),), "log_probs": lambda model, x: model(x)},
+        may={
+            "trainer": frozenset({"module"}), "batch": frozenset({"list"}), "log_probs": frozenset(),
+            "sampler": frozenset(), "clip": POSITIVE,
+        },
+    ),
     "hs.Monitor": Entry(
         call=hs.Monitor,
         right=lambda: {"target": (m := _model()), "optimizer": _adam(m), "format": "bf16"},
