@@ -94,7 +94,8 @@ class Loop:
 
     def end(self) -> None:
         """A backward pass has ended."""
-        self._made = self._state()
+        beginning = self._cleared >= 0 or self._tries < TRIES
+        self._made = self._state() if beginning else []
         if self._tries < TRIES and self.optimizer is not None:
             self._tries += 1
             self._raw = _norm(self._gradients())
