@@ -127,7 +127,9 @@ class Kernels:
         out = ctypes.create_string_buffer(12 + 4 * count)
         at = ctypes.addressof(out)
         threads = torch.get_num_threads() if gradients.elements > ALONE["norms"] else 1
-        self._both(at + 12, gradients.packed, count, pack("4q", threads, *self._runtime), None, None, at, at + 4, at + 8)
+        self._both(
+            at + 12, gradients.packed, count, pack("4q", threads, *self._runtime), None, None, at, at + 4, at + 8
+        )
         found: float = struct.unpack_from("f", out)[0]
         return found
 
