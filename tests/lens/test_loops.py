@@ -137,9 +137,15 @@ def test_one_gradient_that_is_not_finite_is_seen(dtype: torch.dtype, value: floa
 def test_a_finite_step_on_a_cpu_is_known_by_one_pass_of_its_kernels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
 ) -> None:
-    magnitudes, passes = blackbox._norms, []
-    monkeypatch.setattr(blackbox, "_norms", lambda found: passes.append(len(found)) or magnitudes(found))
-    model = nn.Conv2d(2, 2, 3).to(dtype).to(memory_format=torch.channels_last)
+    magnitudes, passes = blackbox._norms, list[int]()
+
+    def counted(found: list[Tensor]) -> list[Tensor]:
+        passes.append(len(found))
+        return magnitudes(found)
+
+    monkeypatch.setattr(blackbox, "_norms", counted)
+    model: Any = nn.Conv2d(2, 2, 3).to(dtype)
+    model.to(memory_format=torch.channels_last)
     last = {"value": 1.0}
     model.weight.register_hook(lambda g: g * last["value"])
     box = hs.BlackBox(model, lambda m, x: m(x).float().sum(), torch.optim.SGD(model.parameters(), 0.0))
@@ -148,9 +154,8 @@ def test_a_finite_step_on_a_cpu_is_known_by_one_pass_of_its_kernels(
         box(torch.ones(1, 2, 4, 4, dtype=dtype)).backward()
     finite = bool(torch.isfinite(torch.tensor(value, dtype=dtype)))
     assert box._flag is not None and bool(box._flag) is not finite
-    assert bool(passes) is (
-        value != 1.0 or bool(load_kernels("cpu"))
-    )  # a 2-norm of 1e30 overflows, the gradients do not
+    # a 2-norm of 1e30 overflows, and the gradients do not
+    assert bool(passes) is (value != 1.0 or bool(load_kernels("cpu")))
     if value == 1.0:
         (_, loss, norm, versions, *_), _ = box._memory.signals.recent
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])

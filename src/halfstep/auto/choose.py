@@ -102,10 +102,8 @@ def choose(
     race.eliminate(names, EAGER_TURNS if wish is None else TURNS)
     best = eager = race.best()
     if wish is None and best:
-        others = {
-            n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None
-        }
-        del others[eager]
+        left = [name for name in names if name not in {eager, *race.dropped}]
+        others = {name: ratio.median for name in left if (ratio := race.over(name, eager)) is not None}
         spent = 0.0
         trials = zip((eager, *sorted(others, key=others.__getitem__)), (FIRST_TURNS, TURNS), strict=False)
         for name, most in trials:
@@ -176,12 +174,6 @@ def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
     return f"{name} {ratio.median:.2f}" + (f" ({uncertain})" if ratio.median < chosen.median else "")
 
 
-def _times(own: Ratio, ratio: Ratio) -> Ratio:
-    """Return the ratio of a candidate to the base, from that of the choice and its own to the choice."""
-    share = own.median
-    return Ratio(median=share * ratio.median, low=share * ratio.low, high=share * ratio.high, rounds=ratio.rounds)
-
-
 def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:
     """Return the choice of candidate `best` in a race that is over, with the ratios behind it."""
     timed = [name for name in race.times if name not in race.dropped]
@@ -189,8 +181,8 @@ def concluded(race: Elimination, best: str, device: str, seconds: float, calls: 
     own = race.over(best, base)
     assert own is not None
     # by way of the choice, in the rounds that both were in: medians of other rounds may contradict the choice
-    ratios = {name: _times(own, ratio) for name in timed if (ratio := race.over(name, best)) is not None}
-    ratios |= {best: own, base: Ratio(median=1.0, low=1.0, high=1.0, rounds=own.rounds)}
+    ratios = {name: own.times(ratio) for name in timed if (ratio := race.over(name, best)) is not None}
+    ratios |= {base: Ratio(median=1.0, low=1.0, high=1.0, rounds=own.rounds), best: own}
     policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
     interval = f" ({found})" if (found := _interval(own)) else ""
     of_base = "" if best == base else f"{own.median:.2f} of {base}{interval}, "

@@ -62,18 +62,14 @@ class Elimination(Race):
         return None
 
     def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
-        """Return the ratio of two candidates' steps; if they had no round in common, by way of others that had some.
-
-        The interval of such a product is the widest that the intervals of its factors allow. None: there is no way.
-        """
+        """Return the ratio of two candidates' steps, by way of others if they shared no round; None: there is none."""
         direct = self.ratio(name, base)
         if direct is not None:
             return direct
         for other in self.times.keys() - {name, base, *seen}:
             one, rest = self.ratio(name, other), self.over(other, base, (*seen, name))
             if one is not None and rest is not None:
-                rounds, median = min(one.rounds, rest.rounds), one.median * rest.median
-                return Ratio(median=median, low=one.low * rest.low, high=one.high * rest.high, rounds=rounds)
+                return one.times(rest)
         return None
 
     def best(self) -> str:
@@ -89,9 +85,7 @@ class Elimination(Race):
         faster, ratio = self.faster(name, preferred), self.ratio(name, preferred)
         if faster is not None or ratio is None:
             return bool(faster)
-        own, other = (self.times[one] for one in (name, preferred))
-        common = own.keys() & other.keys()
-        fastest = min(own[i] for i in common) / min(other[i] for i in common)
+        fastest = min(self.times[name].values()) / min(self.times[preferred].values())
         return max(ratio.median, fastest) < 1.0 - CLOSE
 
     def _drop_slower(self) -> None:
@@ -103,11 +97,6 @@ class Elimination(Race):
                 if faster is not None:
                     slower.add(preferred if faster else name)
         if not slower and len(self.names) > FINAL:
-            slower = {max(reversed(self.names), key=self._over_first)}
+            slower = {max(reversed(self.names), key=self.typical)}
         if len(slower) < len(self.names):  # else ratios of different rounds contradict one another
             self.names = [name for name in self.names if name not in slower]
-
-    def _over_first(self, name: str) -> float:
-        """Return the median ratio of a candidate that is left to the preferred one."""
-        ratio = self.ratio(name, self.names[0])
-        return 1.0 if ratio is None else ratio.median

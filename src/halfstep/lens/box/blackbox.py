@@ -210,7 +210,8 @@ class BlackBox(Box):
         here = one and type(loss) is Tensor and loss.is_cpu and norm < math.inf
         if here and math.isfinite(value := number(loss)):
             self._bad = flag = GOOD
-            recent.append((self.step, value, norm / (1.0 if seed is None else number(seed)), None, False, None))
+            scale = 1.0 if seed is None else number(seed) or 1.0
+            recent.append((self.step, value, norm / scale, None, False, None))
         else:
             with torch.no_grad():
                 norms = _norms([*map(_values, found)])
