@@ -98,13 +98,12 @@ class TimedSteps:
         try:
             with self._snapshot.lent():
                 self.seconds = self._timed()
+            return self.seconds
         except Exception as error:
             lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-        else:
-            return self.seconds
         if self._snapshot.device.type != "cpu":  # the error is gone, and with it what its frames refer to
             empty_cache(self._snapshot.device.type)
         raise Unfit(problem)

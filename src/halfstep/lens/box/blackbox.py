@@ -10,7 +10,6 @@ from functools import wraps
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import native_kernels
 from halfstep.kernels.eager.torch_fused import is_dense
-from halfstep.kernels.native.calls import Columns, Kernels, number
+from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
@@ -41,6 +40,7 @@ from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
+from halfstep.scale.finite import values_of
 from halfstep.step.arguments import LOSS
 from halfstep.step.parts.record import History, MicroBatch, Window
 from halfstep.step.parts.statistics import Statistics
@@ -53,7 +53,7 @@ ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name
 STUCK = 6  # bad steps after which a scale that stays counts as fixed: a dynamic one falls at every second, or sooner
 LISTED_EVERY = 16  # calls after which the parameters are listed again: walking a model takes longer than all the rest
 GOOD = torch.zeros((), dtype=torch.bool, device="cpu")  # the flag of gradients that the host has seen to be finite
-NO_GRADIENT, PLAIN = frozenset({NoneType}), frozenset({Tensor})
+PLAIN = frozenset({Tensor})
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
@@ -136,8 +136,7 @@ class BlackBox(Box):
         self._loop = Loop(optimizer)
         self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
-        self._kernels: Kernels | None = None
-        self._columns: Columns | None = None  # the gradients of a backward pass, as these read them
+        self._columns: Columns | None = None  # the gradients of a backward pass, as the CPU kernels read them
         self._read_step = 0  # the last step whose flag was read
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
@@ -182,22 +181,19 @@ class BlackBox(Box):
         window = self._memory.window
         return window if self._known(window) is not None or self._is_wrong() else None
 
+    @_guarded("the backward pass of step {} was not looked at")
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
-            self._added = not NO_GRADIENT.issuperset(map(type, map(_grad, self._parameters)))
-            self._begin_pass()
             engine = execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
-
-    @_guarded("the backward pass of step {} was not looked at")
-    def _begin_pass(self) -> None:
-        if self._loop.bad is not None:
-            there = [_values(p.grad) for p in self._parameters if p.grad is not None]
-            self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
-        self._loop.begin(self.step)
+            there = [values_of(local(g)) for g in map(_grad, self._parameters) if g is not None]
+            self._added = bool(there)
+            if self._loop.bad is not None:
+                self._loop.carry(self._added and bool(_not_finite(there)), self._scale())
+            self._loop.begin(self.step)
 
     @_guarded("the gradients of step {} were not looked at")
     def _look(self) -> None:
@@ -214,7 +210,7 @@ class BlackBox(Box):
             recent.append((self.step, value, norm / scale, None, False, None))
         else:
             with torch.no_grad():
-                norms = _norms([*map(_values, found)])
+                norms = _norms([values_of(local(gradient)) for gradient in found])
                 self._bad = _not_finite(norms)
                 flag = self._bad | _not_finite(_norms([loss]))
             if one and norms:
@@ -226,17 +222,14 @@ class BlackBox(Box):
 
     def _norm_here(self, gradients: list[Tensor]) -> float:
         """Return the 2-norm of gradients that the CPU kernels take, which is finite only if they are; else inf."""
-        if not (PLAIN.issuperset(map(type, gradients)) and all(map(_is_cpu, gradients))):
-            return math.inf
-        if not (all(map(Tensor.is_contiguous, gradients)) or all(map(is_dense, gradients))):
+        plain = PLAIN.issuperset(map(type, gradients)) and all(map(_is_cpu, gradients))
+        dense = plain and (all(map(Tensor.is_contiguous, gradients)) or all(map(is_dense, gradients)))
+        kernels = native_kernels(gradients[0]) if gradients and dense else None
+        if kernels is None or not POLICY_DTYPES.issuperset(map(_dtype, gradients)):
             return math.inf
         if self._columns is None or not self._columns.take(gradients):
-            self._kernels = native_kernels(gradients[0]) if gradients else None
-            if self._kernels is None or not POLICY_DTYPES.issuperset(map(_dtype, gradients)):
-                return math.inf
             self._columns = Columns(gradients)
-        assert self._kernels is not None
-        return self._kernels.norm(self._columns)
+        return kernels.norm(self._columns)
 
     @_guarded("the update of step {} was not looked at")
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -455,14 +448,6 @@ def _loss_in(returned: Any) -> Tensor | None:
         return loss
     got = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, (tuple, list)) else "")
     raise StepError(f"BlackBox: loss_fn must return the loss, a tensor, or (loss, aux), and returned a {got}")
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient on this rank, whatever its layout."""
-    gradient = local(gradient)
-    if gradient.layout is torch.strided:
-        return gradient
-    return gradient._values() if gradient.is_sparse else gradient.values()
 
 
 def _norms(found: list[Tensor]) -> list[Tensor]:
