@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
+from halfstep.kernels.choose import load_kernels
+from halfstep.lens.box import blackbox
 from halfstep.lens.box.cures import _pasted
 from halfstep.lens.box.stepbox import Box, SkippedStep, Streak
 from tests.lens.broken import batch, classify, squared, transformer
@@ -130,6 +132,36 @@ def test_one_gradient_that_is_not_finite_is_seen(dtype: torch.dtype, value: floa
     assert box._flag is not None and bool(box._flag)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf, 1e30])
+def test_a_finite_step_on_a_cpu_is_known_by_one_pass_of_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
+) -> None:
+    magnitudes, passes = blackbox._norms, list[int]()
+
+    def counted(found: list[Tensor]) -> list[Tensor]:
+        passes.append(len(found))
+        return magnitudes(found)
+
+    monkeypatch.setattr(blackbox, "_norms", counted)
+    model: Any = nn.Conv2d(2, 2, 3).to(dtype)
+    model.to(memory_format=torch.channels_last)
+    last = {"value": 1.0}
+    model.weight.register_hook(lambda g: g * last["value"])
+    box = hs.BlackBox(model, lambda m, x: m(x).float().sum(), torch.optim.SGD(model.parameters(), 0.0))
+    for last["value"] in (1.0, value):
+        model.zero_grad()
+        box(torch.ones(1, 2, 4, 4, dtype=dtype)).backward()
+    finite = bool(torch.isfinite(torch.tensor(value, dtype=dtype)))
+    assert box._flag is not None and bool(box._flag) is not finite
+    # a 2-norm of 1e30 overflows, and the gradients do not
+    assert bool(passes) is (value != 1.0 or bool(load_kernels("cpu")))
+    if value == 1.0:
+        (_, loss, norm, versions, *_), _ = box._memory.signals.recent
+        gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+        assert norm == pytest.approx(float(gradient.norm()), rel=1e-6)
+
+
 def test_a_sparse_gradient_that_is_not_finite_is_seen() -> None:
     model = nn.Embedding(10, 4, sparse=True)
     box = hs.BlackBox(model, lambda m, ids: torch.sqrt(m(ids) * 0).sum())
@@ -155,10 +187,10 @@ def test_losses_may_be_reduced_outside(scale: float) -> None:
 def test_a_box_that_fails_to_look_raises_nothing_into_a_backward_pass(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(found: list[Tensor]) -> Tensor:
+    def fail(history: object, bad: Tensor, scale: None) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("halfstep.lens.box.blackbox._not_finite", fail)
+    monkeypatch.setattr("halfstep.step.parts.record.History.end", fail)
     model = nn.Linear(4, 4)
     box = hs.BlackBox(model, squared)
     with caplog.at_level(logging.WARNING, "halfstep"):

@@ -25,7 +25,7 @@ from halfstep.auto.trial import StepSnapshot
 from halfstep.errors import BindError, PolicyError, StepError, WeightsError
 from halfstep.step import undecided as auto
 from halfstep.step.undecided import Undecided
-from halfstep.timing import Ratio
+from halfstep.timing import Ratio, timed
 
 SECONDS = {"fp32": 1.0, "mixed": 0.1, "O2": 0.01, "pure": 0.001}  # so far apart that one round is enough
 
@@ -91,16 +91,15 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     seconds = dict(SECONDS)
 
     class Timed(Elimination):
-        def __init__(self, measure: Callable[[str, int], float], **options: Any) -> None:
-            def timed(name: str, number: int) -> float:
+        def __init__(self, measure: Callable[[str, int], float]) -> None:
+            def given(name: str, number: int) -> float:
                 measure(name, number)
                 return seconds[name]
 
-            super().__init__(timed, **options)
+            super().__init__(given)
 
     monkeypatch.setattr(choose, "Elimination", Timed)
-    monkeypatch.setattr(trial, "MOST", 1)
-    monkeypatch.setattr(trial, "WARM_AGAIN", 0.0)
+    monkeypatch.setattr(trial, "timed", lambda run, device: timed(run, device, clock=lambda: 0.0) + 1.0)
     monkeypatch.setattr(choose, "PAYBACK", 0)
     yield seconds
 
@@ -427,15 +426,51 @@ def test_the_choice_is_logged_in_one_line(times: dict[str, float], caplog: pytes
     choice = step.choice
     assert choice is not None
     line = (
-        "auto: pure in bf16: 0.60 of fp32 (0.60 to 0.60), 600 ms a step, 3 rounds, 27 calls of loss_fn, "
+        "auto: pure in bf16: 0.60 of fp32, 600 ms a step, 3 rounds, 28 calls of loss_fn, "
         f"{choice.seconds:.1f} s; mixed 0.90, O2 0.80"
     )
     assert [record.getMessage() for record in caplog.records if record.name == "halfstep"] == [line]
     assert choice.line == line
-    assert dict(choice.ratios)["O2"] == Ratio(median=0.8, low=0.8, high=0.8, rounds=2)
+    assert dict(choice.ratios)["O2"].median == pytest.approx(0.8)
     assert (choice.rounds, choice.compiled, choice.dropped) == (3, False, ())
     assert step(*batch(1)).step == 2
     assert len(caplog.records) == 1
+
+
+def test_a_busy_machine_does_not_make_the_line_contradict_itself() -> None:
+    seconds = {"fp32": 6.0, "mixed": 1.0, "O2": 1.02, "pure": 1.1}
+
+    def measure(name: str, number: int) -> float:
+        return 0.7 if (name, number) == ("O2", 0) else seconds[name]  # in the one round that fp32 was in too
+
+    race = Elimination(measure)
+    race.eliminate(list(seconds), choose.EAGER_TURNS)
+    assert len(race.times["fp32"]) == 1
+    line = choose.concluded(race, race.best(), "cpu", 1.0, 28).line
+    assert line.startswith("auto: mixed in bf16: 0.17 of fp32, ")
+    assert "O2 0.17" in line
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.461, 0.464, "0.46 to 0.47"), (0.39, 1.37, "0.39 to 1.37"), (0.46, 0.46, ""), (0.4649, 0.4651, "0.46 to 0.47")],
+)
+def test_an_interval_in_words_is_never_empty(low: float, high: float, words: str) -> None:
+    assert choose._interval(Ratio(median=low, low=low, high=high, rounds=5)) == words
+
+
+def test_a_choice_takes_at_most_forty_steps_however_close_candidates_are(
+    times: dict[str, float], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "pays", lambda nodes, seconds, spent: True)
+    times |= dict.fromkeys(SECONDS, 1.0)
+    times |= {"fp32 compiled": 0.9, "mixed compiled": 0.88}
+    for accumulate in (1, 2):
+        step = compilable("auto", accumulate=accumulate)
+        step(*batch())
+        assert step.choice is not None
+        assert step.choice.compiled
+        assert 28 < step.choice.calls / accumulate <= 40
 
 
 @pytest.mark.parametrize(

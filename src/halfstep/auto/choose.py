@@ -12,6 +12,7 @@ enough of the budget. The prediction is `BEGIN` seconds and `PER_NODE` for each 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ FP32, COMPILED = "fp32", " compiled"
 POLICIES: Mapping[str, str] = {FP32: "O0", "mixed": "mixed", "O2": "O2", "pure": "pure"}
 """Candidates, the most precise first: it is preferred where others are not faster."""
 
-ROUNDS, EAGER_ROUNDS = 30, 18  # the most of all, and of those before anything is compiled
-SECONDS = 60.0  # after so many no further round of the eager, or of the compiled candidates begins
+EAGER_TURNS, FIRST_TURNS, TURNS = 9, 11, 13
+"""Turns (`trial.STEPS`) until something is compiled, until a second candidate is, and of all: 40 steps at most."""
+
 BUDGET = 120.0  # seconds of compilation
 PAYBACK = 10_000  # steps
 BEGIN, PER_NODE = 10.0, 0.1  # seconds
@@ -91,25 +93,24 @@ def choose(
                 raise  # loss_fn's own
             raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
 
-    race = Elimination(measure, most=ROUNDS, seconds=SECONDS)
+    race = Elimination(measure)
     wish = step.compile
     every = False if wish is None else wish
     mark = COMPILED if every is not False else ""
     names = [add(name + mark, every) for name in candidates(step)]
     first = names[0]
-    race.eliminate(names, EAGER_ROUNDS)
+    race.eliminate(names, EAGER_TURNS if wish is None else TURNS)
     best = eager = race.best()
     if wish is None and best:
-        others = {
-            n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None
-        }
-        del others[eager]
+        left = [name for name in names if name not in {eager, *race.dropped}]
+        others = {name: ratio.median for name in left if (ratio := race.over(name, eager)) is not None}
         spent = 0.0
-        for name in (eager, *sorted(others, key=others.__getitem__)[:1]):
+        trials = zip((eager, *sorted(others, key=others.__getitem__)), (FIRST_TURNS, TURNS), strict=False)
+        for name, most in trials:
             if not pays(nodes, visits[eager].seconds, spent):
                 break
             pair = [best, add(name + COMPILED, True)]
-            race.eliminate(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index))
+            race.eliminate(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index), most)
             spent += visits[name + COMPILED].first or 0.0
             if race.best() == best:
                 break
@@ -161,20 +162,30 @@ def described(policy: Policy, device: str, compiled: bool) -> str:
     return f"{name}, compiled" if compiled else name
 
 
+def _interval(ratio: Ratio) -> str:
+    """Return the interval of a ratio, its ends rounded outwards; "" for that of one round, which has none."""
+    low, high = math.floor(100 * ratio.low) / 100, math.ceil(100 * ratio.high) / 100
+    return f"{low:.2f} to {high:.2f}" if ratio.low < ratio.high else ""
+
+
 def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
     """Return the ratio of a candidate that was not chosen; with its interval where it looks faster than the choice."""
-    uncertain = f" (not certain: {ratio.low:.2f} to {ratio.high:.2f})" if ratio.median < chosen.median else ""
-    return f"{name} {ratio.median:.2f}{uncertain}"
+    uncertain = ": ".join(filter(None, ("not certain", _interval(ratio))))
+    return f"{name} {ratio.median:.2f}" + (f" ({uncertain})" if ratio.median < chosen.median else "")
 
 
 def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:
     """Return the choice of candidate `best` in a race that is over, with the ratios behind it."""
     timed = [name for name in race.times if name not in race.dropped]
     base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
-    ratios = {name: ratio for name in timed if (ratio := race.over(name, base)) is not None}
+    own = race.over(best, base)
+    assert own is not None
+    # by way of the choice, in the rounds that both were in: medians of other rounds may contradict the choice
+    ratios = {name: own.times(ratio) for name in timed if (ratio := race.over(name, best)) is not None}
+    ratios |= {base: Ratio(median=1.0, low=1.0, high=1.0, rounds=own.rounds), best: own}
     policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
-    own = ratios[best]
-    of_base = "" if best == base else f"{own.median:.2f} of {base} ({own.low:.2f} to {own.high:.2f}), "
+    interval = f" ({found})" if (found := _interval(own)) else ""
+    of_base = "" if best == base else f"{own.median:.2f} of {base}{interval}, "
     parts = [
         f"auto: {described(policy, device, compiled)}: {of_base}{1e3 * race.typical(best):.3g} ms a step, "
         f"{race.rounds} rounds, {calls} calls of loss_fn, {seconds:.1f} s",

@@ -35,9 +35,8 @@ from halfstep.snapshot import (
 from halfstep.timing import Unfit, timed
 from halfstep.update.updater import Deferral
 
-WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
-LONG = 0.25  # seconds: after a first step that is longer the second one is timed
-TIMED = 0.05  # seconds of timed steps at each visit
+STEPS = 3  # at each visit; the first makes memory, optimizer state and lists of tensors, and is not timed
+TIMED = 0.05  # seconds; of shorter steps so many more are timed
 MOST = 40  # of them
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeError that torch raises on a CPU
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
@@ -99,13 +98,12 @@ class TimedSteps:
         try:
             with self._snapshot.lent():
                 self.seconds = self._timed()
+            return self.seconds
         except Exception as error:
             lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-        else:
-            return self.seconds
         if self._snapshot.device.type != "cpu":  # the error is gone, and with it what its frames refer to
             empty_cache(self._snapshot.device.type)
         raise Unfit(problem)
@@ -124,18 +122,13 @@ class TimedSteps:
             self._snapshot.unwatched = False
             step._compiled = self.compiled
         taken = self._step(step, batch, named, check=self.first is None)
-        if self.first is None:
-            self.first = taken
-            taken = self._step(step, batch, named)
+        self.first = taken if self.first is None else self.first
         if step.scaler.is_enabled():
             self._scaler = step.scaler
         if self._snapshot.device.type == "cpu":
             keep_pages(self._owner)
-        warm = WARM_AGAIN if taken < LONG else 0.0
-        while warm > 0.0:
-            warm -= self._step(step, batch, named)
-        times = [self._step(step, batch, named)]
-        while len(times) < MOST and sum(times) < TIMED:
+        times: list[float] = []
+        while len(times) < STEPS - 1 or (len(times) < MOST and sum(times) < TIMED):
             times.append(self._step(step, batch, named))
         return sorted(times)[len(times) // 4]  # what disturbs some of a few short steps is not theirs
 

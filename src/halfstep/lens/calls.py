@@ -26,7 +26,7 @@ from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
-from halfstep.torch_private.devices import get_privateuse1_backend_name, storage_key
+from halfstep.torch_private.devices import get_privateuse1_backend_name, is_any_autocast_enabled, storage_key
 from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
@@ -231,6 +231,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def autocasting() -> list[str]:
     """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
+    if not is_any_autocast_enabled():
+        return []
     kinds = (*TYPES, get_privateuse1_backend_name(), "cpu")
     return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
 

@@ -99,7 +99,7 @@ def describe_non_finite(
     for optimizer in optimizers:
         for label, parameter in _labelled(optimizer, names):
             if parameter.grad is not None:
-                values = local(_values(parameter.grad))
+                values = local(values_of(parameter.grad))
                 count = int(values.isfinite().logical_not().sum())
                 found += [f"{label} ({count} of {values.numel()} values)"] if count else []
     return _few(found)
@@ -135,7 +135,7 @@ def _run(gradients: Iterable[Tensor], flags: dict[torch.device, Tensor], factor:
     groups: dict[Hashable, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.layout is not torch.strided or gradient.is_complex():
-            gradient = torch.view_as_real(values) if (values := _values(gradient)).is_complex() else values
+            gradient = torch.view_as_real(values) if (values := values_of(gradient)).is_complex() else values
         key: Hashable = (gradient.device, gradient.dtype)
         if type(gradient) is not Tensor and (mesh := getattr(gradient, "device_mesh", None)) is not None:
             # DTensor: torch's handler for this kernel takes mesh and placements of the first gradient for all of them.
@@ -161,7 +161,7 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.to(widest_dtype(scale.device)).reciprocal().float()
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
     """Return the stored values of a gradient of any layout; they share its memory."""
     if gradient.layout is torch.strided:
         return gradient

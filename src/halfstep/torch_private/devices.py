@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
 from torch._C import _has_mkldnn as has_mkldnn
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
 __all__ = [
-    "cpu_instructions", "raw_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "mps_generator", "storage_key",
+    "cpu_instructions", "raw_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "is_any_autocast_enabled",
+    "mps_generator", "storage_key",
 ]  # fmt: skip
 
 raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

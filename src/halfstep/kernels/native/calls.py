@@ -121,6 +121,18 @@ class Kernels:
         self._both(norms.data_ptr(), gradients.packed, count, pack("4q", threads, *self._runtime), at, clip, *out)
         return norms, norm, bad
 
+    def norm(self, gradients: Columns) -> float:
+        """Return the 2-norm of the tensors put into columns last, all together; on the host, without a tensor."""
+        count = len(gradients.sizes)
+        out = ctypes.create_string_buffer(12 + 4 * count)
+        at = ctypes.addressof(out)
+        threads = torch.get_num_threads() if gradients.elements > ALONE["norms"] else 1
+        self._both(
+            at + 12, gradients.packed, count, pack("4q", threads, *self._runtime), None, None, at, at + 4, at + 8
+        )
+        found: float = struct.unpack_from("f", out)[0]
+        return found
+
     def exponents_(self, rows: Tensor, tensors: Tensors) -> None:
         """Carry out `ops.exponents_`."""
         if len(rows) != len(tensors) or not rows.is_contiguous():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import wraps
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.kernels.choose import native_kernels
+from halfstep.kernels.eager.torch_fused import is_dense
+from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
@@ -35,6 +40,7 @@ from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
+from halfstep.scale.finite import values_of
 from halfstep.step.arguments import LOSS
 from halfstep.step.parts.record import History, MicroBatch, Window
 from halfstep.step.parts.statistics import Statistics
@@ -46,6 +52,27 @@ ORDINALS = count(1)  # numbers of the boxes of this process, by which ranks name
 
 STUCK = 6  # bad steps after which a scale that stays counts as fixed: a dynamic one falls at every second, or sooner
 LISTED_EVERY = 16  # calls after which the parameters are listed again: walking a model takes longer than all the rest
+GOOD = torch.zeros((), dtype=torch.bool, device="cpu")  # the flag of gradients that the host has seen to be finite
+PLAIN = frozenset({Tensor})
+
+_grad, _version = attrgetter("grad"), attrgetter("_version")
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+
+
+def _guarded(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of methods of a box: its first error is logged after `what`, and none reaches the loop."""
+
+    def decorated(method: Callable[..., None]) -> Callable[..., None]:
+        @wraps(method)
+        def guarded(box: BlackBox, *args: Any) -> None:
+            try:
+                method(box, *args)
+            except Exception as error:
+                box._warn_once("failed", f"{what.format(box.step)}: {type(error).__name__}: {error}")
+
+        return guarded
+
+    return decorated
 
 
 class BlackBox(Box):
@@ -109,6 +136,7 @@ class BlackBox(Box):
         self._loop = Loop(optimizer)
         self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
+        self._columns: Columns | None = None  # the gradients of a backward pass, as the CPU kernels read them
         self._read_step = 0  # the last step whose flag was read
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
@@ -136,7 +164,7 @@ class BlackBox(Box):
         self._memory.begin()
         self._statistics.begin_window()
         self._around = _regions_here()
-        self._synced = getattr(self.model, "require_backward_grad_sync", True)
+        self._synced = vars(self.model).get("require_backward_grad_sync", True)
         kept = self._memory.keep(self.step, batch, named)
         returned = self.loss_fn(self.model, *batch, **named)
         if self.step % LISTED_EVERY == 1:  # after the call, which may have made lazy ones
@@ -145,7 +173,7 @@ class BlackBox(Box):
         loss = _loss_in(returned)
         if loss is not None and loss.requires_grad and loss.numel():
             kept.loss = loss.detach()
-            self._versions = [p._version for p in self._parameters]
+            self._versions = [*map(_version, self._parameters)]
             loss.register_hook(lambda gradient: self._begin(kept, gradient))
         return returned
 
@@ -153,54 +181,75 @@ class BlackBox(Box):
         window = self._memory.window
         return window if self._known(window) is not None or self._is_wrong() else None
 
+    @_guarded("the backward pass of step {} was not looked at")
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
-            self._added = any(p.grad is not None for p in self._parameters)
-            with self._guarded(f"the backward pass of step {self.step} was not looked at"):
-                if self._loop.bad is not None:
-                    there = [_values(p.grad) for p in self._parameters if p.grad is not None]
-                    self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
-                self._loop.begin(self.step)
             engine = execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
+            there = [values_of(local(g)) for g in map(_grad, self._parameters) if g is not None]
+            self._added = bool(there)
+            if self._loop.bad is not None:
+                self._loop.carry(self._added and bool(_not_finite(there)), self._scale())
+            self._loop.begin(self.step)
 
+    @_guarded("the gradients of step {} were not looked at")
     def _look(self) -> None:
         """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""
-        with self._guarded(f"the gradients of step {self.step} were not looked at"):
-            kept = self._memory.window.batches[0]
+        kept, recent = self._memory.window.batches[0], self._memory.signals.recent
+        loss, seed = kept.loss, kept.seed
+        assert loss is not None
+        found = [g for g in map(_grad, self._parameters) if g is not None]
+        norm, one = self._norm_here(found), loss.numel() == 1
+        here = one and type(loss) is Tensor and loss.is_cpu and norm < math.inf
+        if here and math.isfinite(value := number(loss)):
+            self._bad = flag = GOOD
+            scale = 1.0 if seed is None else number(seed) or 1.0
+            recent.append((self.step, value, norm / scale, None, False, None))
+        else:
             with torch.no_grad():
-                norms = _norms([_values(p.grad) for p in self._parameters if p.grad is not None])
+                norms = _norms([values_of(local(gradient)) for gradient in found])
                 self._bad = _not_finite(norms)
-                flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
-            self._memory.end(flag, None)
-            if kept.loss is not None and kept.loss.numel() == 1 and norms:
-                versions = kept.loss._version, norms[0]._version
-                self._memory.signals.recent.append((self.step, kept.loss, norms[0], versions, self._bad, kept.seed))
-            self._loop.end()
-            self._flag = flag
+                flag = self._bad | _not_finite(_norms([loss]))
+            if one and norms:
+                versions = loss._version, norms[0]._version
+                recent.append((self.step, loss, norms[0], versions, self._bad, seed))
+        self._memory.end(flag, None)
+        self._loop.end()
+        self._flag = flag
 
+    def _norm_here(self, gradients: list[Tensor]) -> float:
+        """Return the 2-norm of gradients that the CPU kernels take, which is finite only if they are; else inf."""
+        plain = PLAIN.issuperset(map(type, gradients)) and all(map(_is_cpu, gradients))
+        dense = plain and (all(map(Tensor.is_contiguous, gradients)) or all(map(is_dense, gradients)))
+        kernels = native_kernels(gradients[0]) if gradients and dense else None
+        if kernels is None or not POLICY_DTYPES.issuperset(map(_dtype, gradients)):
+            return math.inf
+        if self._columns is None or not self._columns.take(gradients):
+            self._columns = Columns(gradients)
+        return kernels.norm(self._columns)
+
+    @_guarded("the update of step {} was not looked at")
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
-        with self._guarded(f"the update of step {self.step} was not looked at"):
-            self._read(updating=True)
-            window = self._memory.window.batches
-            bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
-            self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
-            first = self._loop.wrote is None and self._explained_step != self.step
-            if first and self._loop.update is not None and self._replays < MOST_REPLAYS:
-                self._replays += 1  # now: afterwards the weights are gone
-                self._unsaid = self._explained(self._memory.window, UPDATE)
+        self._read(updating=True)
+        window = self._memory.window.batches
+        bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
+        self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
+        first = self._loop.wrote is None and self._explained_step != self.step
+        if first and self._loop.update is not None and self._replays < MOST_REPLAYS:
+            self._replays += 1  # now: afterwards the weights are gone
+            self._unsaid = self._explained(self._memory.window, UPDATE)
 
+    @_guarded("the update of step {} was not looked at")
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
-        with self._guarded(f"the update of step {self.step} was not looked at"):
-            update = self._loop.after_update(closure=_closure(args, kwargs))
-            if update is not None and self.verdict is not None and self._explained_step == self.step:
-                self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
-            self._report(applied=update is not None)
+        update = self._loop.after_update(closure=_closure(args, kwargs))
+        if update is not None and self.verdict is not None and self._explained_step == self.step:
+            self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+        self._report(applied=update is not None)
 
     def _is_wrong(self) -> bool:
         """Return whether the loss or a gradient of the last backward pass was not finite; waits for the device once."""
@@ -212,14 +261,14 @@ class BlackBox(Box):
         """Read the flag of the last backward pass, once; under an update it is reported after that."""
         if self._flag is not None and self._read_step != self.step:
             self._read_step = self.step
-            with self._guarded(f"step {self.step} was not finite"):
-                if self._is_wrong():
-                    self._see()
-                else:
-                    self._streak.fine()
+            if self._is_wrong():
+                self._see()
+            else:
+                self._streak.fine()
         if not updating:
             self._report(applied=False)
 
+    @_guarded("step {} was not finite")
     def _see(self) -> None:
         """Examine a step that is not finite, in its gradients or in its loss alone."""
         model, window, loop = unwrap(self.model), self._memory.window, self._loop
@@ -281,17 +330,9 @@ class BlackBox(Box):
             applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._streak.see(replace(seen, applied=applied)))
 
-    @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Log the first error of the box, in words that begin with `what`; none reaches the training loop."""
-        try:
-            yield
-        except Exception as error:
-            self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
-
     def _is_written(self) -> bool:
         """Return whether a weight has been written to since the last forward pass."""
-        return [p._version for p in self._parameters] != self._versions
+        return [*map(_version, self._parameters)] != self._versions
 
     def _scale(self) -> float:
         """Return the largest value of the backward pass's seed: inf if a low loss cannot hold it, 1.0 without one."""
@@ -407,14 +448,6 @@ def _loss_in(returned: Any) -> Tensor | None:
         return loss
     got = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, (tuple, list)) else "")
     raise StepError(f"BlackBox: loss_fn must return the loss, a tensor, or (loss, aux), and returned a {got}")
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient on this rank, whatever its layout."""
-    gradient = local(gradient)
-    if gradient.layout is torch.strided:
-        return gradient
-    return gradient._values() if gradient.is_sparse else gradient.values()
 
 
 def _norms(found: list[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.kernels.choose import norms_for
 from halfstep.kernels.sharded import local
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import user_frame, user_line
@@ -94,10 +95,11 @@ class Loop:
 
     def end(self) -> None:
         """A backward pass has ended."""
-        self._made = self._state()
+        beginning = self._cleared >= 0 or self._tries < TRIES
+        self._made = self._state() if beginning else []
         if self._tries < TRIES and self.optimizer is not None:
             self._tries += 1
-            self._raw = _norm(self._gradients())
+            self._raw = torch.linalg.vector_norm(norms_for(self._gradients()))
 
     def carry(self, bad: bool, scale: float) -> None:
         """Note whether gradients that are not finite are there when a pass begins, and the scale of its loss."""
@@ -218,7 +220,7 @@ class Loop:
             return
         gradients = self._gradients()
         largest = max((extremes(g)[0] for g in gradients), default=0.0)
-        self._samples.append((scale, float(raw), float(_norm(gradients)), largest))
+        self._samples.append((scale, float(raw), math.hypot(*norms_for(gradients).tolist()), largest))
         if len(self._samples) == SAMPLES:
             self._tries = TRIES
             self._judge_clipping()
@@ -303,7 +305,7 @@ class Loop:
             yield from group["params"]
 
     def _gradients(self) -> list[Tensor]:
-        found = (local(p.grad) for p in self._parameters() if p.grad is not None)
+        found = (local(p.grad.detach()) for p in self._parameters() if p.grad is not None)
         return [g for g in found if g.layout is torch.strided and g.numel()]
 
     def _joined(self) -> Tensor:
@@ -352,15 +354,6 @@ def _is_same(parameter: Tensor, gradient: Tensor, version: int) -> bool:
 def _differ(now: Tensor, before: Tensor) -> bool:
     now, before = local(now.detach()), local(before)
     return not torch.equal(now, before) and not torch.equal(now.nan_to_num(), before.nan_to_num())
-
-
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, which stays on the device."""
-    if not gradients:
-        return torch.zeros((), device="cpu")
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return whole
 
 
 def _is_round(number: float) -> bool:

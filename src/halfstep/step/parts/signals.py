@@ -47,7 +47,7 @@ class History:
 
     steps: tuple[int, ...] = ()  # of each update, the number of its last micro-batch
     losses: tuple[float, ...] = ()  # the loss of that micro-batch, unscaled
-    gradients: tuple[float, ...] = ()  # norm of all before clipping, unscaled; in a loop written by hand the largest
+    gradients: tuple[float, ...] = ()  # norm of all before clipping, unscaled; for `hs.BlackBox` on a GPU the largest
     applied: tuple[bool, ...] = ()  # whether its gradients were finite, as far as is known
     weights: tuple[tuple[int, float], ...] = ()  # (step, norm of the parameters trained now) before sampled updates
     inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
