@@ -33,7 +33,7 @@ def base() -> LlamaForCausalLM:
 
 def main(policy: hs.Policy | None = None, steps: int = 60) -> dict[str, float]:
     """Teach sequences that count up; return losses, and bytes of frozen and trained parameters."""
-    policy = policy or hs.Policy.of("O2", dtype="bf16").with_modules({"*lora_*": "fp32"})
+    policy = policy or hs.Policy.of("O2", dtype="bf16").with_modules({"*lora_*": "mixed"})
     model = get_peft_model(base(), LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"]))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-2)

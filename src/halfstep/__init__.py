@@ -21,7 +21,7 @@ from halfstep.errors import HalfstepError
 from halfstep.kernels.optimizers.lion import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import TrainStep
+from halfstep.step import Loss, TrainStep
 from halfstep.tasks import Task
 from halfstep.trees import map_tensors as map_tensors
 
@@ -42,6 +42,7 @@ __all__ = [
     "GradScaler",
     "HalfstepError",
     "Lion",
+    "Loss",
     "Monitor",
     "Policy",
     "ScaleRule",

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from halfstep.accelerators import default_generators
+from halfstep.optimizers import members
 from halfstep.torch_private.modules import SCHEDULERS
 from halfstep.trees import map_tensors
 
@@ -153,7 +154,9 @@ def gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
 
 def optimizer_state(optimizer: Optimizer) -> Callable[[], None]:
     """Note attributes, hooks, groups and states of an optimizer by reference: torch replaces tensors when it loads."""
-    return contents([vars(optimizer)], depth=3)  # groups: the list, a group, its parameters; states: all, one's
+    return contents(
+        map(vars, members(optimizer)), depth=3
+    )  # groups: the list, a group, its parameters; states: all, one's
 
 
 def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:
@@ -259,12 +262,13 @@ class Loan:
             tensor.data = mine
         for parameter in self.model.parameters():
             parameter.grad = None
-        for key, state in list(self.optimizer.state.items()):
-            self.optimizer.state[key] = None if state is None else cloned(dict(state))
-        for values in (vars(self.optimizer), *self.optimizer.param_groups):
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    values[name] = value.clone()
+        for optimizer in members(self.optimizer):
+            for key, state in list(optimizer.state.items()):
+                optimizer.state[key] = None if state is None else cloned(dict(state))
+            for values in (vars(optimizer), *optimizer.param_groups):
+                for name, value in values.items():
+                    if isinstance(value, Tensor):
+                        values[name] = value.clone()
 
     def __call__(self) -> None:
         """Return to the tensors' own memory."""

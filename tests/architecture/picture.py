@@ -44,6 +44,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "errors": (390, "cause and remedy"),
     "events": (550, "results of a step"),
     "trees": (710, "containers of tensors"),
+    "optimizers": (1990, "several as one"),
     "timing": (870, "candidates in turns"),
     "snapshot": (1030, "taking back"),
     "mistakes": (1350, "orders of calls"),
@@ -67,7 +68,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 1930, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 2090, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"

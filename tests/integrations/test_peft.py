@@ -42,6 +42,7 @@ POLICIES = {
     "mixed": hs.Policy.of("mixed", dtype="bf16"),
     "O2": hs.Policy.of("O2", dtype="bf16"),
     "O2, fp32 adapters": hs.Policy.of("O2", dtype="bf16").with_modules({"*lora_*": "fp32"}),
+    "O2, mixed adapters": hs.Policy.of("O2", dtype="bf16").with_modules({"*lora_*": "mixed"}),
     "pure": hs.Policy.of("pure", dtype="bf16", master="master"),
     "split": hs.Policy.of("pure", dtype="bf16", master="split"),
     "fp16": hs.Policy.of("O2", dtype="fp16"),

@@ -307,12 +307,6 @@ def test_of_two_optimizers_after_one_loss_each_is_skipped_by_its_own_gradients()
     assert [bool(scaler.skipped(optimizer)) for optimizer in optimizers] == [True, False]
 
 
-def test_several_optimizers_in_one_step_are_refused_with_both_ways() -> None:
-    model = make_model()
-    with pytest.raises(StepError, match=r"one TrainStep for each optimizer.*hs\.prepare\(model, \[one, other\]"):
-        hs.TrainStep(model, [adam(model), adam(model)], loss_fn)  # type: ignore[arg-type]
-
-
 # ---------------------------------------------------------------------- windows that stay short
 
 

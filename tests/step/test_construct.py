@@ -62,7 +62,7 @@ def test_what_is_refused_changes_nothing(named: dict[str, Any], text: str, polic
     assert facts(model, optimizer) == before
 
 
-STAGES = ("Statistics", "Copies", "Sums", "Record", "Updater")
+STAGES = ("Statistics", "Copies", "Sums", "Record", "updater_of")
 
 
 @pytest.mark.parametrize("policy", ["mixed", "O2", "pure"])
@@ -105,7 +105,7 @@ def test_the_last_thing_that_can_fail_is_undone_too(monkeypatch: pytest.MonkeyPa
         assert optimizer.param_groups[0]["fused"] and model.weight._post_accumulate_grad_hooks
         raise ZeroDivisionError
 
-    monkeypatch.setattr(optimizer_step, "prefer_fused", fails)
+    monkeypatch.setattr("halfstep.update.updater.prefer_fused", fails)
     with pytest.raises(ZeroDivisionError):
         hs.TrainStep(model, optimizer, square, policy=policy, accumulate=2)
     assert facts(model, optimizer) == before

@@ -179,7 +179,7 @@ def test_optimizers_that_are_refused_change_nothing() -> None:
     step.flush()
     with pytest.raises(BindError, match="not a parameter of the model"):
         step.optimizer = made("SGD", net())
-    with pytest.raises(StepError, match="must be a torch optimizer and is 'sgd'"):
+    with pytest.raises(StepError, match="must be a torch optimizer, or a list or a dict of some, and is 'sgd'"):
         step.optimizer = "sgd"  # type: ignore[assignment]
     step.scheduler = torch.optim.lr_scheduler.ExponentialLR(kept, 0.5)
     with pytest.raises(StepError, match=r"assign step\.scheduler = None"):

@@ -100,7 +100,7 @@ class Binding:
     _: KW_ONLY
     path: str  # dotted name of the module under the prepared root; "" is the root
     root: bool  # whether it is a model of its own; Dynamo guards on this: by path it would compile equal layers again
-    rule: str = ""  # the module rule that applies here ("low", "fp32", "keep")
+    rule: str = ""  # the module rule that applies here (one of `MODULE_RULES`)
     entrance: bool = False  # whether it is the outermost module that has its rule (under "fp32" it casts inputs)
     store: WeightStore | None = None  # the precise weights behind low parameters; not copied and not pickled
     guest: bool = False  # see note [guests]
@@ -192,6 +192,7 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
         "low": {"table": "all-low", "ops": (), "residual": "low", "loss": "fp32"},
         "fp32": {},  # the region is off
         "keep": {"table": "all-low", "ops": (("*", "keep"),), "residual": "fp32"},
+        "mixed": {},
     },
     MODULE_RULES,
 )

@@ -25,6 +25,7 @@ from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES, format_of
 from halfstep.kernels.sharded import is_sharded, local, put
 from halfstep.kernels.watched import unwatch_copies
+from halfstep.optimizers import members
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
@@ -102,7 +103,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     if not model_list:
         raise BindError("hs.prepare: models is an empty list; give it the model, or a list of models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
-    optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
+    optimizer_list = [one for optimizer in optimizer_list for one in members(unwrap_optimizer(optimizer))]
     wanted = Policy.of(policy)
     devices = device_types_of(model_list)
     plans = [check_model(model, wanted, devices, one_pass=one_pass) for model in model_list]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
+from halfstep.optimizers import Optimizers
 from halfstep.torch_private.compiler import original_of
 from halfstep.torch_private.distributed import IN_FSDP1, in_flat_parameter
 from halfstep.weights.attachment import missing
@@ -61,9 +63,15 @@ def cuts_hooks(model: nn.Module) -> bool:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric."""
+    """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric; one of a list or a dict."""
+    is_named = isinstance(optimizer, Mapping)
+    if is_named or isinstance(optimizer, (list, tuple)):
+        several = [unwrap_optimizer(one) for one in (optimizer.values() if is_named else optimizer)]
+        if not several or not all(isinstance(one, Optimizer) for one in several):
+            return optimizer  # the caller refuses it
+        return Optimizers(dict(zip(optimizer, several, strict=True)) if is_named else several)
     if not isinstance(optimizer, Optimizer):
-        return optimizer  # the caller refuses it
+        return optimizer  # here too
     while any(is_called(optimizer, name) for name in OPTIMIZERS):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer) or inner is optimizer:

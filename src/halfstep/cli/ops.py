@@ -32,7 +32,7 @@ from halfstep.tasks.registry import load_model
 from halfstep.torch_private.trees import tree_leaves
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
-RULES = (*hs.policy.RULE_KINDS, "")
+RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
 RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many

@@ -172,7 +172,8 @@ def _module(
     if module not in rules:
         return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
     reason, rule = rules[module]
-    made = concrete.dtype if RULE_KINDS[rule].format == "low" else RULE_KINDS[rule].format
+    of = RULE_KINDS[rule]
+    made = "" if not of.of_operators else concrete.dtype if of.format == "low" else of.format
     return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
 
 
@@ -216,8 +217,8 @@ def _parameter(
 ) -> tuple[bool, str, str]:
     """Return (lowered, format, reason) of a parameter as one of its owners needs it; `declared`: why it is fp32."""
     now = DTYPE_NAMES[parameter.dtype]
-    if rule is not None and RULE_KINDS[rule[1]].format != "low":
-        return False, "fp32" if RULE_KINDS[rule[1]].format == "fp32" else now, rule[0]
+    if rule is not None and (wanted := RULE_KINDS[rule[1]].params) != "low":
+        return False, now if wanted == "input" else wanted, rule[0]
     if concrete.params == "fp32":
         if now == "fp32":
             return False, now, "params='fp32': nothing to convert"

@@ -216,7 +216,8 @@ class Policy:
         """Return this policy with rules for modules appended, so that they win over those already there.
 
         Args:
-            rules: pattern -> "low", "fp32" or "keep", e.g. ``{"decoder.*.norm": "fp32", "class:LayerNorm": "keep"}``.
+            rules: pattern -> "low", "fp32", "keep" or "mixed" (fp32 parameters, each operator by its own rule), e.g.
+                ``{"decoder.*.norm": "fp32", "class:LayerNorm": "keep", "*lora_*": "mixed"}``.
 
         Raises:
             PolicyError: unknown rule.

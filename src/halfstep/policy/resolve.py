@@ -263,7 +263,7 @@ def reduces_itself(concrete: Policy) -> bool:
     if concrete.reduce == "low":
         return concrete.dtype != "fp32"
     # what was loaded low stays low in modules whose inputs decide
-    kept = any(RULE_KINDS[rule].format == "input" for _, rule in concrete.modules)
+    kept = any(RULE_KINDS[rule].params == "input" for _, rule in concrete.modules)
     return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
 
 

@@ -50,7 +50,9 @@ class RuleKind:
         cast_to: the format that the operator's arguments are cast to.
         refuses_low: whether the operator raises `BannedOperatorError` for low arguments.
         may_be_low: whether the operator may compute in the low format.
-        of_modules: whether a module, or a backward pass, may have it for all its operators.
+        of_operators: whether an operator may have it.
+        of_modules: whether a module may have it for all its operators.
+        params: the format of a module's parameters where the policy lowers others; "input": as they come.
         means: what it does, in words; "{low}" stands for the low format.
 
     Examples:
@@ -62,30 +64,42 @@ class RuleKind:
     cast_to: CastTo
     refuses_low: bool
     may_be_low: bool
+    of_operators: bool
     of_modules: bool
+    params: Literal["low", "fp32", "input"]
     means: str
 
 
 RULE_KINDS: Mapping[str, RuleKind] = {
     "low": RuleKind(
         format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
-        refuses_low=False, of_modules=True, means="arguments and result in {low}",
+        refuses_low=False, of_operators=True, of_modules=True, params="low",
+        means="arguments and result in {low}",
     ),
     "fp32": RuleKind(
         format="fp32", may_be_low=False, cast_to=lambda device, tensors: torch.float32,
-        refuses_low=False, of_modules=True, means="arguments and result in fp32",
+        refuses_low=False, of_operators=True, of_modules=True, params="fp32",
+        means="arguments and result in fp32",
     ),
     "keep": RuleKind(
         format="input", may_be_low=True, cast_to=_to_first,
-        refuses_low=False, of_modules=True, means="the first activation decides, the other arguments take its format",
+        refuses_low=False, of_operators=True, of_modules=True, params="input",
+        means="the first activation decides, the other arguments take its format",
     ),
     "widest": RuleKind(
         format="input", may_be_low=True, cast_to=_to_widest,
-        refuses_low=False, of_modules=False, means="fp32 if any argument is fp32, else as they come",
+        refuses_low=False, of_operators=True, of_modules=False, params="input",
+        means="fp32 if any argument is fp32, else as they come",
     ),
     "banned": RuleKind(
         format="input", may_be_low=False, cast_to=lambda device, tensors: None,
-        refuses_low=True, of_modules=False, means="refused with low arguments",
+        refuses_low=True, of_operators=True, of_modules=False, params="input",
+        means="refused with low arguments",
+    ),
+    "mixed": RuleKind(
+        format="input", may_be_low=True, cast_to=lambda device, tensors: None,
+        refuses_low=False, of_operators=False, of_modules=True, params="fp32",
+        means="parameters in fp32, each operator by its own rule",
     ),
 }  # fmt: skip
 """Rule -> what it means, in the order in which tables show them."""
@@ -93,7 +107,7 @@ RULE_KINDS: Mapping[str, RuleKind] = {
 NO_RULE = replace(RULE_KINDS["banned"], refuses_low=False, may_be_low=True, means="in the format its arguments come in")
 """What holds for an operator without a rule."""
 
-RULES = tuple(RULE_KINDS)
+RULES = tuple(rule for rule, kind in RULE_KINDS.items() if kind.of_operators)
 MODULE_RULES = tuple(rule for rule, kind in RULE_KINDS.items() if kind.of_modules)
 
 

@@ -6,12 +6,14 @@ collection of `StepMetrics`.
 
 from halfstep.events import HostStepResult, StepResult
 from halfstep.kernels.choose import cpu_kernels
+from halfstep.step.loss import Loss
 from halfstep.step.part import Part
 from halfstep.step.parts.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.train_step import TrainStep
 
 __all__ = [
     "HostStepResult",
+    "Loss",
     "Metrics",
     "MetricsLogger",
     "Part",

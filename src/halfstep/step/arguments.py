@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
 from halfstep.auto.choose import Choice
 from halfstep.errors import CheckpointError, StepError
+from halfstep.optimizers import Optimizers, Schedulers, members
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
-from halfstep.update.updater import check_rates
+from halfstep.update.updater import ClipNorm, check_rates
 
 LOSS = Kind("callable as loss_fn(model, *batch)", CALLABLE.has)
 EVIDENCE = Kind("a folder for evidence files", PATH.has)
@@ -33,11 +34,6 @@ NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=N
 CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
 """Where torch's losses are defined: they take outputs and targets."""
 
-SEVERAL = (
-    "; build one TrainStep for each optimizer with its loss (they may share model and scaler=), or give all of them to "
-    "hs.prepare(model, [one, other], policy=...) and step them in your own loop"
-)
-
 
 @dataclass(slots=True, kw_only=True)
 class Given:
@@ -47,11 +43,11 @@ class Given:
     optimizer: Optimizer
     loss_fn: Callable[..., Any]
     policy: Policy | str | Path | None
-    clip_norm: float | None
+    clip_norm: ClipNorm
     clip_value: float | None
     accumulate: int
     scaler: GradScaler | None
-    scheduler: LRScheduler | None
+    scheduler: Any  # an LRScheduler, or an object with its methods; None: none
     compile: bool | Mapping[str, Any] | None
     cuda_graph: bool
     blackbox: bool | str | Path
@@ -71,8 +67,8 @@ class Given:
             scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
             update_in_backward=(self.update_in_backward, FLAG),
         )
-        check_scheduler(self.scheduler, check_optimizer(self.optimizer))
-        self.clip_norm = limit("clip_norm", self.clip_norm)
+        self.scheduler = one_scheduler(self.scheduler, check_optimizer(self.optimizer))
+        self.clip_norm = norm_limit(self.clip_norm, self.optimizer)
         self.clip_value = limit("clip_value", self.clip_value)
         check("TrainStep", StepError, blackbox=(self.blackbox, FLAG | EVIDENCE), retry=(self.retry, ATTEMPTS))
         self.accumulate = int(self.accumulate)
@@ -99,9 +95,12 @@ def check_loss_function(loss_fn: object) -> None:
 
 def check_optimizer(optimizer: object) -> Optimizer:
     """Refuse what no training step can step; return it."""
+    if isinstance(optimizer, Optimizers):
+        for one in members(optimizer):
+            check_optimizer(one)
+        return optimizer
     if not isinstance(optimizer, Optimizer):
-        several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 1
-        raise StepError(f"optimizer must be a torch optimizer and is {shown(optimizer)}{SEVERAL if several else ''}")
+        raise StepError(f"optimizer must be a torch optimizer, or a list or a dict of some, and is {shown(optimizer)}")
     if overlaps_with_ddp(optimizer):
         raise StepError(
             f"{type(optimizer).__name__}(overlap_with_ddp=True) updates parameters in the backward pass, before "
@@ -135,6 +134,27 @@ def limit(name: str, value: Any) -> float | None:
     return float(given)
 
 
+def norm_limit(value: Any, optimizer: Optimizer | None) -> ClipNorm:
+    """Return the largest norm of all gradients, or those of some of several optimizers by name."""
+    if not isinstance(value, Mapping):
+        return limit("clip_norm", value)
+    names = [*optimizer.optimizers] if isinstance(optimizer, Optimizers) else []
+    if unknown := [name for name in value if name not in names]:
+        here = f"is none of {', '.join(map(repr, names))}" if names else "names one, and there are not several"
+        raise StepError(f"clip_norm: {unknown[0]!r} is to be the name of an optimizer and {here}")
+    return {name: number for name, one in value.items() if (number := limit("clip_norm", one)) is not None}
+
+
+def one_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """Return `scheduler`, or one that advances those of a list; refuse what `check_scheduler` refuses."""
+    if not isinstance(scheduler, (list, tuple)):
+        check_scheduler(scheduler, optimizer)
+        return scheduler
+    for one in scheduler:
+        check_scheduler(one, optimizer)
+    return Schedulers(scheduler) if scheduler else None
+
+
 def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     """Refuse what is no scheduler of `optimizer` that a training step can advance; None is none."""
     if scheduler is None:
@@ -154,5 +174,5 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
             f"{type(scheduler).__name__} needs {what} at each step; leave it out of TrainStep and call "
             "scheduler.step(metric) yourself after each evaluation"
         )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if getattr(scheduler, "optimizer", optimizer) not in (optimizer, *members(optimizer)):
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")

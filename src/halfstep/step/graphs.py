@@ -39,6 +39,7 @@ from halfstep.errors import StepError, warn
 from halfstep.events import StepResult
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
+from halfstep.optimizers import members
 from halfstep.snapshot import Snapshot, gradients, noted
 from halfstep.step.moments import Phase
 from halfstep.step.recorder import Recorder, recorder_for
@@ -323,7 +324,7 @@ class Graphs:
                 self.reset()
             else:
                 raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
-        self._facts, self._state = facts, step.optimizer.state  # kept alive: its id is a fact
+        self._facts, self._state = facts, [one.state for one in members(step.optimizer)]  # kept alive: ids are facts
 
     def _report_reset(self, what: str) -> None:
         self._resets += 1
@@ -364,7 +365,7 @@ def facts_of(step: TrainStep) -> dict[str, Any]:
         "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
         "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
         "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
-        "the optimizer's state": id(step.optimizer.state),
+        "the optimizer's state": [id(optimizer.state) for optimizer in members(step.optimizer)],
     }
 
 
@@ -436,12 +437,13 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False):
             raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
-    if unsuited(optimizer) and not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate)):
-        raise StepError(
-            f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
-            f"as it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
-            f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
-        )
+    for one in members(optimizer):
+        if unsuited(one) and not any(able(one) for able in (is_fused, can_fuse, takes_predicate)):
+            raise StepError(
+                f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(one).__name__} as "
+                f"it is here does not: use {optimizer_names('or', WITH_KERNELS)}, with fused=True or with no form "
+                f"chosen (foreach, capturable, differentiable) and without dampening, or {REMEDY}"
+            )
     return torch.device(devices[0])
 
 

@@ -6,15 +6,17 @@ formats cause are explained by `cast.regions.dtype_errors`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
+from halfstep.arguments import shown
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions import dtype_errors
 from halfstep.cast.regions.opening import opened
@@ -29,6 +31,45 @@ EXPLAINED = (*dtype_errors.EXPLAINED, IndexError)
 
 RECOMPUTES = "CheckpointFunctionBackward"
 """The node of a re-entrant checkpoint, which makes and runs a graph of its own in the backward pass."""
+
+
+class Loss(NamedTuple):
+    """A loss as a sum and what it sums over, such as the tokens of a batch: an update is the mean of all.
+
+    The gradient of a window is that of the sums over its micro-batches and ranks, divided by the sum of their weights.
+    With a mean for each micro-batch instead, each counts the same, however few tokens it has. `StepResult.loss` is
+    the mean of the micro-batch.
+
+    Attributes:
+        sum: 0-dim tensor with a gradient.
+        weight: a number, or a 0-dim tensor on any device, from 0; a captured step needs a tensor.
+        aux: what else there is, any tree.
+
+    Examples:
+        >>> def loss_fn(model, x, y):
+        ...     return hs.Loss(F.cross_entropy(model(x), y, reduction="sum", ignore_index=-100), (y != -100).sum())
+        >>> step = hs.TrainStep(model, optimizer, loss_fn, accumulate=2)
+        >>> [step(x, y).due, step(x[:3], y[:3]).due]
+        [False, True]
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+    aux: Any = None
+
+    def mean(self) -> tuple[tuple[Tensor, Any], Tensor]:
+        """Return the mean, 0 without anything to sum over, with `aux`, and the weight as a 0-dim fp32 tensor."""
+        if not isinstance(self.sum, Tensor) or self.sum.numel() != 1:
+            raise StepError(f"hs.Loss: sum must be a tensor of one element with a gradient, and is {shown(self.sum)}")
+        if isinstance(self.weight, Tensor):
+            weight = self.weight.detach().to(self.sum.device, torch.float32).reshape(())
+        elif type(self.weight) in (int, float) and 0.0 <= self.weight < math.inf:
+            weight = torch.full((), self.weight, dtype=torch.float32, device=self.sum.device)
+        else:
+            raise StepError(
+                f"hs.Loss: weight must be a finite number from 0 or a tensor of one, and is {self.weight!r}"
+            )
+        return (self.sum / torch.where(weight > 0, weight, 1.0), self.aux), weight
 
 
 def evaluate(

@@ -28,6 +28,7 @@ from halfstep.torch_private.autograd import set_grad_enabled
 from halfstep.update.updater import Deferral
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P")
 
 
 class Phase(Enum):
@@ -119,9 +120,10 @@ class Moments:
             self._one = torch.ones((), dtype=torch.float32, device=device)
         return self._one
 
-    def add(self, part: object) -> None:
-        """Call `part` too: it is the last of all."""
+    def add(self, part: P) -> P:
+        """Call `part` too: it is the last of all; return it."""
         self.call((*self.parts, part))
+        return part
 
     def remove(self, part: object) -> None:
         """Call `part` no longer, if it is one of the parts."""

@@ -20,6 +20,7 @@ from halfstep.arguments import LARGEST, Kind, number, shown, whole
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
+from halfstep.optimizers import check_names, members
 from halfstep.scale.state import OWN_COUNTERS
 from halfstep.schema import Each, check, text
 from halfstep.weights.draws import ROUNDING as DRAWN
@@ -66,6 +67,7 @@ STATE: dict[Any, Any] = {
     "policy": text(words="the text that state_dict() saves (TOML)"),
     "step": whole(of="micro-batches"),
     "weights?": (ROUNDING, {}),  # only there where a weight strategy has a state besides the fp32 weights
+    "reference?": (None, FINITE_NUMBER),  # of weights of micro-batches: `parts.weights`
     "choice?": (None, {"compiled": bool, "line": str}),  # under policy="auto": what it chose besides the policy
 }
 """A state of a training step, whose parts the functions below compare with those of the step."""
@@ -184,35 +186,36 @@ def check_optimizer(optimizer: Optimizer, state: object, *, groups_alone: bool =
     """Check the saved state of `optimizer`: its groups, their numbers, and what is kept for each parameter."""
     check(state, STATE["optimizer"], "optimizer", StepError, "it is not what state_dict() of a torch optimizer returns")
     assert isinstance(state, Mapping)
-    groups = state["param_groups"]
+    check_names(optimizer, state)
+    groups, owners = state["param_groups"], [one for one in members(optimizer) for _ in one.param_groups]
     have, want = ([len(group["params"]) for group in some] for some in (optimizer.param_groups, groups))
     if have != want:
         raise StepError(
             f"the saved optimizer does not fit this one: its groups have {want} parameters, and here they have {have}; "
             "build the optimizer with the groups it was saved with"
         )
-    for i, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        _check_group(f"optimizer.param_groups[{i}]", mine, saved, known=_is_known(optimizer))
+    for i, (mine, saved, owner) in enumerate(zip(optimizer.param_groups, groups, owners, strict=True)):
+        _check_group(f"optimizer.param_groups[{i}]", mine, saved, known=_is_known(owner))
     numbers = [number for group in groups for number in group["params"]]
     if len(set(numbers)) < len(numbers):
         raise StepError("optimizer.param_groups: a parameter is there twice; nothing was loaded")
     if groups_alone:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    options = [group for group in groups for _ in group["params"]]
+    options = [(group, owner) for group, owner in zip(groups, owners, strict=True) for _ in group["params"]]
     mine_by = dict(zip(numbers, zip(parameters, options, strict=True), strict=True))
     moments: dict[str, Tensor] = {}
     for key, entry in state["state"].items():
         path = f"optimizer.state[{shown(key)}]"
         if key not in mine_by:
-            if not isinstance(key, int) and not _is_known(optimizer):  # what an optimizer keeps for all of them
+            if not isinstance(key, int) and not all(map(_is_known, owners)):  # what an optimizer keeps for all of them
                 continue
             raise StepError(f"{path}: there is no such parameter in the saved groups; nothing was loaded")
         check(entry, Each(Any, Any), path, StepError)
-        parameter, group = mine_by[key]
-        _check_names(path, optimizer, group, entry)
+        parameter, (group, owner) = mine_by[key]
+        _check_names(path, owner, group, entry)
         for name, value in entry.items():
-            _check_state(f"{path}.{name}", name, value, parameter, optimizer)
+            _check_state(f"{path}.{name}", name, value, parameter, owner)
             if isinstance(value, Tensor):
                 moments[f"{path}.{name}"] = value
     _check_finite(moments, infinities=True)

@@ -30,9 +30,10 @@ from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.events import StepResult
 from halfstep.formats import DTYPES
+from halfstep.optimizers import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import Given, check_loss_function, check_optimizer, check_scheduler, limit
+from halfstep.step.arguments import Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler
 from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
@@ -45,8 +46,10 @@ from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
-from halfstep.update import optimizer_step, updater
-from halfstep.update.updater import Updater
+from halfstep.step.parts.weights import Weights
+from halfstep.update import updater
+from halfstep.update.several import updater_of
+from halfstep.update.updater import ClipNorm
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -64,7 +67,7 @@ def _assigned(name: str, assign: Callable[[Any, Any], None]) -> Any:
 
 
 def _set_clip(name: str, step: Any, value: object) -> None:
-    found = limit(name, value)
+    found = norm_limit(value, step.optimizer) if name == "clip_norm" else limit(name, value)
     if found is not None and step.update_in_backward:
         raise SettingError(f"TrainStep.{name}: update_in_backward=True sees one gradient at a time; {ANEW}")
     setattr(step._given, name, found)
@@ -88,8 +91,7 @@ def _set_loss_fn(step: Any, loss_fn: Callable[..., Any]) -> None:
 
 
 def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
-    check_scheduler(scheduler, step.optimizer)
-    step._given.scheduler = scheduler
+    step._given.scheduler = one_scheduler(scheduler, step.optimizer)
     record = step.record
     record.scheduled = scheduler is not None
     if record.micro_batches:  # the verdict on the update before the window is not for it
@@ -123,7 +125,7 @@ class Settings:
     generic: str = fixed("generic", "it says why the last update went through optimizer.step()", "_updater.reason")
     host_reads: int = fixed("host_reads", "it counts how often an update waited for the device", "_record.host_reads")
 
-    clip_norm: float | None = _assigned("clip_norm", partial(_set_clip, "clip_norm"))
+    clip_norm: ClipNorm = _assigned("clip_norm", partial(_set_clip, "clip_norm"))
     clip_value: float | None = _assigned("clip_value", partial(_set_clip, "clip_value"))
     accumulate: int = _assigned("accumulate", _set_accumulate)
     loss_fn: Callable[..., Any] = _assigned("loss_fn", _set_loss_fn)
@@ -175,6 +177,19 @@ class Settings:
                 self._moments.remove(part)
         self._moments.add(made)
         return made
+
+    def _weighing(self) -> Weights | None:
+        """Return the part that weighs micro-batches, if there is one."""
+        return next((part for part in self.parts if isinstance(part, Weights)), None)
+
+    def _weigh(self, reference: float | None = None) -> None:
+        """Weigh micro-batches from now on, if windows have several of them or ranks take part."""
+        weighing = self._weighing()
+        if weighing is None:
+            if self.accumulate == 1 and self._ranks.group is None and not is_distributed(self._given.model):
+                return
+            weighing = self._moments.add(Weights(self._given, self._record, self._ranks))
+        weighing.reference = reference if weighing.reference is None else weighing.reference
 
     # ------------------------------------------------------------------ windows that end early
 
@@ -271,7 +286,7 @@ class Settings:
         wrapped = getattr(given.model, "no_sync", None) is not None  # its hooks read each gradient in its place
         names = {id(p): name for name, p in model.named_parameters()}
         store = store_of(given.model)
-        self._updater = Updater(optimizer, store, names)
+        self._updater = updater_of(optimizer, store, names)
         windows = given.accumulate > 1 and not given.cuda_graph  # a graph does not repeat what is added by Python
         wide = self._updater.stepped_parameters() if store is None else ()
         self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
@@ -320,7 +335,7 @@ class Settings:
         """Refuse parameters without masters, and use the optimizer's fused form."""
         self._updater.refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(self.model).modules()):  # fused forms take none of those
-            optimizer_step.prefer_fused(self.optimizer, self._updater.stepped_parameters())
+            self._updater.prefer_fused()
 
     def _replace_optimizer(self, optimizer: Optimizer) -> None:
         """Train with another optimizer over parameters of the model from the next window on."""
@@ -335,6 +350,8 @@ class Settings:
                 "step.scheduler moves the learning rate of the optimizer that is replaced; assign step.scheduler = "
                 "None, then step.optimizer, then a scheduler of the new one"
             )
+        if isinstance(optimizer, Optimizers) is not isinstance(before, Optimizers):
+            raise SettingError(f"TrainStep.optimizer: one optimizer does not take the place of several; {ANEW}")
         if self.cuda_graph:
             refuse_graph(self.model, optimizer)
         binding = binding_of(unwrap(self.model))

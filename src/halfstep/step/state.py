@@ -23,7 +23,7 @@ from halfstep.update.updater import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-WEIGHTS, CHOICE = "weights", "choice"  # the keys that may be absent
+WEIGHTS, CHOICE, REFERENCE = "weights", "choice", "reference"  # the keys that may be absent
 KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
 
 
@@ -113,8 +113,10 @@ class Stateful(Settings):
         assert policy is not None
         weights = rounding(self._updater)
         chosen = self.choice and {CHOICE: {"compiled": self.choice.compiled, "line": self.choice.line}}
+        weighing = self._weighing()
         return {
             **({WEIGHTS: weights} if weights else {}),
+            **({REFERENCE: weighing.reference} if weighing is not None else {}),
             **(chosen or {}),
             "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -177,6 +179,8 @@ class Stateful(Settings):
             self.record.done, self.record.micro_batches, self.record.bad = number, 0, None
             self.record.signals.forget()
             self._statistics.open = []
+            if REFERENCE in state:
+                self._weigh(state[REFERENCE])
             moments.forget()
         except BaseException as error:
             if updater.store is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,14 +37,14 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given
-from halfstep.step.loss import EXPLAINED, check_loss, detached, evaluate, explained
+from halfstep.step.loss import EXPLAINED, Loss, check_loss, detached, evaluate, explained
 from halfstep.step.moments import Phase, one_thread
 from halfstep.step.part import Batch, Run
 from halfstep.step.state import Stateful
 from halfstep.step.undecided import Undecided
 from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.compiler import keep_out
-from halfstep.update.updater import Culprits
+from halfstep.update.updater import ClipNorm, Culprits
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
@@ -73,14 +73,19 @@ class TrainStep(Stateful):
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
-        optimizer: a torch optimizer over the model's parameters. May be assigned, as may the next one.
-        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor, aux any tree.
+        optimizer: a torch optimizer over the model's parameters, or a list or a dict of some (Muon and AdamW), all of
+            which step or none. May be assigned, as may the next one.
+        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor, aux any tree; or
+            an `hs.Loss`, a sum and its weight.
         policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed"; or "auto".
-        clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping. May be assigned.
+        clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping; a dict: those of several
+            optimizers, by name. May be assigned.
         clip_value: largest absolute value of a gradient element; None: no clipping. May be assigned.
-        accumulate: micro-batches per update; gradients are their mean. May be assigned where it was above 1.
+        accumulate: micro-batches per update; gradients are their mean, or that of their tokens with `hs.Loss`. May be
+            assigned where it was above 1.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
-        scheduler: a learning-rate scheduler to advance after each update that was applied. May be assigned.
+        scheduler: a learning-rate scheduler, or a list of some, to advance after each update that was applied. May be
+            assigned.
         compile: whether torch.compile compiles `loss_fn` and its backward pass; a dict: its arguments; None: as "auto".
         cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
         blackbox: whether to replay a step that is not finite, and explain it in one line of the logger "halfstep"; see
@@ -102,15 +107,15 @@ class TrainStep(Stateful):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
         loss_fn: Callable[..., Any],
         *,
         policy: Policy | str | Path | None = None,
-        clip_norm: float | None = None,
+        clip_norm: ClipNorm = None,
         clip_value: float | None = None,
         accumulate: int = 1,
         scaler: GradScaler | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
@@ -216,6 +221,8 @@ class TrainStep(Stateful):
                 self._verdicts.settle(wait=True)
                 norm, bad, culprits = self._update(1, loss)
                 return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
+            if record.weight is not None:
+                self._weigh()
             scale, seed = self.run_backward(loss)
         if kept is not None:
             kept.seed = seed
@@ -249,6 +256,7 @@ class TrainStep(Stateful):
                 raise better from error
             finally:
                 STATE.statistics = statistics
+        returned, self.record.weight = returned.mean() if isinstance(returned, Loss) else (returned, None)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
             check_loss(loss)
@@ -286,8 +294,10 @@ class TrainStep(Stateful):
         parameters, gradients = updater.gradients()
         device = parameters[0].device
         divisor = record.scale.to(device) if self._scales else None
-        if count != self.accumulate:  # the seeds of a short window assumed a whole one
+        share = record.share
+        if share is None and count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
+        if share is not None:
             divisor = share if divisor is None else divisor * share
         check, write = updater.plan(parameters, gradients, divisor, self.clip_norm, self.clip_value)
         culprits = Culprits(norms=check.norms, parameters=parameters, names=updater.names)
@@ -295,7 +305,7 @@ class TrainStep(Stateful):
         for repeats in moments.repeats:
             if repeats(check.bad):
                 return found
-        moments.update(write, check.bad)
+        moments.update(partial(write, check.factor, check.bad), check.bad)
         del gradients, write  # their memory is free before anything else is done
         for parameter in parameters:
             parameter.grad = None

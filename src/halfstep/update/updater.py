@@ -13,7 +13,6 @@ import threading
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from numbers import Real
 from operator import attrgetter, is_
@@ -30,6 +29,7 @@ from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.kernels.native import calls
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
+from halfstep.optimizers import members
 from halfstep.torch_private.modules import (
     WRAPPED,
     global_optimizer_post_hooks,
@@ -38,7 +38,7 @@ from halfstep.torch_private.modules import (
     step_pre_hooks,
 )
 from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradients, same
-from halfstep.update.optimizer_step import clip_values_, step_unless
+from halfstep.update.optimizer_step import clip_values_, prefer_fused, step_unless
 from halfstep.update.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.draws import Draws
@@ -47,6 +47,13 @@ from halfstep.weights.states import LowStates
 LOG = logging.getLogger("halfstep")
 
 NO_GRADIENT = {NoneType}
+
+ClipNorm = float | Mapping[str, float] | None
+"""The largest norm of all gradients together, or those of several optimizers by name."""
+
+Write = Callable[[Tensor, Tensor], None]
+"""Updates from gradients times its first argument, unless the second, both 0-dim on the device."""
+
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 
 
@@ -79,7 +86,7 @@ class Updater:
         self.optimizer = optimizer
         self.states = LowStates.of(optimizer)  # what keeps its states in bf16, or None
         self.reason = ""  # why the last update went through ``optimizer.step()``
-        self.host_read = False  # whether it had to wait for the device
+        self.host_read = 0  # how often it had to wait for the device
         self._marks: Marks | None = None
         self._fused: FusedUpdate | None = None  # the tables of the last update, if they can be used again
         self._seen: list[object] = []  # options and hooks of the optimizer that were found to be in order
@@ -106,6 +113,10 @@ class Updater:
                     f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
                     "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
+
+    def prefer_fused(self) -> None:
+        """Use torch's fused form of the optimizer where it has one."""
+        prefer_fused(self.optimizer, self.stepped_parameters())
 
     def check_optimizer(self) -> None:
         """Do what `check_rates` and `_unknown` do, if one of the optimizer's options or hooks has changed."""
@@ -159,12 +170,13 @@ class Updater:
         parameters: Sequence[nn.Parameter],
         gradients: list[Tensor],
         divisor: Tensor | None,
-        clip_norm: float | None,
+        clip_norm: ClipNorm,
         clip_value: float | None,
         *,
         part: int | None = None,
-    ) -> tuple[GradientCheck, Callable[[], None]]:
+    ) -> tuple[GradientCheck, Write]:
         """Read the gradients; return what was found, and the function that updates unless they are bad."""
+        assert not isinstance(clip_norm, Mapping)
         fused = self._fitting(parameters, gradients) if clip_value is None and part is None else None
         if fused is None:
             by_value = "clip_value clips gradients one by one before it" if clip_value is not None else ""
@@ -176,19 +188,23 @@ class Updater:
                 fused = FusedUpdate(self.optimizer, self.store, self.states, parameters, gradients, part)
                 self._fused = fused if fused.stays else None
         if fused is not None:
-            self.host_read = False
-            check = fused.check(gradients, divisor, clip_norm)
-            return check, partial(fused.write, check.factor, check.bad)
+            self.host_read = 0
+            return fused.check(gradients, divisor, clip_norm), fused.write
         if self.store is not None:
             gradients = self.store.widen_gradients(self.optimizer)
         check = check_gradients(gradients, divisor, clip_norm)
-        factor = None if divisor is None and clip_norm is None else check.factor
         if clip_value is not None:
             clip_values_(gradients, divisor, clip_value)
-            factor = factor * divisor if factor is not None and divisor is not None else factor
+        unscaled = divisor if clip_value is not None else None
+        scaled = divisor is not None or clip_norm is not None
         if self.states is None:  # else its states are made anew around each step
             self._marks = Marks(self.optimizer, self.store)
-        return check, lambda: self._step_optimizer(gradients, factor, check.bad)
+
+        def write(factor: Tensor, bad: Tensor) -> None:
+            whole = factor if unscaled is None else factor * unscaled
+            self._step_optimizer(gradients, whole if scaled else None, bad)
+
+        return check, write
 
     def _fitting(self, parameters: Sequence[nn.Parameter], gradients: list[Tensor]) -> FusedUpdate | None:
         """Return the tables of the last update if they are those of the next one too."""
@@ -200,7 +216,7 @@ class Updater:
 
     def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
         """Write through ``optimizer.step()``, which reads `gradients` times `factor`."""
-        self.host_read = step_unless(bad, self.optimizer, gradients, factor)
+        self.host_read = int(step_unless(bad, self.optimizer, gradients, factor))
         if self._marks is not None:
             self._marks.end()
         if self.store is not None:
@@ -325,7 +341,8 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
 def unsuited(optimizer: Optimizer) -> str:
     """Return why `FusedUpdate` will not step `optimizer`, as far as can be told before there are gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return _unknown(optimizer) or (cannot_update(parameters) if parameters else "it has no parameters")
+    unknown = next(filter(None, map(_unknown, members(optimizer))), "")
+    return unknown or (cannot_update(parameters) if parameters else "it has no parameters")
 
 
 def _unknown(optimizer: Optimizer) -> str:

@@ -65,7 +65,11 @@ def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], 
         ...     energy(model(x)).dtype
         torch.float32
     """
-    kinds = {"rule": (rule, one_of(*RULES)), "backward": (backward, one_of("", *MODULE_RULES)), "name": (name, TEXT)}
+    kinds = {
+        "rule": (rule, one_of(*RULES)),
+        "backward": (backward, one_of("", *(rule for rule in MODULE_RULES if rule in RULES))),
+        "name": (name, TEXT),
+    }
     check("hs.operator", PolicyError, **kinds)
     if name and "::" not in name:
         raise PolicyError(f"hs.operator(name={name!r}): a custom operator is called 'namespace::name'")

@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -29,7 +29,7 @@ from torch.optim import SGD, Optimizer
 from halfstep.arguments import COUNT, FLAG, MODEL, NONE, OPTIMIZER, Kind, check, one_of
 from halfstep.binding.bind import is_bound
 from halfstep.binding.prepare import prepared_policy, unprepare
-from halfstep.binding.wrappers import unwrap
+from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
@@ -44,9 +44,10 @@ from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.snapshot import Snapshot, generators_of, noted
-from halfstep.step.arguments import LOSS, limit
+from halfstep.step.arguments import LOSS, norm_limit
 from halfstep.step.train_step import TrainStep
 from halfstep.trees import map_tensors, tensors
+from halfstep.update.updater import ClipNorm
 
 META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -69,10 +70,10 @@ def audit(
     batches: Iterable[Any],
     loss_fn: Callable[..., Any],
     policy: Policy | str | Path | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
     *,
     steps: int = 3,
-    clip_norm: float | None = None,
+    clip_norm: ClipNorm = None,
     accumulate: int = 1,
     scaler: GradScaler | None = None,
     shadow: str = "fp32",
@@ -90,8 +91,8 @@ def audit(
             or one tensor. The first ``steps * accumulate`` of them are used.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``.
         policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed".
-        optimizer: over the model's parameters, with the state it has; then rows of updates and states are made and the
-            weights move from step to step. Without it all steps see the weights as they are.
+        optimizer: as in `TrainStep`, with the state it has; then rows of updates and states are made and the weights
+            move from step to step. Without it all steps see the weights as they are.
         steps: how many.
         clip_norm: as in `TrainStep`.
         accumulate: micro-batches per update, as in `TrainStep`. The first one of a step is measured operator by
@@ -113,23 +114,24 @@ def audit(
         >>> found.findings()
         ()
     """
+    stepped = unwrap_optimizer(optimizer)
     check(
         "hs.audit",
         AuditError,
         model=(model, MODEL),
         loss_fn=(loss_fn, LOSS),
-        optimizer=(optimizer, OPTIMIZER | NONE),
+        optimizer=(stepped, OPTIMIZER | NONE),
         steps=(steps, COUNT),
         accumulate=(accumulate, COUNT),
         scaler=(scaler, SCALER | NONE),
         shadow=(shadow, one_of(*SHADOWS)),
         reference=(reference, FLAG),
     )
-    limit("clip_norm", clip_norm)
+    norm_limit(clip_norm, stepped)
     with Snapshot(noted(generators_of(model.modules()))).returning():  # a loader may draw its order
         taken = _checked(model, batches, loss_fn, steps, accumulate)
         windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
-        twin, stepper = _copies(unwrap(model), optimizer)
+        twin, stepper = _copies(unwrap(model), stepped)
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if is_bound(twin):
             unprepare(twin)

@@ -22,6 +22,7 @@ from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
 from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.tracing import OperatorCall
+from halfstep.optimizers import Optimizers, clipped_together, members
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
@@ -34,6 +35,8 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy of `optimizer` without its hooks, over the parameters that `memo` of deepcopy has for its own."""
+    if isinstance(optimizer, Optimizers):
+        return Optimizers({name: copy_of_optimizer(one, memo) for name, one in optimizer.optimizers.items()})
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step" or name.startswith("_halfstep"):  # a scheduler's wrapper; a weight store's mark
@@ -190,12 +193,14 @@ class Meter:
         for p in parameters:
             assert p.grad is not None
             gradients[p] = float64_of(p.grad.to_dense() if p.grad.is_sparse else p.grad, copy=True)
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values())) / scale
-        if not math.isfinite(norm):
-            return
-        factor = 1.0 if step.clip_norm is None else min(1.0, step.clip_norm / (norm + 1e-6))
-        for gradient in gradients.values() if factor != scale else ():
-            gradient.mul_(factor / scale)
+        for together, limit in clipped_together(step.optimizer, step.clip_norm):
+            some = [gradients[p] for p in together if p in gradients]
+            norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in some)) / scale
+            if not math.isfinite(norm):
+                return
+            factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+            for gradient in some if factor != scale else ():
+                gradient.mul_(factor / scale)
         try:
             precise = {p: precise_of(step.model, p).clone() for p in parameters}
             self._intended = intended(step.optimizer, precise, gradients)
@@ -210,9 +215,10 @@ class Meter:
         if not intended or bool(bad):
             return
         step = self.train
-        kind, strategy = type(step.optimizer).__name__, step.policy.master
-        store, managed = store_of(step.model), LowStates.of(step.optimizer) is not None
+        store, strategy = store_of(step.model), step.policy.master
+        owners = {p: one for one in members(step.optimizer) for group in one.param_groups for p in group["params"]}
         for p, change in intended.items():
+            kind = type(owners[p]).__name__
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
             tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
@@ -225,7 +231,7 @@ class Meter:
                 found = state.get(key)
                 if isinstance(found, Tensor) and found.is_floating_point():
                     tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
-                    tally.stochastic = managed
+                    tally.stochastic = LowStates.of(owners[p]) is not None
                     found = found.to(value.device)
                     tally.pace = pace_of(step.optimizer, p, key)
                     if key in change.low_states:

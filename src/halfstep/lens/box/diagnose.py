@@ -23,6 +23,7 @@ from halfstep.policy.resolve import resolved
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import Signals
 from halfstep.trees import tensors
+from halfstep.update.updater import ClipNorm
 from halfstep.weights.store import WeightStore
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
@@ -68,7 +69,7 @@ class Subject:
     dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
     gone: str = ""  # why none can be run again, in words; "" if one can
     more: Mapping[int, MicroBatch] = field(default_factory=dict)
-    clip_norm: float | None = None  # largest norm of the gradients of an update; None: not clipped, or not known
+    clip_norm: ClipNorm = None  # largest norm of the gradients of an update; None: not clipped, or not known
     clip_value: float | None = None  # largest magnitude of an element of them; None likewise
     signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
 

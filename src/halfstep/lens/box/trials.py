@@ -34,6 +34,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
 from halfstep.lens.calls import extremes
+from halfstep.optimizers import Optimizers, clipped_together
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, versions_of
@@ -177,8 +178,9 @@ class Trials:
         precise = [weight.precise for weight in weights]
         if self.subject.clip_value is not None:
             nn.utils.clip_grad_value_(precise, self.subject.clip_value)
-        if self.subject.clip_norm is not None:
-            nn.utils.clip_grad_norm_(precise, self.subject.clip_norm)
+        for parameters, limit in clipped_together(optimizer, self.subject.clip_norm):
+            if limit is not None:
+                nn.utils.clip_grad_norm_(parameters, limit)
         optimizer.step()
         for weight in weights:
             weight.precise.grad = None
@@ -417,6 +419,8 @@ def in_place_of(model: nn.Module, made: Mapping[int, nn.Parameter]) -> Iterator[
 
 def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
     """Return an optimizer of the same class, groups and state over trial weights; the original is not written to."""
+    if isinstance(optimizer, Optimizers):
+        return Optimizers({name: _copy_of(one, weights) for name, one in optimizer.optimizers.items()})
     made: Any = type(optimizer).__new__(type(optimizer))
     precise = {id(weight.original): weight.precise for weight in weights}
     memo: dict[int, Any] = {id(optimizer): made}

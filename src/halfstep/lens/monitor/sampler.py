@@ -23,6 +23,7 @@ from halfstep.formats import FORMATS, LOW_DTYPES, Format, widest_dtype
 from halfstep.kernels.sharded import local
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.sketch import ExponentSketch, Sketches
+from halfstep.optimizers import members
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
@@ -186,7 +187,7 @@ class Sampler:
 
     def low_states(self) -> dict[int, list[Tensor]]:
         """Return, by parameter, optimizer states that are low, in its shape, and rounded to nearest by torch."""
-        if LowStates.of(self._optimizer) is not None:
+        if any(LowStates.of(one) is not None for one in members(self._optimizer)):
             return {}
         found = {}
         for parameter, state in self._optimizer.state.items():

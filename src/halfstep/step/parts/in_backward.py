@@ -157,7 +157,7 @@ class InBackward:
             if self._untouched is None:
                 self._untouched = check.bad.clone()
         self._written = True
-        write()
+        write(check.factor, check.bad)
         self._found += zip(parameters, check.norms.unbind(), strict=True)
         for parameter in parameters:
             parameter.grad = None

@@ -54,6 +54,7 @@ class OneRank(Part):
 
     own = False  # whether every window is averaged here, and all of its micro-batches run in `no_sync`
     joining = False  # whether ranks may run out of batches one after the other; every window is averaged here, by all
+    group: Any = None  # the processes over which gradients are averaged; None: this one, or not known
     averaged = True  # whether the wrapper's own backward pass averages the gradients of the current window
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,8 +103,8 @@ class Ranks(OneRank):
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel, policy: Policy) -> None:
         super().__init__(model)
         self.ddp, self._policy = ddp, policy
-        self._group = ddp.process_group
-        self._count = dist.get_world_size(self._group)
+        self.group = ddp.process_group
+        self._count = dist.get_world_size(self.group)
         # DDP averages bucket by bucket, of which a hook can choose the format sent but not the one returned
         self._sends_low = policy.reduce == "low" and not (policy.params == "low" and policy.grads == "fp32")
         self._sends_low = self._sends_low and reduces_itself(policy) and not _sparse(ddp.module)
@@ -156,28 +157,30 @@ class Ranks(OneRank):
         return device
 
     def agree(self, accumulate: int) -> tuple[float, Tensor]:
-        """Return the mean number of micro-batches in all ranks' unfinished windows, and their loss scale.
+        """Return the mean of micro-batches, or weights, in all ranks' unfinished windows, and their loss scale.
 
         Collective where windows have several micro-batches, or in `join`; an error is raised on all ranks alike.
         """
-        count, scale = self._record.micro_batches, self._record.scale
+        count, scale, weighed = self._record.micro_batches, self._record.scale, self._record.weighed
         if accumulate == 1 and not self.joining:
             return count, scale
         self._record.host_reads += 1
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
-        mine = torch.tensor([count, 0.0, size], dtype=torch.float32, device=self.device)
+        mine = torch.tensor([count, 0.0, size, -1.0], dtype=torch.float32, device=self.device)
         mine[1] = scale
+        if count and weighed is not None:
+            mine[3] = weighed
         votes = [torch.empty_like(mine) for _ in range(self._count)]
-        dist.all_gather(votes, mine, group=self._group)
+        dist.all_gather(votes, mine, group=self.group)
         told = torch.stack(votes).tolist()
-        if len({size for *_, size in told}) > 1:
+        if len({size for _, _, size, _ in told}) > 1:
             raise StepError(
                 "ranks update models of different sizes; call the TrainSteps of several models in the same order on "
                 "all ranks, and step.join() of one of them at a time"
             )
-        busy = [(number, scale) for number, scale, _ in told if number]
+        busy = [(number if weight < 0.0 else weight, scale) for number, scale, _, weight in told if number]
         if not busy:
             return 0.0, scale
         self.refuse_hook("flush() averages gradients outside of a backward pass")
@@ -198,7 +201,7 @@ class Ranks(OneRank):
         """Take part as `OneRank`; gradients that are to be sent low get their hook."""
         super().take_part(store, record)
         if self._sends_low and not self._hook():
-            self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
+            self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self.group), send_low)
 
     def join(self, flush: Callable[[], object]) -> AbstractContextManager[None]:
         """Return a context that ranks leave one after the other; one that has left calls `flush` until none has any."""
@@ -233,7 +236,7 @@ class Ranks(OneRank):
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
         used = torch.tensor(there, dtype=torch.int32, device=self.device)
-        dist.all_reduce(used, group=self._group)
+        dist.all_reduce(used, group=self.group)
         sparse = _sparse(self.ddp.module)
         for parameter in parameters:
             if id(parameter) in sparse:
@@ -309,7 +312,7 @@ class Ranks(OneRank):
             for p in bucket
         ]
         flat = torch.cat([part.reshape(-1).to(wide) for part in parts]).mul_(1 / self._count).to(sent)
-        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self._group)
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self.group)
         for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             self._put(parameter, mean.view(parameter.shape))
 
@@ -325,7 +328,7 @@ class Ranks(OneRank):
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         mean = (gradient.coalesce() * (1 / self._count)).to(self._sent(parameter)).coalesce()
-        dist.all_reduce(mean, group=self._group)
+        dist.all_reduce(mean, group=self.group)
         self._put(parameter, mean.coalesce())
 
     def refuse_hook(self, why: str) -> None:

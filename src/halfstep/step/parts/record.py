@@ -105,6 +105,9 @@ class Record(Part):
         self.awaited = False  # whether a scheduler or a black box waits for it
         self.saving: Any = None  # the last `hs.save`, whose writing may be under way
         self.kept: MicroBatch | None = None  # the micro-batch that begins
+        self.weight: Tensor | None = None  # 0-dim fp32, what the loss of this micro-batch was summed over; None: a mean
+        self.weighed: Tensor | None = None  # the sum of the window's, see `parts.weights`
+        self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
         self.landing = Landing()
         self.signals = Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
