@@ -1,18 +1,17 @@
 """Stand-ins for what only CUDA has: with them every line of the blocks of `gpu_blocks` runs on a CPU.
 
-Nothing is measured by them: memory is 0 bytes, a stream is the CPU, a graph is the tape of the tests, and operators of
-torch stand for kernels. `mock.patch` refuses a name that torch.cuda does not have.
+Nothing is measured by them: memory is 0 bytes, every replay takes 1 ms, there is one stream, a graph is the tape of the
+tests, and operators of torch stand for kernels. `unittest.mock` refuses names that torch.cuda does not have.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch import nn
@@ -21,32 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.loops import graphs_on_tape
 from halfstep.step.recorder import RECORDERS
-
-
-class Event:
-    """A point in time on the host."""
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        self._at = 0.0
-
-    def record(self, stream: Stream) -> None:
-        self._at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Return: the CPU has done what it was given."""
-
-    def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds."""
-        return max(1e3 * (end._at - self._at), 1e-6)
-
-
-class Stream:
-    """The CPU."""
-
-    def __init__(self, device: str) -> None: ...
-
-    def wait_stream(self, other: Stream) -> None:
-        """Return: there is one stream."""
 
 
 class Profile:
@@ -86,18 +59,18 @@ def stand_ins(blocks: ModuleType) -> Iterator[None]:
     engine: Any = ModuleType("transformer_engine.pytorch")
     engine.Linear, engine.fp8_autocast = nn.Linear, fp8_autocast
     parent: Any = ModuleType("transformer_engine")
-    parent.pytorch, only, waits = engine, Stream("cpu"), [RuntimeError("a wait, as one of torch.amp's")]
+    parent.pytorch, waits = engine, [RuntimeError("a wait, as one of torch.amp's")]
+    event, stream = Mock(spec=torch.cuda.Event), Mock(spec=torch.cuda.Stream)
+    event.elapsed_time.return_value = 1.0
 
     def set_sync_debug_mode(mode: str) -> None:
         if waits and mode == "error":
             raise waits.pop()
 
     names: dict[str, Any] = {
-        "Event": Event,
-        "Stream": Stream,
+        "Event": lambda enable_timing: event,
+        **dict.fromkeys(("Stream", "current_stream", "default_stream"), lambda device: stream),
         "stream": lambda stream: nullcontext(),
-        "current_stream": lambda device: only,
-        "default_stream": lambda device: only,
         "device_count": lambda: 2,
         "set_device": lambda device: None,
         "get_device_name": lambda device: "no NVIDIA H100 80GB HBM3",

@@ -135,16 +135,13 @@ BLOCKS: Mapping[str, Block] = {
         70,
         *("tests/step/test_capture_gpu.py", "tests/scale/test_gpu.py", "tests/lens/test_bad_loss.py"),
     ),
-    "failed_capture": own("failed_capture", 70),
-    "replay_without_memory": own("replay_without_memory", 70),
-    "two_ranks": own("two_ranks", 70),
-    "side_stream": own("side_stream", 70),
-    "default_device": own("default_device", 70),
-    "large": own("large", 70),
-    "reruns": own("reruns", 70),
-    "engine": own("engine", 70),
-    "no_compiler": own("no_compiler", 70),
-    "two_devices": own("two_devices", 70),
+    **{
+        name: own(name, 70)
+        for name in (
+            *("failed_capture", "replay_without_memory", "two_ranks", "side_stream", "default_device", "large"),
+            *("reruns", "engine", "no_compiler", "two_devices"),
+        )
+    },
     "steps": own("steps", 100, alone=True),
     "kernels": own("kernels", 45, alone=True),
     "losses": own("losses", 30, alone=True),

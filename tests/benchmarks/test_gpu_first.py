@@ -233,19 +233,13 @@ def test_the_time_of_a_kernel_has_no_part_of_the_host_s(monkeypatch: pytest.Monk
     calls: list[str] = []
     work = gpu_kernels.Work("work", lambda: calls.append("call"), 1000)
 
-    class Event(gpu_dry.Event):
-        def record(self, stream: Any) -> None:
-            calls.append("event")
-
-        def elapsed_time(self, end: gpu_dry.Event) -> float:
-            return 5.0  # milliseconds for CALLS calls
-
     with gpu_dry.stand_ins(gpu_blocks):
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        event = torch.cuda.Event(enable_timing=True)
+        monkeypatch.setattr(event, "record", lambda stream: calls.append("event"))
         found = gpu_kernels.measured(work, "cpu", rounds=3)
     times = calls.index("event")
     assert "call" not in calls[times:] and times == 2 + gpu_kernels.CALLS
-    assert found["us"] == 5e3 / gpu_kernels.CALLS and found["of_copy"] == 1.0
+    assert found["us"] == 1e3 / gpu_kernels.CALLS and found["of_copy"] == 1.0
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [(1, 1), (2, 2), (8, 2)])
