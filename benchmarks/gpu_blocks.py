@@ -463,7 +463,7 @@ def rank(device: str, small: bool) -> None:
             else:
                 hs.shard(model, MIXED)
                 step = train_step(model, policy=None, clip_norm=1.0)
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(device)
+            x = torch.randn(32, 64, generator=torch.Generator("cpu").manual_seed(number)).to(device)
             curve = _losses(step, [x], 4 if small else 20)
             weights = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
             mine = torch.cat([weight.flatten().float() for weight in weights])
