@@ -101,7 +101,7 @@ docs-look: docs  ## photograph every page at 390 and 1200 px, light and dark, an
 
 # These two run from a bare clone, on a machine from which nothing can be installed: .venv's interpreter if there is one,
 # else PYTHON with its torch. `make gpu-first DRY=1` runs every block small on a CPU and writes nothing.
-gpu-first:  ## what only a GPU can show, in the order of risk, some 10 minutes -> benchmarks/results/gpu_first.json
+gpu-first:  ## what only a GPU can show, in ten minutes -> benchmarks/results/gpu_first.json, and a log beside it
 	$(SOURCE) -m benchmarks.gpu_first $(if $(DRY),--device cpu --dry-run,--json benchmarks/results/gpu_first.json)
 
 bench-gpu:  ## the same as bench on a CUDA device -> benchmarks/results/gpu.json

@@ -1,29 +1,35 @@
-"""The first minutes on a machine with a GPU: everything that only a GPU can show, in the order of risk.
+"""The first ten minutes on a machine with a GPU: everything that only a GPU can show, in the order of risk.
 
     make gpu-first                                          # from a bare clone, with torch, triton and pytest installed
-    python -m benchmarks.gpu_first --only 2 --only 3 --json benchmarks/results/gpu_first.json
+    python -m benchmarks.gpu_first --only steps --json benchmarks/results/gpu_first.json
     python -m benchmarks.gpu_first --device cpu --dry-run   # every block, small, on a CPU
 
 Each block is one or more processes of its own with a limit of time: one that fails, hangs or dies hides no other, and
-what it reported before is kept. The JSON is written after each block; with ``--only`` the other blocks of a file that
-is there stay. This file imports no torch, so that it reports on a machine where torch does not load.
+what it reported before is kept. Blocks that measure run alone; those that only check run several at a time. Every line
+of a process goes at once to the log beside the JSON, which is written after each block; with ``--only`` the other
+blocks of a file that is there stay. This file imports no torch, so that it reports on a machine where torch does not
+load.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import IO, Any
 
 from benchmarks import stamp
 
@@ -31,11 +37,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "RESULT "
 """A line of a process that begins so is a JSON object, part of what its block has found."""
 
-GRACE = 5.0
+GRACE = 2.0
 """Seconds a process has to end once its time is over."""
 
+TEN_MINUTES = 570.0
+"""Seconds for all blocks: some are left of ten minutes for what comes before and after."""
+
+AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Blocks that run at a time where none measures."""
+
 TAIL = 6000
-"""Characters of a process's output that are kept."""
+"""Characters of a process's output that are kept in the JSON."""
 
 DEFAULTS = {
     "OMP_NUM_THREADS": "8",
@@ -47,11 +59,9 @@ DEFAULTS = {
 
 REPORT = ROOT / "benchmarks" / "results" / "gpu_first.json"
 PYTHON = sys.executable
-QUICK = ROOT / "out" / "gpu_quick.json"
-"""What `benchmarks.run` writes in a block; `make bench-gpu` measures in full."""
-
-BENCHMARK = (PYTHON, "-m", "benchmarks.run", "--json", str(QUICK))
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
+SPREAD = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
+"""Options with which pytest compiles on several cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +70,11 @@ class Block:
 
     Attributes:
         title: what it does.
-        look: what its result should be.
+        look: what is measured, in which unit, and what should be seen.
         seconds: its limit.
         commands: argument lists; "DEVICE" becomes the device type.
         small: those of a dry run; () for the same.
+        alone: whether no other block may run meanwhile, because it measures time.
     """
 
     title: str
@@ -71,97 +82,86 @@ class Block:
     seconds: int
     commands: tuple[tuple[str, ...], ...]
     small: tuple[tuple[str, ...], ...] = ()
+    alone: bool = False
 
 
-def own(name: str) -> tuple[str, ...]:
-    """Return the command of a function of `gpu_blocks`."""
-    return (PYTHON, "-m", "benchmarks.gpu_blocks", name, "--device", "DEVICE")
+TEXTS = {
+    node.name: (ast.get_docstring(node) or "").partition("\n")
+    for node in ast.parse((ROOT / "benchmarks" / "gpu_blocks.py").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef)
+}
+"""Docstrings of functions of `gpu_blocks`: the first line is the title of a block."""
 
 
-SAMPLE = "waits or captured or thousands or norms or exponents or bad_step"
+def own(name: str, seconds: int, *, alone: bool = False) -> Block:
+    """Return the block of a function of `gpu_blocks`."""
+    title, _, look = TEXTS[name]
+    command = (PYTHON, "-m", "benchmarks.gpu_blocks", name, "--device", "DEVICE")
+    return Block(
+        title=title.rstrip("."), look=" ".join(look.split()), seconds=seconds, commands=(command,), alone=alone
+    )
+
+
+def tests(title: str, look: str, seconds: int, *words: str) -> Block:
+    """Return the block of tests that need a GPU."""
+    return Block(
+        title=title, look=look, seconds=seconds, commands=((*PYTEST, *SPREAD, *words),), small=((*PYTEST, *words),)
+    )
+
+
+FORMS = (0, 9, 16, 20, 28, 32, 39, 46, 51)
+"""Numbers in `COMBINATIONS` of tests/kernels/cases.py: each form, format of gradients and format of states."""
+
+SAMPLE = " or ".join(
+    [
+        *("waits", "captured", "thousands", "norms", "exponents", "bad_step", "equal_rows", "low32-"),
+        f"(adam0 and ({' or '.join(f'low{n}-' for n in FORMS)}))",
+    ]
+)
+"""Tests of the kernels for which few kernels are compiled; there is one for each combination and optimizer."""
+
+KERNEL_TESTS = ("tests/kernels/test_triton_gpu.py", "-k")
 BLOCKS: Mapping[str, Block] = {
-    "0": Block(
-        title="the machine",
-        look="a driver from 545 (CUDA 12.3) on loads modules inside a capture; Triton needs a C compiler",
-        seconds=30,
-        commands=(own("environment"),),
+    "environment": own("environment", 20, alone=True),
+    "kernel_tests": tests(
+        "tests of the kernels: a sample of forms, compiled for the first time",
+        "bits that differ (contraction, powers in fp64); a wait under sync debug mode",
+        70,
+        *(*KERNEL_TESTS, SAMPLE),
     ),
-    "1": Block(
-        title="tests of the kernels",
-        look="bits that differ (contraction, powers in fp64); a wait under sync debug mode",
-        seconds=180,
-        commands=(
-            (*PYTEST, "tests/kernels/test_triton_gpu.py", "-k", SAMPLE),
-            (*PYTEST, "tests/kernels/test_triton_gpu.py", "-k", f"adam and not ({SAMPLE})"),
-            (*PYTEST, "tests/kernels/test_triton_gpu.py", "-k", f"not adam and not ({SAMPLE})"),
-        ),
+    "capture_tests": tests(
+        "tests of capture",
+        "'operation not permitted when stream is capturing': a kernel that is first loaded in a capture",
+        70,
+        *("tests/step/test_capture_gpu.py", "tests/scale/test_gpu.py", "tests/lens/test_bad_loss.py"),
     ),
-    "2": Block(
-        title="tests of capture",
-        look="'operation not permitted when stream is capturing': a kernel that is first loaded in a capture",
-        seconds=120,
-        commands=((*PYTEST, "tests/step/test_capture_gpu.py"),),
+    **{
+        name: own(name, 70)
+        for name in (
+            *("failed_capture", "replay_without_memory", "two_ranks", "side_stream", "default_device", "large"),
+            *("reruns", "engine", "no_compiler", "two_devices"),
+        )
+    },
+    "steps": own("steps", 100, alone=True),
+    "kernels": own("kernels", 45, alone=True),
+    "losses": own("losses", 30, alone=True),
+    "memory": own("memory", 20, alone=True),
+    "channels_last": own("channels_last", 30, alone=True),
+    "first_step": own("first_step", 45, alone=True),
+    "compiled": own("compiled", 90, alone=True),
+    "doctor": Block(
+        title="halfstep doctor",
+        look="its opinion of this machine",
+        seconds=20,
+        commands=((PYTHON, "-m", "halfstep", "doctor"),),
+        small=((PYTHON, "-m", "halfstep", "doctor", "--quick"),),
+        alone=True,
     ),
-    "3": Block(
-        title="a capture that fails",
-        look="it leaves nothing: the default stream, generators that draw, memory given back, a step that works",
-        seconds=60,
-        commands=(own("failed_capture"),),
-    ),
-    "4": Block(
-        title="waits and gaps of a GPT-2's steps",
-        look="no wait and no gap, also with a scheduler",
-        seconds=120,
-        commands=(own("waits"),),
-    ),
-    "5": Block(
-        title="tail of GPT-2 and ResNet-50",
-        look="above 85 % of a copy's speed; host time below torch.amp's",
-        seconds=120,
-        commands=(own("kernels"), own("tails")),
-    ),
-    "6": Block(
-        title="losses",
-        look="odd row strides as fast as even ones; linear_cross_entropy below torch.amp's pair",
-        seconds=90,
-        commands=(own("losses"),),
-    ),
-    "7": Block(
-        title="exponent counts and the monitor",
-        look="bytes a second near a copy's; few milliseconds added",
-        seconds=60,
-        commands=(own("exponents"),),
-    ),
-    "8": Block(
-        title="memory of windows with large batches",
-        look="no batches held beyond the window; a bad step does not end training",
-        seconds=60,
-        commands=(own("memory"),),
-    ),
-    "9": Block(
-        title="compiled steps",
-        look="losses of eager training; no copies of weights inside the graph",
-        seconds=120,
-        commands=(own("compiled"),),
-    ),
-    "10": Block(
-        title="benchmarks",
-        look="the goals of docs/tables/goals.md",
-        seconds=240,
-        commands=(
-            (PYTHON, "-m", "halfstep", "doctor"),
-            (*BENCHMARK, "--quick", "--device", "DEVICE", "--only", "lenet5"),
-            own("ratios"),
-            (*BENCHMARK, "--quick", "--device", "DEVICE", "--only", "gpt124m"),
-            own("ratios"),
-        ),
-        small=((PYTHON, "-m", "halfstep", "doctor", "--quick"), (*BENCHMARK, "--dry-run"), own("ratios")),
-    ),
-    "11": Block(
-        title="no compiler, two devices, two ranks",
-        look="a step without C compiler; a model on a device that is not the current one",
-        seconds=180,
-        commands=(own("no_compiler"), own("two_devices"), own("two_ranks")),
+    "all_kernel_tests": tests(
+        "tests of the kernels: all other forms, as far as there is time",
+        "bits that differ",
+        240,
+        *(*KERNEL_TESTS, f"not ({SAMPLE})"),
     ),
 }
 
@@ -175,48 +175,65 @@ def commands_of(chosen: Block, device: str, *, small: bool) -> list[list[str]]:
     return [[*words, "--small"] if "benchmarks.gpu_blocks" in words else words for words in found]
 
 
-def run(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Run a process with all that it starts for so many seconds; return what became of it."""
+def run(command: Sequence[str], seconds: float, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Run a process with all that it starts for so many seconds; return what became of it; log each line at once."""
     begun = time.perf_counter()
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**DEFAULTS, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        late = False
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.send_signal(signal.SIGINT)  # pytest prints what has failed, Python where it is
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-        finally:  # also on Ctrl-C, and for what a process has left behind
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        text = output.read()
-    found, kept = {}, []
-    for line in text.splitlines():
-        try:
-            if not line.startswith(MARK):
-                raise ValueError
-            found.update(json.loads(line.removeprefix(MARK)))
-        except ValueError:  # also a line that was cut off
-            kept.append(line)
+    found: dict[str, Any] = {}
+    kept: list[str] = []
+
+    def read(lines: IO[str]) -> None:
+        with lines:
+            for line in map(str.rstrip, lines):
+                log(line)
+                try:
+                    found.update(json.loads(line.removeprefix(MARK)) if line.startswith(MARK) else {})
+                except ValueError:  # a line that was cut off
+                    kept.append(line)
+                else:
+                    kept.extend([] if line.startswith(MARK) else [line])
+
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reader = Thread(target=read, args=(process.stdout,), daemon=True)
+    reader.start()
+    late = False
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        late = True
+        process.send_signal(signal.SIGINT)  # pytest prints what has failed, Python where it is
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    finally:  # also on Ctrl-C, and for what a process has left behind
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    reader.join(GRACE)  # not for ever: a process in a session of its own may hold the pipe
     return {
         "command": " ".join(["python", *command[1:]]).replace(f"{ROOT}/", ""),
         "seconds": round(time.perf_counter() - begun, 1),
         "exit": process.returncode,
         "timed_out": late,
-        "found": found,
+        "found": dict(found),
         "output": "\n".join(kept)[-TAIL:],
     }
 
 
-def block(chosen: Block, device: str, *, small: bool, left: float) -> dict[str, Any]:
+def block(
+    chosen: Block, device: str, *, small: bool, left: float, log: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Run one block within its limit and the seconds that are left."""
     ends, runs = time.perf_counter() + min(chosen.seconds, left), []
     for command in commands_of(chosen, device, small=small):
@@ -224,7 +241,7 @@ def block(chosen: Block, device: str, *, small: bool, left: float) -> dict[str, 
         if rest < 1:
             runs.append({"command": " ".join(command[1:]), "exit": None, "timed_out": True, "output": "no time left"})
         else:
-            runs.append(run(command, rest))
+            runs.append(run(command, rest, log))
     return {
         "title": chosen.title,
         "look": chosen.look,
@@ -246,40 +263,76 @@ def measure(
     """Run blocks in their order; return the report, and write it to `path` after each.
 
     Args:
-        blocks: by number.
-        wanted: numbers of those to run.
-        path: a file whose other blocks stay, or None.
+        blocks: by name; neighbours that need not run alone run at the same time.
+        wanted: names of those to run.
+        path: a file whose other blocks stay, with a log beside it (".log") that is written anew, or None.
         device: its type.
         small: whether to run each block small.
         seconds: for all together; blocks that do not begin within them are noted as not run.
     """
-    ends = time.perf_counter() + seconds
+    ends, lock = time.perf_counter() + seconds, Lock()
     report: dict[str, Any] = {"device": device, "dry_run": small, "machine": {}, "blocks": {}}
-    if path is not None and path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        report |= {"machine": known["machine"], "blocks": known["blocks"]}
-    for number in wanted:
-        chosen, left = blocks[number], ends - time.perf_counter()
-        print(f"{number}. {chosen.title}", end=": ", flush=True)
-        if left < 1:
-            found: dict[str, Any] = {"title": chosen.title, "passed": False, "processes": []}
-            print("not run, no time left")
-        else:
-            found = block(chosen, device, small=small, left=left)
-            taken = sum(done.get("seconds", 0) for done in found["processes"])
-            print(f"{'passed' if found['passed'] else 'FAILED'}, {taken:.0f} s", flush=True)
-        report["blocks"][number] = found
-        for done in found["processes"]:
-            for name, value in done.get("found", {}).items():
-                print(f"   {name}: {json.dumps(value)[:300]}")
-            if number == "0":
-                report["machine"] = done.get("found", {})
-            if done["exit"] != 0:
-                print("   " + done["output"][-1500:].replace("\n", "\n   "))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".log").write_text("", encoding="utf-8")
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            report |= {"machine": known["machine"], "blocks": known["blocks"]}
+
+    def log(line: str) -> None:
         if path is not None:
-            report["blocks"] = {n: report["blocks"][n] for n in blocks if n in report["blocks"]}
-            write(path, report)
+            with lock, path.with_suffix(".log").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def measure_one(name: str) -> None:
+        left = ends - time.perf_counter()
+        found: dict[str, Any] = {"title": blocks[name].title, "passed": False, "processes": []}
+        if left >= 1:
+            found = block(blocks[name], device, small=small, left=left, log=lambda line: log(f"{name}: {line}"))
+        with lock:
+            report["blocks"][name] = found
+            report["machine"] |= first_of(found) if name == next(iter(blocks)) else {}
+            say(name, found)
+            if path is not None:
+                write(path, {**report, "blocks": {n: report["blocks"][n] for n in blocks if n in report["blocks"]}})
+
+    for alone, names in groupby(wanted, lambda name: blocks[name].alone):
+        with ThreadPoolExecutor(1 if alone else AT_ONCE) as pool:
+            list(pool.map(measure_one, names))
+    report["blocks"] = {name: report["blocks"][name] for name in blocks if name in report["blocks"]}
     return report
+
+
+def first_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the first process of a block has found; {} if none ran."""
+    return next((done.get("found", {}) for done in found["processes"]), {})
+
+
+def say(name: str, found: Mapping[str, Any]) -> None:
+    """Print what a block has found."""
+    taken = sum(done.get("seconds", 0) for done in found["processes"])
+    print(f"{name}, {found['title']}: {'passed' if found['passed'] else 'FAILED'}, {taken:.0f} s", flush=True)
+    for done in found["processes"]:
+        for key, value in done.get("found", {}).items():
+            print(f"   {key}: {json.dumps(value)[:300]}", flush=True)
+
+
+def summary(report: Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+    """Return what failed, in the lines of one screen: of each process how it ended, and its last error."""
+    lines = []
+    for name in wanted:
+        found = report["blocks"][name]
+        if found["passed"]:
+            continue
+        for done in found["processes"] or [{"exit": None, "output": "not run: no time was left"}]:
+            if done["exit"] == 0:
+                continue
+            text = [line.strip() for line in done["output"].splitlines() if line.strip()]
+            errors = [line for line in text if "Error" in line or line.startswith("FAILED")] or text[-1:]
+            ended = "out of time" if done.get("timed_out") else f"exit {done['exit']}"
+            lines.append(f"{name} ({ended}): {errors[-1][:200] if errors else ''}")
+    passed = sum(report["blocks"][name]["passed"] for name in wanted)
+    return [f"{passed} of {len(wanted)} blocks passed" + (", failed:" if lines else ""), *lines]
 
 
 def main() -> int:
@@ -288,21 +341,14 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="every block small, to see that it runs")
     parser.add_argument("--only", action="append", choices=tuple(BLOCKS), help="a block; may be given several times")
     parser.add_argument("--json", type=Path, help=f"where to write; make gpu-first: {REPORT.relative_to(ROOT)}")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for all blocks together")
+    parser.add_argument("--seconds", type=float, default=TEN_MINUTES, help=f"for all blocks (default {TEN_MINUTES:g})")
     chosen = parser.parse_args()
     if chosen.device == "cpu" and not chosen.dry_run:
         parser.error("on a CPU there is only --dry-run: what is measured here is what a GPU does")
-    report = measure(
-        BLOCKS,
-        chosen.only or tuple(BLOCKS),
-        chosen.json,
-        device=chosen.device,
-        small=chosen.dry_run,
-        seconds=chosen.seconds,
-    )
-    failed = [number for number in chosen.only or BLOCKS if not report["blocks"][number]["passed"]]
-    print(f"failed: {', '.join(failed)}" if failed else "all passed")
-    return 1 if failed else 0
+    wanted = chosen.only or tuple(BLOCKS)
+    report = measure(BLOCKS, wanted, chosen.json, device=chosen.device, small=chosen.dry_run, seconds=chosen.seconds)
+    print("\n".join(summary(report, wanted)))
+    return 0 if all(report["blocks"][name]["passed"] for name in wanted) else 1
 
 
 if __name__ == "__main__":

@@ -1,38 +1,60 @@
-"""Bytes a second of the tail's CUDA kernels beside those of a copy, on the parameters of a GPT with 124M.
+"""Time of the CUDA kernels, beside a copy's and beside what the card is rated for.
 
-    python benchmarks/gpu_kernels.py [--json FILE]
-
-Each operator is repeated, in turns with a copy of as many bytes as it moves, and the median of the paired ratios is
-reported: 1.0 means that it runs at the speed of a copy, which is as fast as memory allows.
+Work is captured in a CUDA graph several times over, and replays are timed by events: the host, whose call of an
+operator can take ten times as long as its kernels, has no part in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.stamp import write
 from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
-from halfstep.tasks import machine
+from halfstep.kernels.optimizers import SPECS
+from halfstep.kernels.reference import exponents
+from halfstep.kernels.reference.cross_entropy import shares
+from halfstep.step.recorder import recorder_for
 
-BF16, FP32 = torch.bfloat16, torch.float32
-LAYERS, WIDTH, VOCABULARY, CONTEXT = 12, 768, 50_304, 1024
-WARM, ROUNDS = 5, 30
+BF16, FP32, INT16 = torch.bfloat16, torch.float32, torch.int16
+CALLS, WARM, ROUNDS = 5, 3, 15
+
+RATED = {
+    "H100 80GB HBM3": (3.35e12, 989e12),  # of the SXM form; nvidia.com/en-us/data-center/h100
+    "H200": (4.8e12, 989e12),  # nvidia.com/en-us/data-center/h200
+    "A100-SXM4-80GB": (2.04e12, 312e12),  # nvidia.com/en-us/data-center/a100
+}
+"""Part of a card's name -> bytes a second of its memory, dense bf16 operations a second: the two roofs."""
+
+NUMBERS = {
+    **{"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9, "momentum_decay": 4e-3},
+    **{"decoupled": True, "nesterov": False, "maximize": False},
+}
+"""Options of the optimizers."""
 
 
-def shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a GPT-2 small with tied embeddings."""
-    block = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)]
-    block += [(WIDTH,), (WIDTH,), (4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,)]
-    return [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), *block * LAYERS, (WIDTH,), (WIDTH,)]
+class Work(NamedTuple):
+    """What is timed: a call, and the bytes that it must read and write."""
+
+    name: str
+    call: Callable[[], object]
+    bytes: int
+
+
+def rated(device: str) -> tuple[float, float] | None:
+    """Return the card's row of `RATED`; None for a card that has none."""
+    return next((row for part, row in RATED.items() if part in torch.cuda.get_device_name(device)), None)
+
+
+def shapes(make: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
+    """Return the shapes of a model's parameters."""
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in make().parameters()]
 
 
 def size(*lists: list[Tensor]) -> int:
@@ -40,94 +62,104 @@ def size(*lists: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for tensors in lists for t in tensors)
 
 
-def cases(device: str, of: list[tuple[int, ...]]) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return name -> (what to run on parameters of shapes `of`, bytes it reads and writes)."""
+def updates(device: str, of: list[tuple[int, ...]]) -> Iterator[Work]:
+    """Yield the norms, the counts of exponents and the updates of parameters of shapes `of`.
 
-    def like(dtype: torch.dtype, scale: float = 1e-2) -> list[Tensor]:
-        return [(scale * torch.rand(shape, device=device)).to(dtype) for shape in of]
+    Adam in every form of note [forms] in `kernels.ops`, the other optimizers in one.
+    """
 
-    gradients, weights, none = like(BF16), like(BF16), list[Tensor]()
-    wide, rest = like(FP32), [torch.zeros(shape, dtype=torch.int16, device=device) for shape in of]
-    first, second, low_first, low_second = like(FP32), like(FP32), like(BF16), like(BF16)
-    steps = [torch.zeros((), device=device) for _ in gradients]
+    def like(dtype: torch.dtype) -> list[Tensor]:
+        return [(1e-2 * torch.rand(shape, device=device)).to(dtype) for shape in of]
+
+    gradients, low, wide = like(BF16), like(BF16), like(FP32)
+    rest, lost, none = [torch.zeros_like(t, dtype=INT16) for t in low], like(BF16), list[Tensor]()
+    counts = exponents.rows(len(of), device)
+    yield Work("norms", lambda: ops.norms(gradients), size(gradients))
+    yield Work("exponents", lambda: ops.exponents_(counts, gradients), size(gradients))
     factor, bad = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     draws = torch.tensor([1, 2], device=device)
+    forms = {
+        "plain": (wide, none),
+        "copy": (wide, low),
+        "split": (low, rest),
+        "kahan": (low, lost),
+        "stochastic": (low, none),
+    }
+    for spec in SPECS:
+        for form in forms if spec.name == "adam" else ("split",):
+            value, beside = forms[form]
+            states = [like(BF16 if form == "stochastic" else FP32) for _ in spec.states]
+            counters = [[torch.full((), first, device=device) for _ in of] for first in spec.counters.values()]
+            given = (gradients, factor, bad, draws, 0, form, None, 1e-4)
+            options = [NUMBERS[name] for name in spec.options]
+            call = partial(ops.UPDATES[spec.name], value, beside, *states, *counters, *given, *options)
+            written = 1 if form == "copy" else 2  # a copy is not read
+            yield Work(
+                f"{spec.name}, {form}", call, size(gradients) + 2 * size(value, *states) + written * size(beside)
+            )
 
-    def adam(form: str, value: list[Tensor], beside: list[Tensor], a: list[Tensor], b: list[Tensor]) -> None:
-        given = (gradients, factor, bad, draws, 0, form, None, 1e-4)
-        ops.UPDATES["adam"](value, beside, a, b, steps, *given, 0.9, 0.999, 1e-8, 0.01, True, False)
 
-    def sgd() -> None:
-        ops.UPDATES["sgd"](
-            weights, none, first, gradients, factor, bad, None, 0, "plain", None, 1e-4, 0.9, 0.0, False, False
-        )
+def losses(device: str, rows: int, *classes: int) -> Iterator[Work]:
+    """Yield the forward and the backward pass of cross entropy for numbers of classes."""
+    for count in classes:
+        logits = torch.randn(rows, count, device=device, dtype=BF16)
+        target = torch.randint(0, count, (rows,), device=device)
+        given = shares(torch.ones(rows, device=device), target, None, -100, 0.0, count)
+        yield Work(f"losses, {count}", partial(ops.losses, logits, target, None, -100, 0.0), size([logits]))
+        yield Work(f"slope, {count}", partial(ops.logits_gradient, logits, *given), 2 * size([logits]))
 
-    def lion() -> None:
-        given = (gradients, factor, bad, None, 0, "split", None, 1e-4)
-        ops.UPDATES["lion"](weights, rest, first, *given, 0.9, 0.99, 0.01, False)
 
-    read = size(gradients)
+def replayed(call: Callable[[], object], device: str) -> Callable[[], float]:
+    """Capture `call` in a graph, `CALLS` times; return what replays it and returns the device's seconds for one."""
+    recorder = recorder_for(torch.device(device))
+    assert recorder is not None
+    for _ in range(2):
+        recorder.warm(call)
+
+    def several() -> None:
+        for _ in range(CALLS):
+            call()
+
+    replay, _ = recorder.capture(several, ())
+
+    def timed() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        replay()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / CALLS
+
+    return timed
+
+
+def seconds(call: Callable[[], object], device: str, *, rounds: int = ROUNDS) -> float:
+    """Return the device's median time for `call`."""
+    timed = replayed(call, device)
+    return statistics.median([timed() for _ in range(WARM + rounds)][WARM:])
+
+
+def measured(work: Work, device: str, *, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return microseconds and GB/s of `work`, and its shares of a copy's speed and of the card's rated one.
+
+    A copy of as many bytes is timed in turns with it.
+    """
+    assert not (lack := load_kernels(device)), lack
+    source = torch.empty(work.bytes // 2, dtype=torch.uint8, device=device)
+    own = replayed(work.call, device)
+    copy = replayed(partial(torch.empty_like(source).copy_, source), device)
+    pairs = [(own(), copy()) for _ in range(WARM + rounds)][WARM:]
+    taken = statistics.median(mine for mine, _ in pairs)
     return {
-        "norms, bf16": (lambda: ops.norms(gradients), read),
-        "adam, master": (
-            lambda: adam("copy", wide, weights, first, second),
-            read + 2 * size(wide, first, second) + size(weights),
-        ),
-        "adam, split": (
-            lambda: adam("split", weights, rest, first, second),
-            read + 2 * size(weights, rest, first, second),
-        ),
-        "adam, stochastic": (
-            lambda: adam("stochastic", weights, none, low_first, low_second),
-            read + 2 * size(weights, low_first, low_second),
-        ),
-        "sgd, bf16": (sgd, read + 2 * size(weights, first)),
-        "lion, split": (lion, read + 2 * size(weights, rest, first)),
+        "us": round(1e6 * taken, 2),
+        "GB/s": round(work.bytes / taken / 1e9, 1),
+        "of_copy": round(statistics.median(other / mine for mine, other in pairs), 3),
+        "of_rated": of_rated(work.bytes, taken, device),
     }
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
-    """Return the device's time for one `run`."""
-    if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3
-
-
-def measured(device: str, of: list[tuple[int, ...]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
-    """Return the speed of each kernel on parameters of shapes `of`."""
-    if reason := load_kernels(device):
-        raise SystemExit(f"these are kernels for {device}, and {reason}")
-    numbers = {}
-    for name, (run, moved) in cases(device, of).items():
-        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
-        copy = partial(torch.empty_like(source).copy_, source)
-        pairs = [(seconds(run, device), seconds(copy, device)) for _ in range(WARM + rounds)][WARM:]
-        speed = statistics.median(moved / mine for mine, _ in pairs)
-        ratio = statistics.median(mine / other for mine, other in pairs)
-        numbers[name] = {"bytes": moved, "bytes_per_second": speed, "time_over_copy": ratio}
-    return numbers
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    chosen = parser.parse_args()
-    numbers = measured("cuda", shapes())
-    for name, row in numbers.items():
-        fast, ratio = row["bytes_per_second"] / 1e12, row["time_over_copy"]
-        print(f"{name:18} {row['bytes'] / 1e6:8.0f} MB {fast:6.2f} TB/s   {ratio:.2f} of a copy's time")
-    if chosen.json:
-        write(chosen.json, {"machine": machine(), "kernels": numbers})
-
-
-if __name__ == "__main__":
-    main()
+def of_rated(amount: int, taken: float, device: str, *, roof: int = 0) -> float | None:
+    """Return the share of the rated bytes a second, of operations with roof=1; None for a card that `RATED` lacks."""
+    roofs = rated(device)
+    return None if roofs is None else round(amount / taken / roofs[roof], 3)

@@ -26,7 +26,6 @@ class Reports:
         counts: written by ``python -m halfstep.testing.count --json``: steps on fake CUDA tensors.
         lens: written by ``python -m benchmarks.lens --json``: what instruments cost.
         pages: written by ``python -m benchmarks.pages --json``: page faults.
-        versions: written by ``python -m benchmarks.versions --json``: two checkouts of halfstep.
     """
 
     cpu: dict[str, Any]
@@ -34,7 +33,6 @@ class Reports:
     counts: dict[str, Any]
     lens: dict[str, Any] = field(default_factory=dict)
     pages: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
 
 
 def committed() -> Reports:

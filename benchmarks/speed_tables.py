@@ -1,4 +1,4 @@
-"""Tables of docs/tables/: what a step takes, from the JSON of `benchmarks.run` and `benchmarks.versions`."""
+"""Tables of docs/tables/: what a step takes, from the JSON of `benchmarks.run`."""
 
 from __future__ import annotations
 
@@ -147,15 +147,6 @@ def norms(bench: dict[str, Any]) -> str:
     found = bench["micro"]["norms"]["rows"]
     rows = [[name, f"{1e3 * data['ms']:.0f}", ratio(data)] for name, data in found.items()]
     return table(["layer_norm of 2048 x 256, forward and backward", "us", "ratio"], rows)
-
-
-def versions(report: dict[str, Any]) -> str:
-    """Return the times of steps of one checkout beside those of another."""
-    if not report:
-        return "Not measured here."
-    rows = [[f"`{name}`", ratio(row)] for name, row in report["rows"].items()]
-    head = ["step of", f"commit {report['new']} / commit {report['old']}"]
-    return f"{source(report, report['old'], report['new'])}\n\n{table(head, rows)}"
 
 
 def gpu(report: dict[str, Any]) -> str:

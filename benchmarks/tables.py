@@ -49,7 +49,6 @@ from benchmarks.speed_tables import (
     norms,
     source,
     stages,
-    versions,
 )
 from benchmarks.stamp import AGE
 from benchmarks.stories_tables import story_blocks
@@ -87,7 +86,6 @@ def blocks(reports: Reports) -> dict[str, str]:
         "source pages": source(reports.pages),
         "pages": faults(reports.pages),
         "process memory": process_memory(reports.pages),
-        "versions": versions(reports.versions),
         "spread": spread(bench),
         "cases": cases(bench),
         "compiled": compiled(bench),
