@@ -7,7 +7,8 @@
 Candidates run in turns in one process, in an order shuffled each round; a figure is the median of ratios within
 rounds, with its 90 % interval. The baseline runs twice, and what the two differ by cannot be resolved (A/A). ``--only``
 measures some cases; with ``--json`` of a file that is there, its other cases stay. ``--counts`` counts the cases of
-that file again, which takes a minute and no quiet machine, and leaves its times. ``--quick`` sees that everything runs, and ``--dry-run`` that a GPU's candidates do, on a CPU: LeNet-5, without compilers and other libraries, its graphs
+that file again, which takes a minute and no quiet machine, and leaves its times. ``--quick`` sees that everything
+runs, and ``--dry-run`` that a GPU's candidates do, on a CPU: LeNet-5, without compilers and other libraries, its graphs
 on the tape of the tests.
 """
 
@@ -52,7 +53,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--counts", action="store_true", help="only count again, in a file that is there: --json")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
     parser.add_argument("--dry-run", action="store_true", help="what runs on a GPU, small, on a CPU")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.counts and not (options.json and options.json.exists()):
+        parser.error("--counts needs --json of a file that is there")
+    return options
 
 
 def main() -> int:
