@@ -158,7 +158,8 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     for kept in subject.replay.window:
         batch = _portable([kept.batch, kept.named], notes)
         window.append({
-            "batch": list(batch[0]), "named": dict(batch[1]), "random": {k: g.get_state() for k, g in kept.random.items()},
+            "batch": list(batch[0]), "named": dict(batch[1]),
+            "random": {k: g.get_state() for k, g in kept.random.items()},
             "loss": _cpu(kept.loss), "seed": _cpu(kept.seed),
         })  # fmt: skip
     names = {id(m): n for n, m in subject.model.named_modules()}
