@@ -33,7 +33,7 @@ PERSISTENT, PEAK = 0.03, 0.10
 
 POLICIES = ("fp32", "torch", "mixed", "O2", "pure", "lean")
 FEW = ("fp32", "mixed", "pure")
-STEPS = 2  # the first, which makes states and low copies, and one that is like all later ones
+STEPS = 2  # the first, which makes states, and one that is like all later ones
 
 
 @dataclass(frozen=True, kw_only=True)

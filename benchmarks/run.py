@@ -6,7 +6,8 @@
 
 Candidates run in turns in one process, in an order shuffled each round; a figure is the median of ratios within
 rounds, with its 90 % interval. The baseline runs twice, and what the two differ by cannot be resolved (A/A). ``--only``
-measures some cases; with ``--json`` of a file that is there, its other cases stay. ``--quick`` sees that everything
+measures some cases; with ``--json`` of a file that is there, its other cases stay. ``--counts`` counts the cases of
+that file again, which takes a minute and no quiet machine, and leaves its times. ``--quick`` sees that everything
 runs, and ``--dry-run`` that a GPU's candidates do, on a CPU: LeNet-5, without compilers and other libraries, its graphs
 on the tape of the tests.
 """
@@ -31,7 +32,7 @@ from benchmarks.candidates import FOREIGN
 from benchmarks.cases import CASES, Case
 from benchmarks.limits import copy_bandwidth
 from benchmarks.loops import graphs_on_tape
-from benchmarks.measure import FULL, QUICK, measure, say
+from benchmarks.measure import FULL, QUICK, count_again, measure, say
 from benchmarks.peers import versions
 from benchmarks.stamp import commit, write
 from halfstep.tasks import machine
@@ -49,9 +50,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--only", action="append", choices=(*CASES, MICRO), help="a case; may be given several times")
+    parser.add_argument("--counts", action="store_true", help="only count again, in a file that is there: --json")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
     parser.add_argument("--dry-run", action="store_true", help="what runs on a GPU, small, on a CPU")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.counts and not (options.json and options.json.exists()):
+        parser.error("--counts needs --json of a file that is there")
+    return options
 
 
 def main() -> int:
@@ -82,6 +87,13 @@ def main() -> int:
         "cases": {},
     }
     report = fresh
+    if options.counts:
+        known = json.loads(options.json.read_text(encoding="utf-8"))
+        for name in options.only or known["cases"]:
+            counted = count_again(cases[name], device, known["cases"][name])
+            known["cases"][name] = {**counted, "counted": fresh["commit"]}
+            write(options.json, known)
+        return 0
     if options.only and options.json is not None and options.json.exists():
         known = json.loads(options.json.read_text(encoding="utf-8"))
         report = {**fresh, "command": known["command"], "cases": known["cases"], MICRO: known.get(MICRO, {})}

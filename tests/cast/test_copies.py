@@ -1,4 +1,4 @@
-"""Low copies of fp32 weights that live from step to step: made once, never stale, gradients as torch.amp's."""
+"""Low copies of fp32 weights for a window: made once, never stale, gradients as torch.amp's, gone with the window."""
 
 from __future__ import annotations
 
@@ -18,28 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.cast import copies
 
 WIDTH = 128
 BF16 = torch.bfloat16
 
 
 class WeightCasts(TorchDispatchMode):
-    """Counts tensors made low in new memory, and buffers filled, that have the size of a weight."""
+    """Counts tensors made low that have the size of a weight."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made = self.filled = 0
+        self.made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name == "aten::_to_copy" and out.dtype is BF16 and args[0].shape == (WIDTH, WIDTH):
+        if func._schema.name == "aten::_to_copy" and out.dtype is BF16 and args[0].shape == (WIDTH, WIDTH):
             self.made += 1
-        elif name == "aten::_foreach_copy_":
-            self.filled += sum(t.dtype is BF16 for t in args[0])
-        elif name == "aten::copy_" and args[0].dtype is BF16:
-            self.filled += 1
         return out
 
 
@@ -87,54 +81,90 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 def trained_as_by_torch_amp(
     net: nn.Module, inputs: list[Tensor], loss_fn: Any = square, *, by_hand_loss: Any = None, policy: str = "mixed"
-) -> hs.TrainStep:
-    """Train `net` by a step, and a copy of it as torch.amp does, to the same bits; return the step."""
+) -> int:
+    """Train `net` by a step, and a copy of it as torch.amp does, to the same bits; return the bytes of its copies."""
     twin = copy.deepcopy(net)
     step = stepper(net, policy=policy, loss_fn=loss_fn)
+    most = 0
     for x in inputs:
         step(x)
+        most = max(most, step.copies.bytes)
     by_hand(twin, inputs, 2, by_hand_loss or loss_fn)
     assert equal(net, twin)
-    return step
+    assert step.copies.bytes == 0  # the last window is over
+    return most
 
 
 @pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
 @pytest.mark.parametrize("width", [WIDTH, 264])  # of the second, gradients are large enough to be added by the edge
 def test_parameters_are_bit_for_bit_those_of_torch_amp(policy: str, width: int) -> None:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
-    step = trained_as_by_torch_amp(net, list(torch.randn(6, 8, width).unbind()), policy=policy)
-    assert step.copies.bytes >= 2 * 2 * width * width
+    assert trained_as_by_torch_amp(net, list(torch.randn(6, 8, width).unbind()), policy=policy) >= 2 * 2 * width * width
 
 
 def test_images_and_their_memory_format_give_the_bits_of_torch_amp() -> None:
     net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs = [torch.randn(2, 32, 8, 8).to(memory_format=torch.channels_last) for _ in range(4)]
-    assert trained_as_by_torch_amp(net, inputs).copies.bytes > 2 * 64 * 128 * 9
+    assert trained_as_by_torch_amp(net, inputs) > 2 * 64 * 128 * 9
 
 
-@pytest.mark.parametrize(("policy", "filled"), [("mixed", 2), ("torch", 2)])
-def test_weights_are_cast_once_a_window_into_memory_that_stays(policy: str, filled: int) -> None:
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_weights_are_cast_once_a_window(policy: str) -> None:
     net = Twice()
     step = stepper(net, policy=policy)
-    for x in batches(2):
-        step(x)
     with WeightCasts() as seen:
         for x in batches(4):
             step(x)
-    assert (seen.made, seen.filled) == (0, 2 * filled)  # two windows
+    assert seen.made == 2 * 2  # two weights, two windows
 
 
-def test_small_steps_leave_small_weights_to_torch() -> None:
+def test_windows_of_one_micro_batch_have_no_copies() -> None:
+    net = nn.Sequential(nn.Linear(600, 600))
+    held: list[int] = []
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        loss = square(net, x)
+        held.append(step.copies.bytes)
+        return loss
+
+    step = stepper(net, accumulate=1, loss_fn=loss_fn)
+    step(torch.randn(8, 600))
+    assert held == [0] and step.copies not in step.parts
+
+
+@pytest.mark.parametrize("how", ["flush", "error", "retry"])
+def test_the_copies_of_a_window_go_with_it_however_it_ends(how: str) -> None:
+    calls: list[int] = []
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        loss = square(net, x)
+        calls.append(step.copies.bytes)
+        if how == "error" and len(calls) == 2:
+            raise ValueError("the second micro-batch")
+        return loss * 1e36 if how == "retry" and len(calls) == 2 else loss  # its gradient overflows once scaled
+
     net = Twice()
-    step = stepper(net, accumulate=1)
-    step(batches(1)[0])
+    policy = hs.Policy.of("mixed", dtype="fp16" if how == "retry" else "bf16")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, optimizer, loss_fn, policy=policy, accumulate=2, retry=how == "retry")
+    first, second = batches(2)
+    step(first)
+    assert step.copies.bytes
+    if how == "flush":
+        step.flush()
+    elif how == "error":
+        with pytest.raises(ValueError, match="second"):
+            step(second)
+    else:
+        assert not bool(step(second).skipped)
+        assert len(calls) == 4 and all(calls)
     assert step.copies.bytes == 0
 
 
 def test_copies_report_their_bytes_and_are_freed() -> None:
     net = Twice()
-    step = stepper(net)
+    step = stepper(net, accumulate=3)
     step(batches(1)[0])
     assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH
     step.copies.free()
@@ -196,12 +226,8 @@ def test_a_write_between_two_micro_batches_is_seen(name: str, policy: str) -> No
 
 
 @pytest.mark.parametrize("write", writes().values(), ids=writes())
-@pytest.mark.parametrize("policy", ["torch", "mixed"])
-def test_a_write_in_forward_before_the_weight_is_used_is_seen(
-    write: Any, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copies, "SMALL", 1)  # copies of small weights too
-
+@pytest.mark.parametrize(("policy", "accumulate"), [("torch", 1), ("mixed", 1), ("mixed", 2)])
+def test_a_write_in_forward_before_the_weight_is_used_is_seen(write: Any, policy: str, accumulate: int) -> None:
     class Shrinking(Twice):
         def forward(self, x: Tensor) -> Tensor:
             write(self.second.weight)
@@ -209,11 +235,10 @@ def test_a_write_in_forward_before_the_weight_is_used_is_seen(
 
     net, twin = Shrinking(), Shrinking()
     twin.load_state_dict(net.state_dict())
-    step, inputs = stepper(net, policy=policy, accumulate=1), batches(3)
+    step, inputs = stepper(net, policy=policy, accumulate=accumulate), batches(4)
     for x in inputs:
         step(x)
-    assert step.copies.bytes
-    by_hand(twin, inputs, 1)
+    by_hand(twin, inputs, accumulate)
     assert equal(net, twin)
 
 
@@ -245,7 +270,8 @@ def test_a_write_between_two_uses_in_one_forward_reaches_the_second_and_not_the_
     assert torch.equal(gradient, second.grad.float() + first.grad.float())  # type: ignore[arg-type]
 
 
-def test_a_graph_of_before_the_update_raises_torchs_error() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_graph_of_before_the_update_has_the_weights_of_its_forward_pass(accumulate: int) -> None:
     net = Twice()
     outputs: list[Tensor] = []  # with their graphs, which results of a step are without
 
@@ -253,14 +279,13 @@ def test_a_graph_of_before_the_update_raises_torchs_error() -> None:
         outputs.append(net(x))
         return square(net, x)
 
-    step = stepper(net, loss_fn=loss_fn, accumulate=2)
-    inputs = batches(3)
-    step(inputs[0])
-    old = outputs[0]
-    step(inputs[1])
-    step(inputs[2])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        old.sum().backward()
+    step = stepper(net, loss_fn=loss_fn, accumulate=accumulate)
+    inputs = [x.requires_grad_() for x in batches(2 * accumulate)]
+    with torch.autocast("cpu", dtype=BF16):
+        before = torch.autograd.grad(net(inputs[0]).sum(), inputs[0])[0]
+    for x in inputs:
+        step(x)
+    assert torch.equal(torch.autograd.grad(outputs[0].sum(), inputs[0])[0], before)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -274,12 +299,10 @@ def test_recomputation_sees_the_same_copies(policy: str, reentrant: bool) -> Non
     net, twin = Checkpointed(), Checkpointed()
     twin.load_state_dict(net.state_dict())
     step, inputs = stepper(net, policy=policy), batches(4)
-    for x in inputs[:2]:
-        step(x)
     with WeightCasts() as seen:
-        for x in inputs[2:]:
+        for x in inputs:
             step(x)
-    assert seen.made == 0
+    assert seen.made == 2 * 2  # two weights, two windows
     by_hand(twin, inputs, 2)
     assert equal(net, twin)
 
@@ -417,6 +440,5 @@ def test_fake_parameters_have_copies_too() -> None:
         net = Twice()
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
         step = hs.TrainStep(net, optimizer, square, policy=hs.Policy.of("mixed", dtype="bf16"), accumulate=2)
-        for _ in range(3):
-            step(torch.randn(8, WIDTH))
+        step(torch.randn(8, WIDTH))
         assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH

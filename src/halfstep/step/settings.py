@@ -38,7 +38,7 @@ from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
-from halfstep.step.parts.gradients import AddedGradients, KeptPages, Sums, Unfinished
+from halfstep.step.parts.gradients import KeptPages, Sums, Unfinished
 from halfstep.step.parts.in_backward import InBackward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import ranks_of
@@ -289,7 +289,7 @@ class Settings:
         self._updater = updater_of(optimizer, store, names)
         windows = given.accumulate > 1 and not given.cuda_graph  # a graph does not repeat what is added by Python
         wide = self._updater.stepped_parameters() if store is None else ()
-        self._copies = Copies(model, wide, self._binding.recipe, windows=windows)
+        self._copies = Copies(model, wide if windows else (), self._binding.recipe, sums=not wrapped)
         low = store.parameters() if store is not None and self._binding.policy.grads == "fp32" else ()
         self._watchers = Watchers(self._updater.parameters)
         self._moments = Moments((), self._updater.has_written)
@@ -297,9 +297,9 @@ class Settings:
         alone = not wrapped and not is_distributed(model)
         self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
         parts: list[object] = [] if alone else [self._verdicts]
-        parts += [self._updater, record, self._copies]
-        if given.accumulate > 1 and not wrapped:
-            parts.append(AddedGradients(self._copies, record))
+        parts += [self._updater, record]
+        if windows:
+            parts.append(self._copies)
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):
             parts.append(sums)
         ranks.take_part(store, record)

@@ -66,7 +66,7 @@ class TrainStep(Stateful):
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
         ordinal: number of the step among those of this process that several ranks make together, from 1; 0 for a step
             that this process makes alone.
-        copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
+        copies: the low copies of fp32 weights in a window of several micro-batches: how many `bytes`, and `free()`.
         evidence: the folder for the evidence of bad steps, or None.
         choice: what policy="auto" has chosen by measuring in the first call, and why; None under any other.
         parts: what it calls at the moments of a step, in their order; see `add_part`.

@@ -197,7 +197,6 @@ class FusedUpdate:
         self._others = [n for n, p in enumerate(parameters) if p.is_contiguous()]
         self._strides = [parameters[n].stride() for n in self._strided]
         self._columns = Columns(gradients)
-        self._factor = torch.ones((), dtype=torch.float32, device="cpu")  # of an update on a CPU, from its check on
         self._kernels = native_kernels(parameters[0])
         for call in self._calls if self._kernels is not None else ():
             call.packed = Packed(*call.values, call.states, call.counters, [gradients[n] for n in call.chosen])
@@ -245,7 +244,7 @@ class FusedUpdate:
         kernels = self._direct()
         if kernels is None:
             return check_gradients(gradients, divisor, clip_norm)
-        return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
+        return GradientCheck(*kernels.check(self._columns, divisor, clip_norm))
 
     def write(self, factor: Tensor, bad: Tensor) -> None:
         """Write weights, states and step counts from gradients times `factor`, unless `bad`; waits for nothing."""

@@ -1,6 +1,6 @@
 """Run: train two steps of a model on fake tensors under a policy, and make a `MemoryPlan` of what they leave.
 
-The first step makes the optimizer's state and the low copies; the second is like all later ones.
+The first step makes the optimizer's state; the second is like all later ones.
 """
 
 from __future__ import annotations

@@ -108,18 +108,18 @@ class Kernels:
         return norms
 
     def check(
-        self, gradients: Columns, divisor: Tensor | None, clip_norm: float | None, factor: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, gradients: Columns, divisor: Tensor | None, clip_norm: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Carry out `ops.norms` and `ops.check_norms` of the tensors put into columns last, in one call."""
         count = len(gradients.sizes)
         norms = torch.empty(count, dtype=torch.float32, device=CPU)
-        norm, bad = norms.new_empty(()), torch.empty((), dtype=torch.bool, device=CPU)
+        norm, factor, bad = norms.new_empty(()), norms.new_empty(()), torch.empty((), dtype=torch.bool, device=CPU)
         threads = torch.get_num_threads() if gradients.elements > ALONE["norms"] else 1
         clip = None if clip_norm is None else pack("f", clip_norm)
         at = None if divisor is None else divisor.data_ptr()
         out = norm.data_ptr(), bad.data_ptr(), factor.data_ptr()
         self._both(norms.data_ptr(), gradients.packed, count, pack("4q", threads, *self._runtime), at, clip, *out)
-        return norms, norm, bad
+        return norms, norm, bad, factor
 
     def norm(self, gradients: Columns) -> float:
         """Return the 2-norm of the tensors put into columns last, all together; on the host, without a tensor."""

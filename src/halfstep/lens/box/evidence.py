@@ -158,7 +158,8 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     for kept in subject.replay.window:
         batch = _portable([kept.batch, kept.named], notes)
         window.append({
-            "batch": list(batch[0]), "named": dict(batch[1]), "random": {k: v.clone() for k, v in kept.random.items()},
+            "batch": list(batch[0]), "named": dict(batch[1]),
+            "random": {k: g.get_state() for k, g in kept.random.items()},
             "loss": _cpu(kept.loss), "seed": _cpu(kept.seed),
         })  # fmt: skip
     names = {id(m): n for n, m in subject.model.named_modules()}
@@ -291,7 +292,9 @@ def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBat
     window = []
     for item in content["window"]:
         batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
-        random = {d: s for d, s in item["random"].items() if d.partition(":")[0] in {"cpu", type_here()}}
+        random = {d: torch.Generator(d) for d in item["random"] if d.partition(":")[0] in {"cpu", type_here()}}
+        for kind, generator in random.items():
+            generator.set_state(item["random"][kind])
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
         window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window

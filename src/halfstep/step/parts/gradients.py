@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.copies import Copies
 from halfstep.errors import StepError
 from halfstep.events import StepResult, hook_weakly
 from halfstep.kernels.eager.low import add_low_
@@ -136,20 +135,6 @@ def _reached_by_several_ways(loss: Tensor) -> set[int] | None:
                 key = id(following.variable)  # type: ignore[union-attr]
                 (several if key in once else once).add(key)
     return several
-
-
-class AddedGradients(Part):
-    """Low copies of weights add the gradients of a window's later micro-batches to the first one's."""
-
-    def __init__(self, copies: Copies, record: Record) -> None:
-        self._copies, self._record = copies, record
-
-    def around_backward(self, loss: Tensor, seed: Tensor, run: Run) -> None:
-        """Run the backward pass; from the second micro-batch on, large edges add gradients themselves."""
-        if self._record.micro_batches and self._copies.layers:
-            self._copies.backward(loss, seed, run)
-        else:
-            run(loss, seed)
 
 
 class KeptPages(Part):

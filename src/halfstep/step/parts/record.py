@@ -41,7 +41,7 @@ class MicroBatch:
 
     batch: tuple[Any, ...]
     named: dict[str, Any]
-    random: dict[str, Tensor]  # states of torch's generators, by device
+    random: dict[str, torch.Generator]  # torch's generators as they were, by device
     versions: list[int]  # how often each tensor of the batch had been written to
     loss: Tensor | None = None  # what came out, detached; None until it has
     seed: Tensor | None = None  # what the backward pass began with; None for 1
@@ -375,20 +375,21 @@ def versions_of(values: Sequence[Any]) -> list[int]:
     return [t._version for t in (values if flat else tensors(values)) if not t.is_inference()]
 
 
-def random_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators that a forward pass may draw from, without waiting for a device."""
-    states = {"cpu": torch.default_generator.get_state()}
+def random_states() -> dict[str, torch.Generator]:
+    """Return copies of torch's generators that a forward pass may draw from, without waiting for a device.
+
+    A copy of the CPU's has half the bytes of the tensor that ``get_state()`` returns.
+    """
+    states = {"cpu": torch.default_generator.clone_state()}
     device = torch.accelerator.current_accelerator()
     if device is not None and (found := default_generators()) and not capturing(device.type):
         index = torch.accelerator.current_device_index()
-        states[f"{device.type}:{index}"] = found[index].get_state()
+        states[f"{device.type}:{index}"] = found[index].clone_state()
     return states
 
 
-def put_random(states: dict[str, Tensor]) -> None:
-    """Put states that `random_states` returned back."""
-    for device, state in states.items():
-        if device == "cpu":
-            torch.default_generator.set_state(state)
-        else:
-            default_generators()[int(device.partition(":")[2])].set_state(state)
+def put_random(states: dict[str, torch.Generator]) -> None:
+    """Put the states of copies that `random_states` returned back."""
+    for device, copy in states.items():
+        own = torch.default_generator if device == "cpu" else default_generators()[int(device.partition(":")[2])]
+        own.set_state(copy.get_state())
