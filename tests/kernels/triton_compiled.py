@@ -107,15 +107,13 @@ def counts(kind: str, capability: int) -> dict[str, int]:
 def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
     """Report on a kernel of losses whose rows begin anywhere; with smoothing also of class weights."""
     pointers = dict.fromkeys(("weight", "own", "every", "scale", "by_class"), "*fp32")
-    pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64", "ignored": "i32"}
-    pointers |= {"smoothing": "fp32", "out": "*fp32" if kernel == "losses_kernel" else f"*{kind}"}
+    pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64"}
+    pointers |= {**dict.fromkeys(("lse", "dot"), "*fp32"), "first": "i32", "into_stride": "i32", "out": f"*{kind}"}
     constants = {"CLASSES": classes, "KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
-    if kernel == "losses_kernel":
-        constants |= {"WEIGHTED": smoothed, "SMOOTHED": smoothed}
-    elif not smoothed:
+    if not smoothed:
         constants["by_class"] = None
     made = compiled(getattr(loss, kernel), capability, loss.BLOCK // 256, constants, pointers)
-    return {**report(made, 2 if kernel == "losses_kernel" else 4, exact=False), **registers(made)}
+    return {**report(made, 2, exact=False), **registers(made)}
 
 
 def every() -> dict[str, dict[str, int]]:
@@ -124,7 +122,7 @@ def every() -> dict[str, dict[str, int]]:
     for capability in (75, 80, 86, 89, 90, 100, 120):
         for kind in ("bf16", "fp16", "fp32", "fp64"):
             found[f"exponents {kind}, sm_{capability}"] = counts(kind, capability)
-        for kind, kernel, smoothed in product(("bf16", "fp16"), ("losses_kernel", "gradient_kernel"), (False, True)):
+        for kind, kernel, smoothed in product(("bf16", "fp16"), ("sums_kernel", "gradient_kernel"), (False, True)):
             name = f"{kernel} {kind}{' smoothed, with class weights' if smoothed else ''}, sm_{capability}"
             found[name] = losses(kind, capability, 50257, kernel, smoothed=smoothed)
     return found
@@ -145,7 +143,7 @@ def some() -> dict[str, dict[str, int]]:
     found["check"] = report(compiled(norms.check_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
     for kind in ("bf16", "fp32", "fp64"):
         found[f"exponents {kind}"] = counts(kind, 90)
-    for kernel in ("losses_kernel", "gradient_kernel"):
+    for kernel in ("sums_kernel", "gradient_kernel"):
         found[kernel] = losses("bf16", 120, 50257, kernel, smoothed=False)
     return found
 
