@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.formats import DTYPES
+from benchmarks.losses import HEADS, moved
 from halfstep.kernels import triton
-from halfstep.testing import Counter, CountError, Counts, count_step, fake_cuda
+from halfstep.testing import CountError, Counts, count_step, fake_cuda
 from tests.testing.without_float64 import refused
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -132,29 +131,6 @@ def shapes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss_fn(model, x[: len(y.nonzero())], y)
 
 
-def linear_losses() -> list[tuple[float, float]]:
-    """What linear_cross_entropy moves, over linear and cross_entropy, and what of their logits it saves, by size."""
-    found = []
-    sizes = ((16384, 768, 32000), (16384, 768, 50257), (8192, 2048, 128256), (16384, 4096, 128256))
-    for (rows, width, words), form in product(sizes, ("bf16", "fp16")):
-        x, weight = (torch.empty(n, width, device="cuda", dtype=DTYPES[form]) for n in (rows, words))
-        x.requires_grad_(), weight.requires_grad_()
-        target = torch.empty(rows, device="cuda", dtype=torch.long)
-
-        def counted(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Counts:
-            with Counter() as counter:
-                with counter.saving():
-                    value = loss(x, weight, target)  # noqa: B023  # called in this turn of the loop
-                value.backward()
-            return counter.counts()
-
-        with hs.autocast("cuda", policy=hs.Policy.of("mixed", dtype=form)):
-            pair, ours = counted(lambda x, w, y: F.cross_entropy(F.linear(x, w), y)), counted(hs.linear_cross_entropy)
-        extra = ours.saved - 2 * (x.numel() + weight.numel())
-        found.append((ours.bytes() / pair.bytes(), extra / (2 * rows * words)))
-    return found
-
-
 def plans() -> dict[str, Any]:
     """Plan a step on this device and on the CPU: bytes at the peak and between steps, and the parts of these."""
     given = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
@@ -191,7 +167,7 @@ def main() -> None:
         answer["inside"] = made_inside()
         answer["moved after"] = moved_after()
         answer["float64"] = refused()
-        answer["linear losses"] = linear_losses()
+        answer["linear losses"] = [moved(size) for size in HEADS]
         answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["plans"] = plans()

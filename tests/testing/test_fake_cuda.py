@@ -133,9 +133,8 @@ def test_a_device_without_float64_is_asked_for_none(found: dict[str, Any]) -> No
 
 @device
 def test_linear_cross_entropy_moves_little_more_than_its_parts_and_saves_no_logits(found: dict[str, Any]) -> None:
-    assert len(found["linear losses"]) == 8
-    for moved, saved in found["linear losses"]:
-        assert moved <= 1.34 and saved < 0.001
+    for size in found["linear losses"]:
+        assert size["to_pair"] <= 1.34 and size["saved_to_logits"] < 0.001 and size["launches"] < 60
 
 
 @device
