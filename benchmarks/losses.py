@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -177,7 +178,7 @@ def moved(size: Size) -> dict[str, float]:
 
 def counted() -> list[dict[str, float]]:
     """Return `moved` of `HEADS`, from a process with the fake device."""
-    done = run_python(["-m", "benchmarks.losses", "--moved"], capture_output=True, check=True)
+    done = run_python(["-m", "benchmarks.losses", "--moved"], stdout=subprocess.PIPE)
     found: list[dict[str, float]] = json.loads(done.stdout)
     return found
 

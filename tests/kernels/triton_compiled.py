@@ -82,13 +82,27 @@ def report(made: dict[str, Any], wide_loads: int, *, exact: bool = True) -> dict
     }
 
 
-def registers(made: dict[str, Any]) -> dict[str, int]:
-    """Return the registers of a thread, and the bytes that did not fit into them."""
+def dumped(made: dict[str, Any], what: str) -> str:
+    """Return what cuobjdump says of the machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def shortest_loop(made: dict[str, Any]) -> int:
+    """Return how many instructions the shortest loop of a kernel has."""
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", dumped(made, "-sass"))
+    places = [int(place, 16) for place, _ in code]
+    jumps = [(int(place, 16), re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for place, text in code]
+    back = [(int(to[1], 16), place) for place, to in jumps if to is not None and int(to[1], 16) < place]
+    return min(sum(to <= at <= place for at in places) for to, place in back)
+
+
+def registers(made: dict[str, Any]) -> dict[str, int]:
+    """Return the registers of a thread, and the bytes that did not fit into them."""
+    text = dumped(made, "-res-usage")
     (used, spilled), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(used), "spilled": int(spilled)}
 
@@ -101,7 +115,7 @@ def counts(kind: str, capability: int) -> dict[str, int]:
     constants = {"KIND": kind, **sizes, "BYTES": size, "ROW": ROW, "TOP": top.value}
     options = exponents.OPTIONS
     made = compiled(exponents.exponents_kernel, capability, options["num_warps"], constants, most=options["maxnreg"])
-    return {**report(made, 1), **registers(made)}
+    return {**report(made, 2), **registers(made), "instructions": shortest_loop(made) * 128 // (32 * block)}
 
 
 def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:

@@ -317,6 +317,20 @@ def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> No
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("exponent", [-300, -140, -120, -3, 110, 126, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_within_and_beyond_a_window_of_exponents_are_counted_once(dtype: torch.dtype, exponent: int) -> None:
+    within = (torch.randn(4096, dtype=torch.float64).abs().clamp(min=2.0**-20) * 2.0**exponent).to(dtype)
+    within[:50], within[1024:1100] = 0.0, torch.tensor(2.0**exponent).to(dtype)
+    beyond = within.clone()
+    beyond[3000:3002] = torch.tensor([1e-6, math.inf]).to(dtype)
+    given = [within, -within, beyond]
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    exponent_launchers.exponents_(rows, given)
+    exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
 def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
     bits = torch.arange(1, 2**12, dtype=torch.int32)
     powers = 2 ** torch.arange(12, 24)
