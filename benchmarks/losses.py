@@ -185,7 +185,7 @@ def counted() -> list[dict[str, float]]:
 
 def moved_table(report: dict[str, Any]) -> str:
     """Return a row for each of `HEADS`."""
-    if not report:
+    if "moved" not in report:
         return "Not measured here."
     head = ["rows x features x classes", "bytes / those of the pair", "launches", "of the pair"]
     rows = [
