@@ -4,14 +4,16 @@
 
 Forward and backward pass in bf16, with 1 thread and with 2, all candidates in turns in one process, in an order
 shuffled each round; a figure is the median of ratios within rounds, with its 90 % interval. malloc keeps freed memory,
-as it does while a TrainStep exists.
+as it does while a TrainStep exists. What the linear layer and its loss move on a GPU is counted on fake CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from benchmarks.turns import ratio as paired
 from halfstep.kernels.pages import keep_pages
 from halfstep.tasks import machine
 from halfstep.tasks.measure import SavedForBackward
+from halfstep.testing import Counter, Counts, fake_cuda, run_python
 from halfstep.timing import WARM_UP
 
 AMP, AGAIN, KERNELS = "torch.amp", "torch.amp again", "HALFSTEP_NATIVE"
@@ -61,6 +64,15 @@ SIZES = (
     Size(rows=2048, classes=4096, features=256),
     Size(rows=1024, classes=50257, features=768),
 )
+
+
+HEADS = (
+    Size(rows=16384, classes=32000, features=768),
+    Size(rows=16384, classes=50257, features=768),
+    Size(rows=8192, classes=128256, features=2048),
+    Size(rows=16384, classes=128256, features=4096),
+)
+"""Sizes that are counted."""
 
 
 def candidates(size: Size) -> tuple[nn.Module, dict[str, Callable[[], Tensor]]]:
@@ -140,6 +152,54 @@ def measure(size: Size, threads: int, *, quick: bool = False) -> dict[str, Any]:
     return {"title": size.title, "threads": threads, "rounds": rounds, "rows": rows}
 
 
+def moved(size: Size) -> dict[str, float]:
+    """Count on fake CUDA what `linear_cross_entropy` moves and saves, over linear layer and cross entropy."""
+    x, weight = (torch.empty(n, size.features, device="cuda", dtype=BF16) for n in (size.rows, size.classes))
+    x.requires_grad_(), weight.requires_grad_()
+    target = torch.empty(size.rows, device="cuda", dtype=torch.long)
+
+    def counts(loss: Callable[..., Tensor]) -> Counts:
+        x.grad = weight.grad = None
+        with Counter() as counter:
+            with counter.saving(), hs.autocast("cuda", policy=hs.Policy.of("mixed", dtype="bf16")):
+                value = loss(x, weight, target)
+            value.backward()
+        return counter.counts()
+
+    pair, fused = counts(lambda x, w, y: F.cross_entropy(F.linear(x, w), y)), counts(hs.linear_cross_entropy)
+    return {
+        **asdict(size),
+        "to_pair": fused.bytes() / pair.bytes(),
+        "saved_to_logits": (fused.saved - 2 * (x.numel() + weight.numel())) / (2 * size.rows * size.classes),
+        "launches": fused.launches(),
+        "pair_launches": pair.launches(),
+    }
+
+
+def counted() -> list[dict[str, float]]:
+    """Return `moved` of `HEADS`, from a process with the fake device."""
+    done = run_python(["-m", "benchmarks.losses", "--moved"], stdout=subprocess.PIPE)
+    found: list[dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+def moved_table(report: dict[str, Any]) -> str:
+    """Return a row for each of `HEADS`."""
+    if "moved" not in report:
+        return "Not measured here."
+    head = ["rows x features x classes", "bytes / those of the pair", "launches", "of the pair"]
+    rows = [
+        [
+            f"{row['rows']} x {row['features']} x {row['classes']}",
+            f"{row['to_pair']:.2f}",
+            str(row["launches"]),
+            str(row["pair_launches"]),
+        ]
+        for row in report["moved"]
+    ]
+    return table(head, rows)
+
+
 def losses_table(report: dict[str, Any]) -> str:
     """Return a row for each candidate of each size, with the times under each number of threads."""
     if not report:
@@ -163,13 +223,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    parser.add_argument("--moved", action="store_true", help="print what is counted on fake CUDA, which must be there")
     options = parser.parse_args()
+    if options.moved:
+        with fake_cuda():
+            print(json.dumps([moved(size) for size in HEADS]))
+        return 0
     keep_pages(parser)
     report = {
         "command": " ".join(["python -m benchmarks.losses", *sys.argv[1:]]),
         "commit": commit(),
         "quick": options.quick,
         "machine": {**machine(), "torch_threads": max(THREADS)},
+        "moved": counted(),
         "cases": [measure(size, threads, quick=options.quick) for size in SIZES for threads in THREADS],
     }
     write(options.json, report)

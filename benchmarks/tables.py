@@ -28,7 +28,7 @@ from benchmarks.goals import goals, instrument_goals
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks, lens_source
 from benchmarks.lint_tables import lint_blocks
-from benchmarks.losses import losses_table
+from benchmarks.losses import losses_table, moved_table
 from benchmarks.markdown import fill, names
 from benchmarks.matrix import matrix_table
 from benchmarks.memory_tables import counted, faults, memory, process_memory, task_memory
@@ -114,6 +114,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "serving": serving_table(serving),
         "source losses": source(losses),
         "losses": losses_table(losses),
+        "losses moved": moved_table(losses),
         "source wheel": source(wheel),
         "wheel": wheel_table(wheel),
         "soak": soak_table(load("soak.json")),

@@ -1,8 +1,8 @@
 """A language model over a large vocabulary: its last layer and its loss in one, by `hs.linear_cross_entropy`.
 
 The scores of all tokens over the whole vocabulary are the largest tensor of such a model, and they are needed for
-nothing but the loss. `hs.linear_cross_entropy` computes them for some rows at a time, and the gradients right behind
-them, so that no scores are kept. The model returns its loss when it is given targets, and scores when it is not.
+nothing but the loss. `hs.linear_cross_entropy` computes a part of them at a time, so that no scores are kept. The model
+returns its loss when it is given targets, and scores when it is not.
 """
 
 from __future__ import annotations

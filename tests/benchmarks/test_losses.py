@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.losses import Size, losses_table, measure
+from benchmarks.losses import Size, losses_table, measure, moved_table
 
 
 def test_a_size_is_measured() -> None:
@@ -17,4 +17,9 @@ def test_a_size_is_measured() -> None:
 
 
 def test_nothing_measured_is_said_so() -> None:
-    assert losses_table({}) == "Not measured here."
+    assert losses_table({}) == moved_table({}) == "Not measured here."
+
+
+def test_what_is_counted_is_shown() -> None:
+    row = {"rows": 4, "classes": 5, "features": 6, "to_pair": 1.257, "launches": 60, "pair_launches": 26}
+    assert "| 4 x 6 x 5 | 1.26 | 60 | 26 |" in moved_table({"moved": [row]})

@@ -82,13 +82,27 @@ def report(made: dict[str, Any], wide_loads: int, *, exact: bool = True) -> dict
     }
 
 
-def registers(made: dict[str, Any]) -> dict[str, int]:
-    """Return the registers of a thread, and the bytes that did not fit into them."""
+def dumped(made: dict[str, Any], what: str) -> str:
+    """Return what cuobjdump says of the machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def shortest_loop(made: dict[str, Any]) -> int:
+    """Return how many instructions the shortest loop of a kernel has."""
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", dumped(made, "-sass"))
+    places = [int(place, 16) for place, _ in code]
+    jumps = [(int(place, 16), re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for place, text in code]
+    back = [(int(to[1], 16), place) for place, to in jumps if to is not None and int(to[1], 16) < place]
+    return min(sum(to <= at <= place for at in places) for to, place in back)
+
+
+def registers(made: dict[str, Any]) -> dict[str, int]:
+    """Return the registers of a thread, and the bytes that did not fit into them."""
+    text = dumped(made, "-res-usage")
     (used, spilled), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(used), "spilled": int(spilled)}
 
@@ -101,21 +115,19 @@ def counts(kind: str, capability: int) -> dict[str, int]:
     constants = {"KIND": kind, **sizes, "BYTES": size, "ROW": ROW, "TOP": top.value}
     options = exponents.OPTIONS
     made = compiled(exponents.exponents_kernel, capability, options["num_warps"], constants, most=options["maxnreg"])
-    return {**report(made, 1), **registers(made)}
+    return {**report(made, 2), **registers(made), "instructions": shortest_loop(made) * 128 // (32 * block)}
 
 
 def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
     """Report on a kernel of losses whose rows begin anywhere; with smoothing also of class weights."""
     pointers = dict.fromkeys(("weight", "own", "every", "scale", "by_class"), "*fp32")
-    pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64", "ignored": "i32"}
-    pointers |= {"smoothing": "fp32", "out": "*fp32" if kernel == "losses_kernel" else f"*{kind}"}
+    pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64"}
+    pointers |= {**dict.fromkeys(("lse", "dot"), "*fp32"), "first": "i32", "into_stride": "i32", "out": f"*{kind}"}
     constants = {"CLASSES": classes, "KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
-    if kernel == "losses_kernel":
-        constants |= {"WEIGHTED": smoothed, "SMOOTHED": smoothed}
-    elif not smoothed:
+    if not smoothed:
         constants["by_class"] = None
     made = compiled(getattr(loss, kernel), capability, loss.BLOCK // 256, constants, pointers)
-    return {**report(made, 2 if kernel == "losses_kernel" else 4, exact=False), **registers(made)}
+    return {**report(made, 2, exact=False), **registers(made)}
 
 
 def every() -> dict[str, dict[str, int]]:
@@ -124,7 +136,7 @@ def every() -> dict[str, dict[str, int]]:
     for capability in (75, 80, 86, 89, 90, 100, 120):
         for kind in ("bf16", "fp16", "fp32", "fp64"):
             found[f"exponents {kind}, sm_{capability}"] = counts(kind, capability)
-        for kind, kernel, smoothed in product(("bf16", "fp16"), ("losses_kernel", "gradient_kernel"), (False, True)):
+        for kind, kernel, smoothed in product(("bf16", "fp16"), ("sums_kernel", "gradient_kernel"), (False, True)):
             name = f"{kernel} {kind}{' smoothed, with class weights' if smoothed else ''}, sm_{capability}"
             found[name] = losses(kind, capability, 50257, kernel, smoothed=smoothed)
     return found
@@ -145,7 +157,7 @@ def some() -> dict[str, dict[str, int]]:
     found["check"] = report(compiled(norms.check_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
     for kind in ("bf16", "fp32", "fp64"):
         found[f"exponents {kind}"] = counts(kind, 90)
-    for kernel in ("losses_kernel", "gradient_kernel"):
+    for kernel in ("sums_kernel", "gradient_kernel"):
         found[kernel] = losses("bf16", 120, 50257, kernel, smoothed=False)
     return found
 

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference import operators as reference
-from halfstep.kernels.reference.cross_entropy import shares
+from halfstep.kernels.reference.cross_entropy import RowSums, losses_of_sums, shares, smoothed
 from halfstep.kernels.triton import exponents as exponent_launchers
 from halfstep.kernels.triton import loss as loss_launchers
 from halfstep.kernels.triton import norms as norm_launchers
@@ -317,6 +317,20 @@ def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> No
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("exponent", [-300, -140, -120, -3, 110, 126, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_within_and_beyond_a_window_of_exponents_are_counted_once(dtype: torch.dtype, exponent: int) -> None:
+    within = (torch.randn(4096, dtype=torch.float64).abs().clamp(min=2.0**-20) * 2.0**exponent).to(dtype)
+    within[:50], within[1024:1100] = 0.0, torch.tensor(2.0**exponent).to(dtype)
+    beyond = within.clone()
+    beyond[3000:3002] = torch.tensor([1e-6, math.inf]).to(dtype)
+    given = [within, -within, beyond]
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    exponent_launchers.exponents_(rows, given)
+    exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
 def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
     bits = torch.arange(1, 2**12, dtype=torch.int32)
     powers = 2 ** torch.arange(12, 24)
@@ -331,6 +345,18 @@ def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
 
 
 LOSSES = [*itertools.product((torch.bfloat16, torch.float16), (0.0, 0.3), (False, True), (5, 64, 77))]
+
+
+def losses(
+    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, first: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss of every target and the log of its row's sum; classes in one part, or the second from `first` on."""
+    by_class = smoothed(smoothing, weight, logits.shape[1], logits)
+    sums = RowSums(*(torch.full((len(logits),), math.nan) for _ in range(3)))
+    loss_launchers.row_sums_(*sums, logits[:, :first], target, by_class, 0)
+    if first is not None:
+        loss_launchers.row_sums_(*sums, logits[:, first:], target, by_class, first)
+    return losses_of_sums(sums, target, weight, -100, smoothing, by_class)
 
 
 @pytest.mark.parametrize(("dtype", "smoothing", "weighted", "classes"), LOSSES)
@@ -349,16 +375,22 @@ def test_losses_and_gradients_are_fp32_and_rounded_once(
     want = F.cross_entropy(
         exact, target, None if weight is None else weight.double(), reduction="none", label_smoothing=smoothing
     )
-    got = loss_launchers.losses(logits, target, weight, -100, smoothing)
+    got, lse = losses(logits, target, weight, smoothing)
     assert got.dtype is torch.float32 and torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
     seed = torch.randn(6, generator=generator)
     kept = want.isfinite()  # smoothing makes the loss of a class that cannot be infinite
     (true,) = torch.autograd.grad(want[kept], exact, seed.double()[kept])
     share = shares(seed, target, weight, -100, smoothing, classes)
-    out = loss_launchers.gradient(logits, *share)
-    assert out.dtype is dtype and out.is_contiguous()
+    out = torch.empty_like(logits)
+    loss_launchers.gradient(logits, lse, *share, 0, out=out)
     error = (out.double() - true).abs()[kept]
     assert (error <= true.abs()[kept] * torch.finfo(dtype).eps * 0.51 + 1e-6).all()
+    first = classes // 2 + 1  # classes in two parts, whose gradients overwrite them
+    some, some_lse = losses(logits, target, weight, smoothing, first)
+    assert torch.allclose(some, got, rtol=1e-6, atol=1e-6) and torch.allclose(some_lse, lse, rtol=1e-6, atol=1e-6)
+    for begin, part in ((0, logits[:, :first]), (first, logits[:, first:])):
+        loss_launchers.gradient(part, lse, *share, begin, out=part)
+    assert torch.equal(logits, out)
 
 
 @pytest.mark.parametrize(("dtype", "smoothing"), [(torch.bfloat16, 0.0), (torch.float16, 0.3)])
@@ -368,28 +400,29 @@ def test_a_row_has_the_same_bits_wherever_it_begins(
     monkeypatch.setattr(loss_launchers, "BLOCK", 32)
     rows, target, classes = torch.randn(2, 77).to(dtype), torch.tensor([0, 76]), 77
     share = shares(torch.ones(2), target, None, -100, smoothing, classes)
-    expected = loss_launchers.losses(rows, target, None, -100, smoothing)
-    wanted = loss_launchers.gradient(rows, *share)
+    expected, lse = losses(rows, target, None, smoothing)
+    wanted, got = torch.empty_like(rows), torch.empty_like(rows)
+    loss_launchers.gradient(rows, lse, *share, 0, out=wanted)
     for begin, stride in [(0, 80), (1, 80), (3, 77), (6, 79), (7, 77)]:
         logits = torch.full((200,), math.nan, dtype=dtype)[begin:].as_strided((2, classes), (stride, 1))
         logits.copy_(rows)
-        found = loss_launchers.losses(logits, target, None, -100, smoothing)
+        found, lse = losses(logits, target, None, smoothing)
         assert torch.equal(found, expected), (begin, stride)
-        assert torch.equal(loss_launchers.gradient(logits, *share), wanted), (begin, stride)
+        loss_launchers.gradient(logits, lse, *share, 0, out=got)
+        assert torch.equal(got, wanted), (begin, stride)
 
 
 def test_a_target_that_is_no_class_gives_nan_and_nothing_is_read_there() -> None:
     logits, target = torch.randn(3, 5).bfloat16(), torch.tensor([0, 9, -3])
-    losses = loss_launchers.losses(logits, target, None, -100, 0.0)
-    assert losses.isnan().tolist() == [False, True, True]
-    ones = torch.ones(3)
-    gradient = loss_launchers.gradient(logits, *shares(ones, target, None, -100, 0.0, 5))
-    assert gradient.isnan().all(1).tolist() == [False, True, True]
+    each, lse = losses(logits, target, None, 0.0)
+    assert each.isnan().tolist() == [False, True, True]
+    loss_launchers.gradient(logits, lse, *shares(torch.ones(3), target, None, -100, 0.0, 5), 0, out=logits)
+    assert logits.isnan().all(1).tolist() == [False, True, True]
 
 
 def test_no_rows_have_no_losses() -> None:
     empty = torch.empty(0, 5, dtype=torch.bfloat16)
-    assert loss_launchers.losses(empty, torch.empty(0, dtype=torch.long), None, -100, 0.0).shape == (0,)
+    assert losses(empty, torch.empty(0, dtype=torch.long), None, 0.0)[0].shape == (0,)
 
 
 # ------------------------------------------------------------------ noise

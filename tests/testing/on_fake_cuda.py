@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from benchmarks.losses import HEADS, moved
 from halfstep.kernels import triton
 from halfstep.testing import CountError, Counts, count_step, fake_cuda
 from tests.testing.without_float64 import refused
@@ -166,6 +167,7 @@ def main() -> None:
         answer["inside"] = made_inside()
         answer["moved after"] = moved_after()
         answer["float64"] = refused()
+        answer["linear losses"] = [moved(size) for size in HEADS]
         answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["plans"] = plans()

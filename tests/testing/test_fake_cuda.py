@@ -132,6 +132,12 @@ def test_a_device_without_float64_is_asked_for_none(found: dict[str, Any]) -> No
 
 
 @device
+def test_linear_cross_entropy_moves_little_more_than_its_parts_and_saves_no_logits(found: dict[str, Any]) -> None:
+    for size in found["linear losses"]:
+        assert size["to_pair"] <= 1.34 and size["saved_to_logits"] < 0.001 and size["launches"] < 60
+
+
+@device
 def test_copies_between_devices_are_waits(found: dict[str, Any]) -> None:
     assert found["moves"] == ["aten::_to_copy", "aten::_to_copy", "aten::_local_scalar_dense"]
 

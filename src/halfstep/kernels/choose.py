@@ -39,7 +39,7 @@ OPERATORS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "advance_": ("advance_", "triton.norms.advance_"),
         **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
         "exponents_": ("exponents_", "triton.exponents.exponents_"),
-        "losses": ("losses", "triton.loss.losses"),
+        "row_sums_": ("row_sums_", "triton.loss.row_sums_"),
         "slope": ("logits_gradient", "triton.loss.gradient"),
     }
 )
@@ -244,17 +244,41 @@ def kernels_take_logits(logits: Tensor) -> bool:
     )
 
 
-def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-    """Return the loss of every target, wide: `reference.cross_entropy.losses`."""
-    if kernels_take_logits(logits):
-        found: Tensor = ops.losses(logits, target, weight, ignored, smoothing)
-        return found
-    return cross_entropy.losses(logits, target, weight, ignored, smoothing)
+def losses(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of every target, fp32 or fp64, and what its gradient needs: `RowSums.lse`, or nothing."""
+    if not kernels_take_logits(logits):
+        each = cross_entropy.losses(logits, target, weight, ignored, smoothing)
+        return each, each.new_empty(0)
+    by_class = cross_entropy.smoothed(smoothing, weight, logits.shape[1], logits)
+    cross_entropy.refuse_no_class(target, logits.shape[1], ignored)
+    sums = row_sums(logits, target, by_class)
+    return cross_entropy.losses_of_sums(sums, target, weight, ignored, smoothing, by_class)
 
 
-def rounded_gradient(logits: Tensor, share: cross_entropy.Shares) -> Tensor:
-    """Return the gradient of `logits` in their format, rounded once; without kernels `logits` are overwritten."""
-    if kernels_take_logits(logits):
-        found: Tensor = ops.logits_gradient(logits, *share)
-        return found
-    return cross_entropy.gradient_into(logits, logits, share)
+def row_sums(
+    logits: Tensor,
+    target: Tensor,
+    by_class: Tensor | None,
+    first: int = 0,
+    before: cross_entropy.RowSums | None = None,
+) -> cross_entropy.RowSums:
+    """Return the sums of rows: `reference.cross_entropy.row_sums`; kernels write into those `before`."""
+    if not kernels_take_logits(logits):
+        return cross_entropy.row_sums(logits, target, by_class, first, before)
+    wide = torch.float64 if logits.device.type == "cpu" else torch.float32
+    sums = before or cross_entropy.RowSums(*(logits.new_empty(len(logits), dtype=wide) for _ in range(3)))
+    ops.row_sums_(*sums, logits, target, by_class, first)
+    return sums
+
+
+def gradient_into(out: Tensor, logits: Tensor, share: cross_entropy.Shares, lse: Tensor, first: int = 0) -> Tensor:
+    """Write the gradient of `logits`, of the classes from `first` on, into `out`, rounded once, and return it.
+
+    `lse` is that of `losses`; `out` may be `logits`.
+    """
+    if lse.numel() and kernels_take_logits(logits):
+        ops.logits_gradient(logits, lse, *share, first, out=out)
+        return out
+    return cross_entropy.gradient_into(out, logits, share, lse if lse.numel() else None, first)

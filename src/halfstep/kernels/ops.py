@@ -61,8 +61,14 @@ for _update in SPECS:
     LIBRARY.define(_definition(_update))
 LIBRARY.define("exponents_(Tensor(a!) rows, Tensor[] tensors) -> ()")
 LIBRARY.define("exponents(Tensor x) -> Tensor")
-LIBRARY.define("losses(Tensor logits, Tensor target, Tensor? weight, int ignored, float smoothing) -> Tensor")
-LIBRARY.define("slope(Tensor logits, Tensor label, Tensor own, Tensor every, Tensor scale, Tensor? by_class) -> Tensor")
+LIBRARY.define(
+    "row_sums_(Tensor(a!) lse, Tensor(b!) own, Tensor(c!) dot, Tensor logits, Tensor target, Tensor? by_class, "
+    "int first) -> ()"
+)
+LIBRARY.define(
+    "slope(Tensor logits, Tensor lse, Tensor label, Tensor own, Tensor every, Tensor scale, Tensor? by_class, "
+    "int first, *, Tensor(a!) out) -> ()"
+)
 
 norms = torch.ops.halfstep.norms.default
 check_norms = torch.ops.halfstep.judge.default
@@ -70,7 +76,7 @@ advance_ = torch.ops.halfstep.advance_.default
 UPDATES = MappingProxyType({spec.name: getattr(torch.ops.halfstep, spec.operator).default for spec in SPECS})
 exponents_ = torch.ops.halfstep.exponents_.default
 exponents = torch.ops.halfstep.exponents.default
-losses = torch.ops.halfstep.losses.default
+row_sums_ = torch.ops.halfstep.row_sums_.default
 logits_gradient = torch.ops.halfstep.slope.default
 
 
@@ -91,9 +97,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "norms": lambda gradients: gradients[0].new_empty(len(gradients), dtype=torch.float32),
     "judge": lambda norms, *rest: (norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())),
     "exponents": lambda x: x.new_empty(ROW, dtype=torch.int64),
-    "losses": lambda logits, *rest: logits.new_empty(len(logits), dtype=torch.float32),
-    "slope": lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
-    **dict.fromkeys(("advance_", "exponents_", *BY_OPERATOR), lambda *args: None),
+    **dict.fromkeys(("advance_", "exponents_", "row_sums_", "slope", *BY_OPERATOR), lambda *args, **kwargs: None),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"halfstep::{_name}", _fake, lib=LIBRARY)

@@ -170,7 +170,7 @@ def test_fp16_gradients_do_not_vanish_under_a_loss_scale() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**-3, 2.0**10, 1 / 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(reduction: str, factor: float) -> None:
+def test_gradients_of_either_way_are_scaled_by_the_one_that_arrives(reduction: str, factor: float) -> None:
     *tensors, target = batch(BF16, ROWS)
     found = {}
     for recompute in (False, True):
@@ -182,10 +182,8 @@ def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(reduction:
         assert all(torch.equal(a, b) for a, b in zip(found[recompute], again, strict=True))
         once = found[False] if factor == 1.0 else grad(loss_of(tensors, target, reduction), tensors)
     for mine, right, plain in zip(found[False], found[True], once, strict=True):
-        if factor == 1 / 3:
-            assert torch.equal(mine, (plain.float() * torch.tensor(factor)).to(BF16))  # rounded once more
-        else:
-            assert torch.equal(mine, right)
+        assert torch.equal(mine, (plain.float() * torch.tensor(factor)).to(BF16))  # rounded once more by 1/3
+        assert (mine - right).float().norm() <= torch.finfo(BF16).eps * right.float().norm()
 
 
 def test_only_the_products_that_are_needed_are_computed() -> None:
@@ -251,7 +249,8 @@ def test_neither_logits_nor_their_gradients_are_kept_or_held(recompute: bool) ->
             loss = hs.linear_cross_entropy(x, w, target, chunk=64, recompute=recompute)
         loss.backward()
     low = 2 * (x.numel() + w.numel()) + 8 * target.numel()
-    assert kept.bytes <= low + 64 and ahead(loss) != recompute
+    sums = 8 * len(x) if recompute else 0  # of each row's exponentials
+    assert kept.bytes <= low + sums + 64 and ahead(loss) != recompute
     assert largest <= max(64 * 512 * 4, 4 * x.numel())  # one part's logits in fp32, or the input
 
 

@@ -17,13 +17,10 @@ from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import apply, rules_off
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels import ops
-from halfstep.kernels.choose import kernels_take_logits
+from halfstep.kernels.choose import gradient_into, kernels_take_logits, losses
 from halfstep.kernels.reference.cross_entropy import (
     REDUCTIONS,
     gradient,
-    gradient_into,
-    losses,
     parts,
     reduced,
     rows_at_a_time,
@@ -68,7 +65,8 @@ def cross_entropy(
         return F.cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    return apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing, reduction)
+    found = apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing, reduction)
+    return found[0]
 
 
 def pays(logits: Tensor) -> bool:
@@ -97,35 +95,34 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(
         logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, reduction: str
-    ) -> Tensor:
-        if kernels_take_logits(logits):
-            each = ops.losses(logits, target, weight, ignored, smoothing)
-        else:
-            taken = parts(_rows(logits), (logits, target))
-            each = torch.cat([losses(x, labels, weight, ignored, smoothing) for x, labels in taken])
-        return reduced(each, target, weight, ignored, reduction)
+    ) -> tuple[Tensor, Tensor]:
+        taken = parts(_rows(logits), (logits, target))
+        found = [losses(x, labels, weight, ignored, smoothing) for x, labels in taken]
+        each, lse = (torch.cat(some) if len(found) > 1 else some[0] for some in zip(*found, strict=True))
+        return reduced(each, target, weight, ignored, reduction).float(), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         logits, target, weight, ctx.ignored, ctx.smoothing, ctx.reduction = inputs
-        ctx.save_for_backward(logits, target, weight)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(logits, target, weight, output[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        logits, target, weight = ctx.saved_tensors
+        logits, target, weight, lse = ctx.saved_tensors
         with rules_off(logits.device.type):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1], ctx.reduction)
             if differentiated(grads[0]):
                 return gradient(logits, share).to(logits.dtype), None, None, None, None, None
-            if kernels_take_logits(logits):
-                return ops.logits_gradient(logits, *share), None, None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
             for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
-                gradient_into(result, x, of_part)
+                gradient_into(result, x, of_part, lse)
         return out, None, None, None, None, None
 
 
 def _rows(logits: Tensor) -> int:
-    """Return how many of the first dimension of `logits` are widened at a time."""
+    """Return how many of the first dimension of `logits` are read at a time: all, or so many are widened."""
+    if kernels_take_logits(logits):
+        return len(logits)
     return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

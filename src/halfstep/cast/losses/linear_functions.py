@@ -1,8 +1,7 @@
-"""The two autograd functions of `linear_loss`: cross entropy of a linear layer's outputs, some rows at a time."""
+"""The two autograd functions of `linear_loss`: cross entropy of a linear layer's outputs, a part of them at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,16 +13,18 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.losses.cross_entropy import differentiated
 from halfstep.errors import LossError
-from halfstep.kernels.choose import losses, rounded_gradient
+from halfstep.kernels.choose import gradient_into, losses, row_sums
 from halfstep.kernels.reference.cross_entropy import (
     Shares,
     gradient,
+    losses_of_sums,
     parts,
     reduced,
+    refuse_no_class,
     shares,
+    smoothed,
     widened,
 )
-from halfstep.torch_private.modes import is_legacy_batchedtensor
 
 
 def _no_rules(device: str) -> AbstractContextManager[Any]:
@@ -31,7 +32,10 @@ def _no_rules(device: str) -> AbstractContextManager[Any]:
 
 
 class GradientsAhead(Function):
-    """Reduced cross entropy of a linear layer, with those gradients of input, weight and bias that `needs` names."""
+    """Reduced cross entropy of a linear layer, with those gradients of input, weight and bias that `needs` names.
+
+    Parts are rows. The gradients of the weight and the bias are summed in fp32 over them and rounded once.
+    """
 
     @staticmethod
     def forward(
@@ -44,20 +48,21 @@ class GradientsAhead(Function):
         ignored: int,
         smoothing: float,
         reduction: str,
-        chunk: int,
+        rows: int,
         needs: tuple[bool, ...],
     ) -> Tensor:
         """Return the loss, 0-dim and wide; keep its gradients."""
-        one = torch.ones((), dtype=widened(input[:0]).dtype, device=input.device)
-        share = shares(one, target, weight, ignored, smoothing, len(linear_weight), reduction)
-        product = _LinearLayer(linear_weight, linear_bias, emulating=False)
-        found: list[Tensor] = []
-
-        def look(logits: Tensor, labels: Tensor) -> None:
-            found.append(losses(logits, labels, weight, ignored, smoothing))
-
-        ctx.save_for_backward(*_gradients(product, input, target, share, chunk, needs, look))
-        return reduced(torch.cat(found), target, weight, ignored, reduction)
+        layer = _LinearLayer(linear_weight, linear_bias, emulating=False)
+        one = torch.ones((), dtype=layer.wide, device=input.device)
+        share = shares(one, target, weight, ignored, smoothing, layer.classes, reduction)
+        found, into = [], _Gradients(layer, input, needs, rows, layer.classes)
+        for n, ((x, labels), of_part) in enumerate(zip(parts(rows, (input, target)), share.parts(rows), strict=True)):
+            logits = layer.logits(x)
+            each, lse = losses(logits, labels, weight, ignored, smoothing)
+            found.append(each)
+            into.add(gradient_into(logits, logits, of_part, lse), row=n * rows)
+        ctx.save_for_backward(*into.rounded())
+        return reduced(torch.cat(found), target, weight, ignored, reduction).to(layer.wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -68,19 +73,17 @@ class GradientsAhead(Function):
                 "with recompute=True where backward runs with create_graph=True"
             )
         with _no_rules(grads[0].device.type):
-            found = [None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors]
+            found = [None if g is None else g * grads[0] for g in ctx.saved_tensors]
         return *found, None, None, None, None, None, None, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return ``gradient * factor``, rounded once; `factor` is 0-dim and wide."""
-    if gradient.device.type == "cpu" or is_legacy_batchedtensor(factor):
-        return gradient * factor
-    return torch.mul(gradient, factor.view(1), out=torch.empty_like(gradient))  # a 0-dim factor is rounded first
-
-
 class LinearCrossEntropy(Function):
-    """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
+    """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,).
+
+    Parts are classes, `count` of them. The forward pass sums exponentials over the parts, and keeps the log of their
+    sum. Out of it and a part's logits, computed again, the backward pass makes their gradient, which overwrites them:
+    the part's gradients of weight and bias are complete, and the input's is summed in fp32 and rounded once.
+    """
 
     generate_vmap_rule = True
 
@@ -94,33 +97,42 @@ class LinearCrossEntropy(Function):
         ignored: int,
         smoothing: float,
         reduction: str,
-        chunk: int,
+        count: int,
         emulating: bool,
-    ) -> Tensor:
-        """Return the loss, wide: 0-dim, or (N,) if it is not reduced."""
-        product = _LinearLayer(linear_weight, linear_bias, emulating)
-        taken = parts(chunk, (input, target))
-        found = [losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in taken]
-        return reduced(torch.cat(found) if len(found) > 1 else found[0], target, weight, ignored, reduction)
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, wide: 0-dim, or (N,) if it is not reduced; and `RowSums.lse`."""
+        layer = _LinearLayer(linear_weight, linear_bias, emulating)
+        refuse_no_class(target, layer.classes, ignored)
+        by_class = smoothed(smoothing, weight, layer.classes, input)
+        sums = row_sums(layer.logits(input, 0, count), target, by_class)
+        for first in range(count, layer.classes, count):
+            sums = row_sums(layer.logits(input, first, count), target, by_class, first, sums)
+        each, lse = losses_of_sums(sums, target, weight, ignored, smoothing, by_class)
+        return reduced(each, target, weight, ignored, reduction).to(layer.wide), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the arguments."""
-        *tensors, ctx.ignored, ctx.smoothing, ctx.reduction, ctx.chunk, ctx.emulating = inputs
-        ctx.save_for_backward(*tensors)
+        """Keep the arguments, and what the exponentials sum up to."""
+        *tensors, ctx.ignored, ctx.smoothing, ctx.reduction, ctx.count, ctx.emulating = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias, from logits that are computed again."""
-        input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
+        input, linear_weight, linear_bias, target, weight, lse = ctx.saved_tensors
         device = input.device.type
         with _no_rules(device):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight), ctx.reduction)
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
-                product = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
-                found = _gradients(product, input, target, share, ctx.chunk, ctx.needs_input_grad[:3])
+                layer = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
+                into = _Gradients(layer, input, ctx.needs_input_grad[:3], len(input), ctx.count)
+                for first in range(0, layer.classes, ctx.count):
+                    logits = layer.logits(input, first, ctx.count)
+                    into.add(gradient_into(logits, logits, share, lse, first), first=first)
+                found = into.rounded()
         return *found, None, None, None, None, None, None, None
 
 
@@ -128,8 +140,7 @@ class _LinearLayer:
     """The weight and bias of a linear layer; emulating: fp32 arithmetic, each result rounded once to the low format."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, emulating: bool) -> None:
-        self.low = weight.dtype
-        self.bias_low = None if bias is None else bias.dtype
+        self.low, self.wide, self.classes = weight.dtype, widened(weight[:0]).dtype, len(weight)
         self.emulating = emulating
         self.weight = weight.float() if emulating else weight
         self.bias = bias if bias is None or not emulating else bias.float()
@@ -137,66 +148,66 @@ class _LinearLayer:
     def operand(self, low: Tensor) -> Tensor:
         return low.float() if self.emulating else low
 
-    def logits(self, input: Tensor) -> Tensor:
-        return F.linear(self.operand(input), self.weight, self.bias).to(self.low)
-
-    def onto(self, total: Tensor, grad: Tensor, input: Tensor) -> None:
-        """Add ``grad.T @ input`` to `total`, which is wide."""
-        grad = grad.t()
-        if total.dtype == grad.dtype:
-            total.addmm_(grad, input)
-        elif total.device.type == "cuda":
-            torch.addmm(total, grad, input, out_dtype=torch.float32, out=total)
-        else:
-            total.add_(torch.mm(grad, input))  # no kernel gives fp32: each part is rounded, their sum is not
+    def logits(self, input: Tensor, first: int = 0, count: int | None = None) -> Tensor:
+        """Return the logits of `count` classes from `first` on."""
+        some = slice(first, None if count is None else first + count)
+        bias = None if self.bias is None else self.bias[some]
+        return F.linear(self.operand(input), self.weight[some], bias).to(self.low)
 
 
-def _gradients(
-    product: _LinearLayer,
-    input: Tensor,
-    target: Tensor,
-    share: Shares,
-    chunk: int,
-    needs: tuple[bool, ...],
-    look: Callable[[Tensor, Tensor], None] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias that are needed; `look` gets each part's logits and targets."""
-    wide = torch.float64 if input.dtype is torch.float64 else torch.float32
-    need_input, need_weight, need_bias = needs
-    of_input = torch.empty_like(input) if need_input else None
-    summed = need_weight and chunk < len(input)  # one product accumulates in fp32 by itself
-    of_weight = torch.zeros_like(product.weight, dtype=wide) if summed else None
-    of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
-    places = input if of_input is None else of_input
-    for (x, place, labels), of_part in zip(parts(chunk, (input, places, target)), share.parts(chunk), strict=True):
-        logits = product.logits(x)
-        if look is not None:
-            look(logits, labels)
-        grad = rounded_gradient(logits, of_part)
+class _Gradients:
+    """The gradients of input, weight and bias that are needed, made of those of the logits of one part after another.
+
+    Each part has `rows` rows and `classes` classes. What several parts add to is wide, and rounded once at the end.
+    """
+
+    def __init__(self, layer: _LinearLayer, input: Tensor, needs: tuple[bool, ...], rows: int, classes: int) -> None:
+        self.layer, self.input, self.rows, self.classes = layer, input, rows, classes
+        whole = (classes >= layer.classes, rows >= len(input), False)
+        room = zip((input, layer.weight, layer.weight[:, 0]), needs, whole, strict=True)
+        self.found = [
+            torch.empty_like(t, dtype=layer.weight.dtype if complete else layer.wide) if needed else None
+            for t, needed, complete in room
+        ]
+
+    def add(self, grad: Tensor, row: int = 0, first: int = 0) -> None:
+        """Take the gradient of the logits of a part: from a row, and the `first` class, on."""
+        rows, classes = slice(row, row + self.rows), slice(first, first + self.classes)
+        of_input, of_weight, of_bias = self.found
         if of_bias is not None:
-            of_bias += grad.sum(0, dtype=wide)
-        grad = product.operand(grad)
-        if of_input is not None and product.emulating:
-            place.copy_(torch.mm(grad, product.weight))
-        elif of_input is not None:
-            torch.mm(grad, product.weight, out=place)
+            _put(of_bias[classes], grad.sum(0, dtype=of_bias.dtype), added=row > 0)
+        grad = self.layer.operand(grad)
+        if of_input is not None:
+            _put_product(of_input[rows], grad, self.layer.weight[classes], added=first > 0)
         if of_weight is not None:
-            product.onto(of_weight, grad, product.operand(x))
-        elif need_weight:
-            of_weight = torch.mm(grad.t(), product.operand(x))
-    return (
-        of_input,
-        None if of_weight is None else of_weight.to(product.low),
-        None if of_bias is None else of_bias.to(product.low),
-    )
+            _put_product(of_weight[classes], grad.t(), self.layer.operand(self.input[rows]), added=row > 0)
+
+    def rounded(self) -> list[Tensor | None]:
+        """Return the gradients."""
+        return [None if t is None else t.to(self.layer.low) for t in self.found]
+
+
+def _put(out: Tensor, found: Tensor, *, added: bool) -> None:
+    out.add_(found) if added else out.copy_(found)
+
+
+def _put_product(out: Tensor, one: Tensor, other: Tensor, *, added: bool) -> None:
+    """Write ``one @ other`` to `out`, which may be wide, or add it."""
+    kinds: dict[str, Any] = {} if out.dtype == one.dtype else {"out_dtype": out.dtype}
+    if kinds and out.device.type != "cuda":
+        _put(out, torch.mm(one, other), added=added)  # no kernel gives fp32: each part is rounded, their sum is not
+    elif added:
+        torch.addmm(out, one, other, out=out, **kinds)
+    else:
+        torch.mm(one, other, out=out, **kinds)
 
 
 def _differentiable(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, share: Shares
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> list[Tensor | None]:
     """Return all three gradients from all logits at once, by operators that have a derivative; nothing is rounded."""
     x, weight = widened(input), widened(linear_weight)
     bias = None if linear_bias is None else widened(linear_bias)
     grad = gradient(F.linear(x, weight, bias), share)
     of_bias = None if linear_bias is None else grad.sum(0).to(linear_bias.dtype)
-    return (grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias
+    return [(grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias]

@@ -1,18 +1,16 @@
-"""linear_cross_entropy: the loss of a linear layer's outputs, some rows at a time, so that no logits are saved.
+"""linear_cross_entropy: the loss of a linear layer's outputs, a part of them at a time, so that no logits are saved.
 
-Over a large vocabulary the logits are most of what a language model saves. Here they exist for some rows at a time, and
-one of two things is saved instead:
+Over a large vocabulary the logits are most of what a language model saves. One of two things is saved instead:
 
-- The gradients of input, weight and bias, computed in the forward pass right behind the logits of each part
+- The gradients of input, weight and bias, computed in the forward pass right behind the logits of some rows
   (`GradientsAhead`); the backward pass multiplies them by the gradient that arrives. Three products, as without this
   function. They have no derivative, and are taken only where they are no larger than low logits would be.
-- The input (`LinearCrossEntropy`); the backward pass computes the logits again, a fourth product. Fewest bytes, second
-  derivatives, torch.func. Always in fp16, where gradients that precede the loss scale round to 0, and for losses that
-  are not reduced, whose gradients are no multiples of one.
+- The input and a sum for each row (`LinearCrossEntropy`); the backward pass computes the logits of some classes again,
+  a fourth product. Second derivatives, torch.func, fewest bytes, saved and moved: parts of rows read and write the
+  weight's whole gradient each. Always on accelerators, in fp16, where gradients that precede the loss scale round to 0,
+  and for losses that are not reduced, whose gradients are no multiples of one.
 
-The gradients of the weight and the bias are summed in fp32 over the parts and rounded once; in the first way the
-product with a gradient that is no power of two is rounded once more. (Liger, github.com/linkedin/Liger-Kernel, and
-torch, nn.LinearCrossEntropyOptions, have the first way in other forms.)
+(Liger, github.com/linkedin/Liger-Kernel, and torch, nn.LinearCrossEntropyOptions, have the first way in other forms.)
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, load_kernels
-from halfstep.kernels.reference.cross_entropy import REDUCTIONS, rows_at_a_time
+from halfstep.kernels.reference.cross_entropy import CHUNK, LARGE_CHUNK, REDUCTIONS
 from halfstep.policy.resolve import units
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
 ENOUGH, LARGE = 512, 1 << 22
-"""Rows of a part at least, and its logits, where a CPU's kernels read low logits. In parts of few rows adding up the
-weight's gradient takes longer than its product (50,257 classes, 768 features, all products: parts of 41 rows take 1.7
-times as long as of 256, and 512 as 256); every part waits for all threads."""
+"""Rows or classes of a part at least, and its logits, where a CPU's kernels read low logits. In parts of few rows
+adding up the weight's gradient takes longer than its product (50,257 classes, 768 features, all products: 41 rows at a
+time take 1.7 times as long as 256, and 512 as 256); every part waits for all threads."""
 
-FEWEST = 10
-"""Parts at least on an accelerator, so that no more than a tenth of the logits exist at a time. Each part reads and
-writes the weight's fp32 gradient: in parts of as many rows as there are features, as many bytes as its logits take."""
+FEWEST, WHOLE = 5, 64
+"""Parts at least on an accelerator, and what the number of their classes is a multiple of. A part's logits, which their
+gradient overwrites, are a tenth of all logits and gradients; each part reads and writes the input's fp32 gradient."""
 
 NOT_COUNTED = -100  # torch's default for targets that do not count
 
@@ -99,12 +97,11 @@ def linear_cross_entropy(
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
-        chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
-            a CPU, of low logits 2**22 or 512 rows; elsewhere 2**24 logits, or as many rows as there are features but
-            no more than a tenth of all.
+        chunk: as many logits exist at a time as so many rows have; None: as many as stay in a core's cache (4 MiB of
+            fp32) on a CPU, of low logits 2**22 or those of 512 rows or classes; elsewhere 2**24 or a fifth of all.
         recompute: save the input and compute the logits again in the backward pass, for second derivatives and the
-            fewest bytes. False: save the gradients of input, weight and bias, computed in the forward pass, except in
-            fp16, with reduction="none", under torch.func, and where these have more elements than the logits.
+            fewest bytes. False: on a CPU save the gradients of input, weight and bias, computed in the forward pass,
+            except in fp16, with reduction="none", under torch.func, and where these have more elements than the logits.
 
     Returns:
         0-dim, or with reduction="none" of the shape of `target`; fp32, or fp64 of fp64 inputs.
@@ -191,16 +188,19 @@ def fused_loss(
     weight = settings.weight
     if weight is not None:
         weight = weight.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
-    chunk = settings.chunk or _rows(input, linear_weight)
     product = (rows, linear_weight, linear_bias)
     needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in product)
-    loss_settings = (settings.ignored, settings.label_smoothing, settings.reduction, chunk)
-    arguments = (*product, labels, weight, *loss_settings)
-    ahead = _takes_gradients_ahead(product, needs, settings)
-    function: type[Function] = GradientsAhead if ahead else LinearCrossEntropy
-    last = needs if ahead else emulating
+    arguments = (*product, labels, weight, settings.ignored, settings.label_smoothing, settings.reduction)
     compiling = torch.compiler.is_compiling()
-    found: Tensor = function.apply(*arguments, last) if compiling else apply(function, *arguments, last)
+
+    def run(function: type[Function], *last: Any) -> Any:
+        return function.apply(*arguments, *last) if compiling else apply(function, *arguments, *last)
+
+    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in product)
+    of_rows, of_classes = _parts(rows, linear_weight, settings.chunk)
+    if _takes_gradients_ahead(product, needs, settings):
+        return cast(Tensor, run(GradientsAhead, of_rows, needs))
+    found: Tensor = run(LinearCrossEntropy, of_classes, emulating)[0]
     return found.view(target.shape) if settings.reduction == "none" else found
 
 
@@ -282,17 +282,21 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-# ------------------------------------------------------------------ rows at a time
+# ------------------------------------------------------------------ a part at a time
 
 
-def _rows(input: Tensor, linear_weight: Tensor) -> int:
-    """Return how many rows' logits exist at a time."""
-    classes, device = len(linear_weight), input.device.type
-    compiling = torch.compiler.is_compiling()
-    if device == "cpu" and input.dtype in LOW_DTYPES and not compiling and not load_kernels(device):
-        return max(LARGE // classes, ENOUGH)
-    rows = rows_at_a_time(classes, device)
-    return rows if device == "cpu" else max(rows, min(input.shape[-1], len(input) // FEWEST))
+def _parts(input: Tensor, linear_weight: Tensor, chunk: int | None) -> tuple[int, int]:
+    """Return how many rows, or else how many classes, a part has."""
+    rows, classes, device = len(input), len(linear_weight), input.device.type
+    if chunk is not None:
+        return chunk, max(1, chunk * classes // rows)
+    if device != "cpu":
+        many, least = max(LARGE_CHUNK, rows * classes // FEWEST), WHOLE
+    elif input.dtype in LOW_DTYPES and not torch.compiler.is_compiling() and not load_kernels(device):
+        many, least = LARGE, ENOUGH
+    else:
+        many, least = CHUNK[device], 1
+    return max(many // classes, least), -(-many // (rows * least)) * least
 
 
 def _takes_gradients_ahead(
@@ -302,7 +306,8 @@ def _takes_gradients_ahead(
     input, linear_weight, _ = product
     size = sum(t.numel() for t, needed in zip(product, needs, strict=True) if t is not None and needed)
     return (
-        0 < size <= len(input) * len(linear_weight)
+        input.device.type == "cpu"
+        and 0 < size <= len(input) * len(linear_weight)
         and not settings.recompute
         and settings.reduction != "none"
         and input.dtype is not torch.float16

@@ -88,12 +88,13 @@ class Kernels:
         self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
         for update in self._updates.values():
             update.argtypes = (text, text)
-        self._losses, self._slope = library.halfstep_losses, library.halfstep_slope
-        self._losses.argtypes = (text, address, address, number, double, address)
-        self._losses.restype = number
-        self._slope.argtypes = (text, *[address] * 6)
-        self._slope.restype = None
-        for function in (self._norms, self._check, self._both, self._advance, self._exponents, *self._updates.values()):
+        self._row_sums, self._slope = library.halfstep_row_sums, library.halfstep_slope
+        self._row_sums.argtypes = (*[address] * 3, text, address, address, number)
+        self._slope.argtypes = (text, *[address] * 6, number, address, number)
+        for function in (
+            *(self._norms, self._check, self._both, self._advance, self._exponents, self._row_sums, self._slope),
+            *self._updates.values(),
+        ):
             function.restype = None
 
     def _read(self, function: Any, work: str, out: Tensor, columns: Columns) -> None:
@@ -140,22 +141,19 @@ class Kernels:
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         self._read(self._exponents, "exponents", rows, Columns(dense))
 
-    def losses(self, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-        """Carry out `ops.losses`."""
-        out = torch.empty(len(logits), dtype=torch.float32, device="cpu")
-        target, weight = target.contiguous(), None if weight is None else weight.contiguous()
-        at = None if weight is None else weight.data_ptr()
-        wrong = self._losses(self._logits(logits), target.data_ptr(), at, ignored, smoothing, out.data_ptr())
-        if wrong >= 0:
-            raise IndexError(f"Target {int(target[wrong])} is out of bounds.")  # torch's words
-        return out
+    def row_sums_(self, *given: Any) -> None:
+        """Carry out `ops.row_sums_`."""
+        *sums, logits, target, by_class, first = given
+        target, by_class = target.contiguous(), None if by_class is None else by_class.contiguous()
+        shares = None if by_class is None else by_class.data_ptr()
+        self._row_sums(*map(_address, sums), self._logits(logits), target.data_ptr(), shares, first)
 
-    def logits_gradient(self, logits: Tensor, *share: Tensor | None) -> Tensor:
+    def logits_gradient(self, logits: Tensor, *given: Any, out: Tensor) -> None:
         """Carry out `ops.logits_gradient`."""
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        dense = [None if t is None else t.contiguous() for t in share]
-        self._slope(self._logits(logits), *(None if t is None else t.data_ptr() for t in dense), out.data_ptr())
-        return out
+        *tensors, first = given
+        dense = [None if t is None else t.contiguous() for t in tensors]
+        addresses = [None if t is None else t.data_ptr() for t in dense]
+        self._slope(self._logits(logits), *addresses, first, out.data_ptr(), out.stride(0))
 
     def _logits(self, logits: Tensor) -> bytes:
         """Return the struct `Logits` of `loss.h`."""

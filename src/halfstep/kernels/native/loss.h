@@ -1,5 +1,5 @@
 // Cross entropy of rows of low logits, as in `reference/cross_entropy.py`: they come from memory once in the forward
-// and once in the backward pass, and nothing wide is written but a loss a row. exp is within an ulp, sums are fp32
+// and once in the backward pass, and nothing wide is written but two or three sums a row. exp is within an ulp, sums are fp32
 // over at most BLOCK classes and fp64 over these, and the numbers of a row that are no vector are fp64. A row is one
 // thread's work, so results do not depend on the number of threads.
 
@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <memory>
 
 #include "formats.h"
 #include "threads.h"
@@ -76,79 +75,79 @@ double sum_of(int64_t count, const Value &value) {
     return sum;
 }
 
-template <class Low>
-float loss_of(const uint16_t *__restrict x, int64_t classes, int64_t label, const float *weight, double smoothing) {
-    float top = largest<Low>(x, classes);
-    double lse = std::log(sum_of(classes, [&](int64_t i) { return exponential(Low::widen(x[i]) - top); }));
-    double loss = (lse - (Low::widen(x[label]) - top)) * (weight ? weight[label] : 1.0);  // all less `top`
-    if (!smoothing) return float(loss);
-    double weights = weight ? sum_of(classes, [&](int64_t i) { return weight[i]; }) : double(classes);
-    double dot = weight ? sum_of(classes, [&](int64_t i) { return weight[i] * (Low::widen(x[i]) - top); })
-                        : sum_of(classes, [&](int64_t i) { return Low::widen(x[i]) - top; });
-    return float((1.0 - smoothing) * loss + smoothing / classes * (weights * lse - dot));
+inline double log_sum(double a, double b) {  // log(e**a + e**b)
+    double high = a > b ? a : b, low = a > b ? b : a;
+    return low == -INFINITY ? high : high + std::log1p(std::exp(low - high));
 }
 
-struct Row {  // of `Shares`
-    int64_t label;
+template <class Low>
+void add_row(const uint16_t *__restrict x, int64_t classes, int64_t place, const float *by_class, double &lse,
+             double &own, double &dot) {
+    float top = largest<Low>(x, classes);
+    float base = top == -INFINITY ? 0.0f : top;  // -inf minus itself would be nan
+    double sum = sum_of(classes, [&](int64_t i) { return exponential(Low::widen(x[i]) - base); });
+    lse = log_sum(lse, base + std::log(sum));
+    if (place >= 0 && place < classes) own = Low::widen(x[place]);
+    if (by_class) dot += sum_of(classes, [&](int64_t i) { return by_class[i] * Low::widen(x[i]); });
+}
+
+struct Row {  // of `Shares`, with the log of the sum of its exponentials
+    double lse;
+    int64_t label;  // less the first class of the part
     float own, every, scale;
     const float *by_class;
 };
 
+// `out` may be `x`: each block of it is read before it is written.
 template <class Low>
-void gradient_of(uint16_t *__restrict out, const uint16_t *__restrict x, float *__restrict e, int64_t classes,
-                 const Row &row) {
-    if (row.label < 0 || row.label >= classes) {  // as in Triton; the losses have refused it
-        std::fill_n(out, classes, Low::narrow(NAN));
-        return;
+void gradient_of(uint16_t *out, const uint16_t *x, int64_t classes, const Row &row) {
+    float base = float(row.lse), scale = row.scale;
+    double every = row.every * std::exp(base - row.lse);
+    float factor = float(every);
+    const float *by_class = row.by_class;
+    bool here = row.label >= 0 && row.label < classes;
+    double own = here ? every * exponential(Low::widen(x[row.label]) - base) - row.own : 0;
+    if (here && by_class) own -= double(scale) * by_class[row.label];
+    for (int64_t begin = 0; begin < classes; begin += BLOCK) {
+        float e[BLOCK];
+        int64_t many = std::min(BLOCK, classes - begin);
+        const uint16_t *from = x + begin;
+        uint16_t *into = out + begin;
+        for (int64_t i = 0; i < many; i++) e[i] = exponential(Low::widen(from[i]) - base) * factor;
+        if (by_class)
+            for (int64_t i = 0; i < many; i++) e[i] -= scale * by_class[begin + i];
+        for (int64_t i = 0; i < many; i++) into[i] = Low::narrow(e[i]);
     }
-    float top = largest<Low>(x, classes);
-    double sum = sum_of(classes, [&](int64_t i) { return e[i] = exponential(Low::widen(x[i]) - top); });
-    double every = row.every / sum, own = every * e[row.label] - row.own;
-    float factor = float(every), scale = row.scale;
-    if (const float *by_class = row.by_class) {
-        for (int64_t i = 0; i < classes; i++) out[i] = Low::narrow(e[i] * factor - scale * by_class[i]);
-        own -= double(scale) * by_class[row.label];
-    } else {
-        for (int64_t i = 0; i < classes; i++) out[i] = Low::narrow(e[i] * factor);
-    }
-    out[row.label] = Low::narrow(float(own));
+    if (here) out[row.label] = Low::narrow(float(own));
 }
 
 }  // namespace
 
 extern "C" {
 
-// Returns the first row whose target is no class, or -1; the losses are complete only then.
-int64_t halfstep_losses(const Logits *logits, const int64_t *target, const float *weight, int64_t ignored,
-                        double smoothing, float *losses) {
-    int64_t classes = logits->classes, wrong = logits->rows;
-    for (int64_t n = logits->rows; n-- > 0;)
-        if (target[n] != ignored && (target[n] < 0 || target[n] >= classes)) wrong = n;
-    if (wrong < logits->rows) return wrong;
+// Adds the logits of the classes from `first` on to the sums of their rows, which begin with class 0.
+void halfstep_row_sums(double *lse, double *own, double *dot, const Logits *logits, const int64_t *target,
+                       const float *by_class, int64_t first) {
     in_parallel(logits->threads, logits->rows, [&](int64_t begin, int64_t end) {
+        auto *add = logits->type == BF16 ? add_row<Bf16> : add_row<Fp16>;
+        const float *shares = by_class ? by_class + first : nullptr;
         for (int64_t n = begin; n < end; n++) {
+            if (first == 0) lse[n] = -INFINITY, own[n] = NAN, dot[n] = 0;
             const uint16_t *x = logits->low + n * logits->stride;
-            losses[n] = target[n] == ignored ? 0.0f
-                        : logits->type == BF16
-                            ? loss_of<Bf16>(x, classes, target[n], weight, smoothing)
-                            : loss_of<Fp16>(x, classes, target[n], weight, smoothing);
+            add(x, logits->classes, target[n] - first, shares, lse[n], own[n], dot[n]);
         }
     });
-    return -1;
 }
 
-// Writes the gradients of the logits, whose rows then lie one behind the other, to `out`.
-void halfstep_slope(const Logits *logits, const int64_t *label, const float *own, const float *every,
-                    const float *scale, const float *by_class, uint16_t *out) {
-    int64_t classes = logits->classes;
+// Writes the gradients of the logits to rows of `out`, `stride` apart.
+void halfstep_slope(const Logits *logits, const double *lse, const int64_t *label, const float *own,
+                    const float *every, const float *scale, const float *by_class, int64_t first, uint16_t *out,
+                    int64_t stride) {
     in_parallel(logits->threads, logits->rows, [&](int64_t begin, int64_t end) {
-        if (begin == end) return;
-        std::unique_ptr<float[]> scratch(new float[classes]);
         for (int64_t n = begin; n < end; n++) {
-            const uint16_t *x = logits->low + n * logits->stride;
-            Row row{label[n], own[n], every[n], scale[n], by_class};
+            Row row{lse[n], label[n] - first, own[n], every[n], scale[n], by_class ? by_class + first : nullptr};
             auto *gradient = logits->type == BF16 ? gradient_of<Bf16> : gradient_of<Fp16>;
-            gradient(out + n * classes, x, scratch.get(), classes, row);
+            gradient(out + n * stride, logits->low + n * logits->stride, logits->classes, row);
         }
     });
 }

@@ -10,6 +10,7 @@ and fp32 for everything else. Callers walk along N a part at a time, so that wid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -42,6 +43,14 @@ class Shares(NamedTuple):
             yield Shares(label, own, every, scale, self.by_class)
 
 
+class RowSums(NamedTuple):
+    """What rows of logits add up to, (N,) each: for all classes, or for those that have been counted so far."""
+
+    lse: Tensor  # log of the sum of exponentials
+    own: Tensor  # the logit of the target; nan where its class has not been counted, or is none
+    dot: Tensor  # sum of `by_class` times logits; arbitrary without label smoothing
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Return `tensor` in the format the arithmetic is in: itself if that is its own."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
@@ -67,6 +76,54 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
         )
     log_probabilities = torch.log_softmax(logits, 1, dtype=_wide(logits))  # on CUDA one kernel reads low, writes wide
     return F.nll_loss(log_probabilities, target, weight, ignore_index=ignored, reduction="none")
+
+
+def row_sums(
+    logits: Tensor, target: Tensor, by_class: Tensor | None, first: int = 0, before: RowSums | None = None
+) -> RowSums:
+    """Return the sums of rows: of logits (N, C), whose classes begin with `first`, and of those `before` them."""
+    x = widened(logits)
+    inside, place = _places(target, first, x.shape[1])
+    own = torch.where(inside, x.gather(1, place.unsqueeze(1)).squeeze(1), math.nan if before is None else before.own)
+    lse = torch.logsumexp(x, 1)
+    dot = torch.zeros_like(lse) if by_class is None else x @ by_class[first : first + x.shape[1]]
+    return RowSums(lse, own, dot) if before is None else RowSums(before.lse.logaddexp(lse), own, before.dot + dot)
+
+
+def _places(label: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return whether labels are among the `count` classes from `first` on, and their places there, else 0."""
+    place = label - first
+    inside = (place >= 0) & (place < count)
+    return inside, torch.where(inside, place, 0)
+
+
+def losses_of_sums(
+    sums: RowSums, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, by_class: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of every target, and `sums.lse`, which its gradient needs; both nan for one that is no class."""
+    counts = target.ne(ignored)
+    each = sums.lse - sums.own
+    if weight is not None:
+        each = each * weight.take(torch.where(counts, target, 0))
+    if by_class is not None:
+        each = (1.0 - smoothing) * each + (by_class.sum(dtype=each.dtype) * sums.lse - sums.dot)
+    each = torch.where(counts, each, 0.0)
+    return each, torch.where(each.isnan(), math.nan, sums.lse)
+
+
+def smoothed(smoothing: float, weight: Tensor | None, classes: int, like: Tensor) -> Tensor | None:
+    """Return what label smoothing makes of the weight of every class, (classes,), wide; None without it."""
+    if not smoothing:
+        return None
+    ones = torch.ones(classes, device=like.device, dtype=_wide(like)) if weight is None else weight
+    return smoothing / classes * ones
+
+
+def refuse_no_class(target: Tensor, classes: int, ignored: int) -> None:
+    """Raise torch's error for a target on a CPU that is no class; elsewhere its loss and gradients are nan."""
+    if target.device.type == "cpu":
+        nothing = torch.zeros((), device="cpu").expand(len(target), classes)
+        F.nll_loss(nothing, target, ignore_index=ignored, reduction="none")
 
 
 def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
@@ -100,11 +157,9 @@ def shares(
     label = torch.where(counts, target, 0)
     own = scale * (1.0 - smoothing) if smoothing else scale
     own = own if weight is None else own * weight.take(label)
-    if not smoothing:
-        return Shares(label, own, own, scale, None)
-    ones = torch.ones(classes, device=grad.device, dtype=grad.dtype) if weight is None else weight
-    by_class = smoothing / classes * ones
-    return Shares(label, own, own + scale * by_class.sum(), scale, by_class)
+    by_class = smoothed(smoothing, weight, classes, grad)
+    every = own if by_class is None else own + scale * by_class.sum()
+    return Shares(label, own, every, scale, by_class)
 
 
 def gradient(logits: Tensor, share: Shares) -> Tensor:
@@ -115,16 +170,21 @@ def gradient(logits: Tensor, share: Shares) -> Tensor:
     return grad if by_class is None else grad - _by_class(scale, by_class, logits.dim())
 
 
-def gradient_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
-    """Write the gradient of `logits` into `out`, rounded once, and return it; `out` may be `logits`."""
+def gradient_into(out: Tensor, logits: Tensor, share: Shares, lse: Tensor | None = None, first: int = 0) -> Tensor:
+    """Write the gradient of `logits` into `out`, rounded once, and return it; `out` may be `logits`.
+
+    Given `lse`, of the rows' sums, `logits` are of the classes from `first` on.
+    """
     label, own, every, scale, by_class = share
-    p = torch.softmax(logits, 1, dtype=_wide(logits))
+    p = torch.softmax(logits, 1, dtype=_wide(logits)) if lse is None else (logits - lse.unsqueeze(1)).exp_()
+    inside, label = _places(label, first, logits.shape[1])
+    minus = -inside.to(own.dtype)
     if by_class is None:
-        p.scatter_add_(1, label.unsqueeze(1), torch.full_like(own, -1.0).unsqueeze(1))
+        p.scatter_add_(1, label.unsqueeze(1), minus.unsqueeze(1))
         last, other = torch.mul, own.unsqueeze(1)
     else:
-        p.mul_(every.unsqueeze(1)).scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
-        last, other = torch.sub, _by_class(scale, by_class, logits.dim())
+        p.mul_(every.unsqueeze(1)).scatter_add_(1, label.unsqueeze(1), (minus * own).unsqueeze(1))
+        last, other = torch.sub, _by_class(scale, by_class[first : first + logits.shape[1]], logits.dim())
     if out.dtype is p.dtype or out.device.type == "cuda":
         return last(p, other, out=out)  # CUDA kernels round what they write; on CPU that is a copy of its own anyway
     return out.copy_(last(p, other, out=p))

@@ -3,6 +3,9 @@
 A program counts one chunk of a tensor in shared memory (`tl.histogram`) and adds what it has found to the tensor's row
 by atomic operations on integers, whose order does not matter: equal tensors give equal rows.
 
+A histogram takes instructions for every 32 places of every number. So whole blocks are counted in a window of 64 places
+around the exponents of the first one; a chunk with numbers beyond it is counted again, in all 1024 places.
+
 Every element is counted in one place: a power of two in that of its power, and when the chunk is done these are added
 to the counts of exponents too. Elements before the first multiple of 16 bytes and after the last whole block are
 loaded one by one under a mask, all others 8 or 16 bytes a thread.
@@ -34,6 +37,13 @@ PLACES = tl.constexpr(1024)
 NOWHERE = tl.constexpr(1023)
 OUTER, MANY_BINS = tl.constexpr(LOWEST), tl.constexpr(BINS)
 """Places counted: those of a row's counts, the next power of two of them, and the place of what is no element."""
+
+WINDOW, NEAR, BELOW = tl.constexpr(64), tl.constexpr(31), tl.constexpr(27)
+"""Places of the window, exponents in it, and how many of these are below that of the first block's largest number. Its
+places: numbers that are no powers of two by exponent, zeros, powers of two by exponent, and what is in no other."""
+
+LEAST64, MOST64 = tl.constexpr(1024 + LOWEST), tl.constexpr(1023 + LOWEST + BINS - 1 - 31)
+"""The first exponent of a window in fp64, as it is stored: from the second of the bins on, without the last one."""
 
 INF32, INF64 = tl.constexpr(0x7F800000), tl.constexpr(TOP)
 """Bits of infinity."""
@@ -68,33 +78,44 @@ def _places64(bits, inside):
 
 
 @triton.jit
-def _counted(
-    address,
-    offsets,
-    inside,
-    counts,
-    negatives,
-    largest,
-    smallest,
-    KIND: tl.constexpr,
-    TOP: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Count the numbers at `offsets`: return the four with them. A thread reduces its own numbers first."""
+def _bits(address, offsets, inside, KIND: tl.constexpr, WHOLE: tl.constexpr):
+    """Return the patterns of the numbers at `offsets`, those of fp64 in int64, all others as fp32 in int32."""
     words = load(address, offsets, inside, KIND, WHOLE, WHOLE)
-    if WHOLE:
-        inside = tl.full(offsets.shape, True, tl.int1)
     if KIND == "fp64":
-        counted, number, size, below = _places64(tl.cast(words, tl.int64, bitcast=True), inside)
+        found = tl.cast(words, tl.int64, bitcast=True)
     else:
-        counted, number, size, below = _places32(tl.cast(wide(words, KIND), tl.int32, bitcast=True), inside)
+        found = tl.cast(wide(words, KIND), tl.int32, bitcast=True)
+    return found
+
+
+@triton.jit
+def _ends(number, below, size, negatives, largest, smallest, TOP: tl.constexpr):
+    """Return the three with the numbers: how many are `below` zero, and their ends; a thread reduces its own first."""
     threads: tl.constexpr = negatives.shape[0]
-    each: tl.constexpr = offsets.shape[0] // threads
-    counts += tl.histogram(counted, PLACES)
+    each: tl.constexpr = size.shape[0] // threads
     negatives += tl.sum(tl.reshape(below.to(tl.int32), (threads, each)), 1)
     largest = tl.maximum(largest, tl.max(tl.reshape(tl.where(number, size, 0), (threads, each)), 1))
     smallest = tl.maximum(smallest, tl.max(tl.reshape(tl.where(number, TOP - size, 0), (threads, each)), 1))
-    return counts, negatives, largest, smallest
+    return negatives, largest, smallest
+
+
+@triton.jit
+def _near(bits, base, KIND: tl.constexpr, TOP: tl.constexpr):
+    """Return the magnitudes of patterns, their exponents less `base`, and whether these are in the window."""
+    size = bits & (TOP | (TOP - 1))
+    near = (size >> (52 if KIND == "fp64" else 23)).to(tl.int32) - base
+    return size, near, (near >= 0) & (near < NEAR)
+
+
+@triton.jit
+def _counted(bits, inside, negatives, largest, smallest, KIND: tl.constexpr, TOP: tl.constexpr):
+    """Count the numbers that are `inside` in all places: return their histogram and the three with them."""
+    if KIND == "fp64":
+        counted, number, size, below = _places64(bits, inside)
+    else:
+        counted, number, size, below = _places32(bits, inside)
+    negatives, largest, smallest = _ends(number, below, size, negatives, largest, smallest, TOP)
+    return tl.histogram(counted, PLACES), negatives, largest, smallest
 
 
 @triton.jit
@@ -134,20 +155,44 @@ def exponents_kernel(
     negatives = tl.zeros((THREADS,), tl.int32)
     largest = tl.zeros((THREADS,), tl.int64 if KIND == "fp64" else tl.int32)
     smallest = tl.zeros((THREADS,), tl.int64 if KIND == "fp64" else tl.int32)
+    few = tl.zeros((WINDOW,), tl.int32)
+    power: tl.constexpr = (1 << (52 if KIND == "fp64" else 23)) - 1
+    bias: tl.constexpr = (1023 if KIND == "fp64" else 127) + OUTER  # from a place to an exponent as it is stored
     head = tl.minimum(((-(address + begin * BYTES)) & 15) // BYTES, end - begin)
     whole = (end - begin - head) // BLOCK
+    first = _bits(address, begin + lanes, begin + lanes < end, KIND, False)
+    size, top, _ = _near(first, 0, KIND, TOP)
+    base = tl.max(tl.where(size < TOP, top, 0), 0) - BELOW
+    base = tl.minimum(tl.maximum(base, LEAST64 if KIND == "fp64" else 1), MOST64 if KIND == "fp64" else 255 - NEAR)
     for block in range(0, whole):
         offsets = begin + head + block * BLOCK + lanes
-        counts, negatives, largest, smallest = _counted(
-            address, offsets, offsets < end, counts, negatives, largest, smallest, KIND, TOP, True
-        )
+        bits = _bits(address, offsets, offsets < end, KIND, True)
+        size, near, known = _near(bits, base, KIND, TOP)
+        near += tl.where((size & power) == 0, WINDOW // 2, 0)
+        few += tl.histogram(tl.where(known, near, tl.where(size == 0, NEAR, WINDOW - 1)), WINDOW)
+        negatives, largest, smallest = _ends(known, known & (bits < 0), size, negatives, largest, smallest, TOP)
+    bins = tl.arange(0, WINDOW)
+    found = tl.where(bins < WINDOW - 1, few, 0).to(tl.int64)
+    if tl.sum(found, 0) == whole * BLOCK:
+        row_of = row + base - bias + bins
+        powers = (found > 0) & (bins >= WINDOW // 2)
+        tl.atomic_add(row_of, found, mask=(found > 0) & (bins < NEAR), sem="relaxed")
+        tl.atomic_add(row_of - WINDOW // 2, found, mask=powers, sem="relaxed")
+        tl.atomic_add(row_of - WINDOW // 2 + MANY_BINS, found, mask=powers, sem="relaxed")
+        tl.atomic_add(row + SPECIALS + bins - NEAR, found, mask=(found > 0) & (bins == NEAR), sem="relaxed")
+    else:  # numbers beyond the window, inf, nan
+        negatives = tl.zeros((THREADS,), tl.int32)
+        for block in range(0, whole):
+            bits = _bits(address, begin + head + block * BLOCK + lanes, lanes >= 0, KIND, True)
+            more, negatives, largest, smallest = _counted(bits, lanes >= 0, negatives, largest, smallest, KIND, TOP)
+            counts += more
     rest = end - begin - whole * BLOCK  # of the head and after the whole blocks, which may be more than a block
-    for start in range(0, rest, BLOCK):
-        places = start + lanes
+    for start in range(0, rest, BLOCK // 2):
+        places = start + tl.arange(0, BLOCK // 2)
         offsets = begin + places + tl.where(places < head, 0, whole * BLOCK)
-        counts, negatives, largest, smallest = _counted(
-            address, offsets, places < rest, counts, negatives, largest, smallest, KIND, TOP, False
-        )
+        bits = _bits(address, offsets, places < rest, KIND, False)
+        more, negatives, largest, smallest = _counted(bits, places < rest, negatives, largest, smallest, KIND, TOP)
+        counts += more
     places = tl.arange(0, PLACES)
     found = counts.to(tl.int64)
     power = (places >= MANY_BINS) & (places < SPECIALS)

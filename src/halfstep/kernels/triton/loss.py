@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""Cross entropy of rows of logits in Triton: two launches, and nothing wide is written but one loss a row.
+"""Cross entropy of rows of logits in Triton: two launches, and nothing wide is written but two or three sums a row.
 
 One program a row, which it reads in blocks: once for the maximum and the sum of exponentials (kept running, Milakov
-and Gimelshein, arXiv:1805.02867), and in the backward pass once more, from cache, for the gradient, rounded as it is
-written.
+and Gimelshein, arXiv:1805.02867), and in the backward pass once for the gradient, rounded as it is written.
 
 Note [odd rows]: with an odd number of classes rows begin at any multiple of 2 bytes, and loads there would be of 2
 bytes. So a thread loads the two multiples of 16 bytes in which its eight logits lie, the second from cache, and shifts
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -82,18 +80,15 @@ def _logits(address, count, KIND: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl
 @triton.jit
 def _lse(
     row,
-    weight,
+    top,
+    by_class,  # of the first class of this row, or None
     CLASSES: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return log(sum(exp(x))) of the row at address `row` and, for smoothing, the sums of w and of w * x."""
-    top = -float("inf")
-    total = 0.0
-    weights = 0.0
+    """Return log(exp(top) + sum(exp(x))) of the row at address `row`, and the sum of by_class * x."""
+    total = 1.0
     dot = 0.0
     for begin in range(0, CLASSES, BLOCK):
         places = begin + tl.arange(0, BLOCK)
@@ -103,11 +98,10 @@ def _lse(
         base = tl.where(above == -float("inf"), 0.0, above)  # -inf minus itself would be nan
         total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
         top = above
-        if SMOOTHED:
-            w = tl.load(weight + places, mask=inside, other=0.0) if WEIGHTED else tl.where(inside, 1.0, 0.0)
-            weights += tl.sum(w, 0)
-            dot += tl.sum(tl.where(inside, w * x, 0.0), 0)
-    return top + tl.log(total), weights, dot
+        if by_class is not None:
+            share = tl.load(by_class + places, mask=inside, other=0.0)
+            dot += tl.sum(tl.where(inside, share * x, 0.0), 0)
+    return top + tl.log(total), dot
 
 
 @triton.jit
@@ -120,35 +114,36 @@ def _rounded(wide, BF16: tl.constexpr):
     return wide
 
 
-@triton.jit
-def losses_kernel(
+@triton.jit(do_not_specialize=["first"])
+def sums_kernel(
+    lse,
+    own,
+    dot,
     logits,
     stride,
     target,
-    weight,
-    out,
-    ignored,
-    smoothing,
+    by_class,  # or None
+    first,  # class; with class 0 the sums begin
     CLASSES: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every row begins at a multiple of 16 bytes
 ):
-    """Compute the loss of one row; a target that is no class gives nan."""
+    """Add the logits of one row to its sums."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    label = tl.load(target + index)
-    lse, weights, dot = _lse(tl.cast(row, tl.int64), weight, CLASSES, WEIGHTED, SMOOTHED, KIND, BLOCK, ALIGNED)
-    known = (label >= 0) & (label < CLASSES)
-    x = tl.load(row + label, mask=known, other=float("nan")).to(tl.float32)
-    loss = lse - x
-    if WEIGHTED:
-        loss *= tl.load(weight + label, mask=known, other=0.0)
-    if SMOOTHED:
-        loss = (1.0 - smoothing) * loss + smoothing / CLASSES * (weights * lse - dot)
-    tl.store(out + index, tl.where(label == ignored, 0.0, loss))
+    top = tl.load(lse + index, mask=first > 0, other=-float("inf"))
+    if by_class is not None:
+        by_class += first
+    total, more = _lse(tl.cast(row, tl.int64), top, by_class, CLASSES, KIND, BLOCK, ALIGNED)
+    place = tl.load(target + index) - first
+    known = (place >= 0) & (place < CLASSES)
+    x = tl.load(row + place, mask=known, other=0.0).to(tl.float32)
+    before = tl.load(own + index, mask=first > 0, other=float("nan"))
+    tl.store(lse + index, total)
+    tl.store(own + index, tl.where(known, x, before))
+    if by_class is not None:
+        tl.store(dot + index, tl.load(dot + index, mask=first > 0, other=0.0) + more)
 
 
 @triton.jit
@@ -171,16 +166,19 @@ def _gradients(
     return _rounded(grad, BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     logits,
     stride,
-    out,  # (N, CLASSES), contiguous
+    out,  # may be `logits`
+    into_stride,
+    lse,
     labels,
     own,
     every,
     scale,
     by_class,  # or None
+    first,
     CLASSES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -189,16 +187,16 @@ def gradient_kernel(
     """Write the gradient of one row's logits."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    into = out + index * CLASSES
-    label = tl.load(labels + index)
+    into = out + index * into_stride
+    label = tl.load(labels + index) - first
     address = tl.cast(row, tl.int64)
-    lse, _, _ = _lse(address, logits, CLASSES, False, False, KIND, BLOCK, ALIGNED)
-    lse = tl.where((label >= 0) & (label < CLASSES), lse, float("nan"))
+    total = tl.load(lse + index)
     taken = tl.load(own + index)
     factor = tl.load(every + index)
     share = None
     if by_class is not None:
         share = tl.load(scale + index)
+        by_class += first
     head = 0
     if not ALIGNED:
         head = ((-tl.cast(into, tl.int64) & 15) >> 1).to(tl.int32)
@@ -209,56 +207,65 @@ def gradient_kernel(
         places = head + begin + lanes
         inside = lanes // 8 < (whole - begin) // 8
         x = _logits(address + 2 * (head + begin), whole - begin, KIND, BLOCK, ALIGNED)
-        grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
+        grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
         tl.store(tl.multiple_of(into + places, 16), grad.to(out.dtype.element_ty), mask=inside)
     if not ALIGNED or CLASSES % 8 != 0:
         lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
         places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
         inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
         x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
+        grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
         tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-    """Return the fp32 loss of every row of logits (N, C), whose classes lie side by side."""
-    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+def row_sums_(
+    lse: Tensor, own: Tensor, dot: Tensor, logits: Tensor, target: Tensor, by_class: Tensor | None, first: int
+) -> None:
+    """Add logits (N, C), whose classes lie side by side, to `RowSums` in fp32."""
     if len(logits):
         with on(logits.device):
-            losses_kernel[(len(logits),)](
+            sums_kernel[(len(logits),)](
+                lse,
+                own,
+                dot,
                 logits,
                 logits.stride(0),
                 target.contiguous(),
-                out if weight is None else weight.contiguous(),
-                out,
-                ignored,
-                smoothing,
-                WEIGHTED=weight is not None,
-                SMOOTHED=smoothing > 0.0,
+                None if by_class is None else by_class.contiguous(),
+                first,
                 **_options(logits, aligned=_aligned(logits)),
             )
-    return out
 
 
 def gradient(
-    logits: Tensor, label: Tensor, own: Tensor, every: Tensor, scale: Tensor, by_class: Tensor | None
-) -> Tensor:
-    """Return the gradient of logits (N, C) in their format, rounded once; the rest are the fields of `Shares`."""
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    logits: Tensor,
+    lse: Tensor,
+    label: Tensor,
+    own: Tensor,
+    every: Tensor,
+    scale: Tensor,
+    by_class: Tensor | None,
+    first: int,
+    *,
+    out: Tensor,
+) -> None:
+    """Write the gradient of logits (N, C) to `out`, which may be `logits`; label to by_class are those of `Shares`."""
     if len(logits):
         with on(logits.device):
             gradient_kernel[(len(logits),)](
                 logits,
                 logits.stride(0),
                 out,
+                out.stride(0),
+                lse.contiguous(),
                 label.contiguous(),
                 own.contiguous(),
                 every.contiguous(),
                 scale.contiguous(),
                 None if by_class is None else by_class.contiguous(),
+                first,
                 **_options(logits, aligned=_aligned(logits) and _aligned(out)),
             )
-    return out
 
 
 def _options(logits: Tensor, *, aligned: bool) -> dict[str, Any]:
