@@ -84,14 +84,14 @@ def milliseconds(work: Callable[[], object], device: str, rounds: int) -> float:
 
 def mebibytes(device: str) -> float | None:
     """Return the most memory in use since `forget_peak`; None on a CPU."""
-    return None if device == "cpu" else round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    return None if device == "cpu" else round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
 
 
 def forget_peak(device: str) -> None:
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 # ------------------------------------------------------------------ blocks
@@ -113,8 +113,8 @@ def environment(device: str, small: bool) -> None:
     except ImportError as error:
         report(triton=str(error))
     if device == "cuda":
-        free, whole = torch.cuda.mem_get_info()
-        report(devices=torch.cuda.device_count(), memory_free=free, memory=whole, kernels=load_kernels("cuda"))
+        free, whole = torch.cuda.mem_get_info(device)
+        report(devices=torch.cuda.device_count(), memory_free=free, memory=whole, kernels=load_kernels(device))
 
 
 def failed_capture(device: str, small: bool) -> None:
@@ -139,7 +139,7 @@ def failed_capture(device: str, small: bool) -> None:
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved() if cuda else 0
+    reserved = torch.cuda.memory_reserved(device) if cuda else 0
     try:
         step(x)
         raise AssertionError("a step that waits was captured")
@@ -147,9 +147,9 @@ def failed_capture(device: str, small: bool) -> None:
         report(raised=str(error)[:300])
     gc.collect()
     if cuda:
-        report(default_stream=torch.cuda.current_stream() == torch.cuda.default_stream())
+        report(default_stream=torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
         torch.cuda.empty_cache()
-        report(reserved_before=reserved, reserved_after=torch.cuda.memory_reserved())
+        report(reserved_before=reserved, reserved_after=torch.cuda.memory_reserved(device))
     F.dropout(torch.ones(8, device=device))
     report(draws=True)
     waits[0] = False
@@ -158,8 +158,10 @@ def failed_capture(device: str, small: bool) -> None:
     graphs: Any = step._graphs
     report(captured_again=graphs.captures, replays=graphs.replays)
     assert graphs.replays, "the step was not captured again"
-    assert not cuda or torch.cuda.current_stream() == torch.cuda.default_stream(), "another stream is current"
-    assert not cuda or torch.cuda.memory_reserved() <= reserved + (1 << 27), "memory was not given back"
+    assert not cuda or torch.cuda.current_stream(device) == torch.cuda.default_stream(device), (
+        "another stream is current"
+    )
+    assert not cuda or torch.cuda.memory_reserved(device) <= reserved + (1 << 27), "memory was not given back"
 
 
 def waits(device: str, small: bool) -> None:

@@ -92,10 +92,11 @@ def seconds(run: Callable[[], object], device: str) -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
+    stream = torch.cuda.current_stream(device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+    begin.record(stream)
     run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds / 1e3

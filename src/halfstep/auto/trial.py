@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from halfstep.accelerators import empty_cache
 from halfstep.binding.bind import binding_of
 from halfstep.binding.prepare import bound
+from halfstep.errors import lacks_memory
 from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.snapshot import (
@@ -39,7 +40,6 @@ WARM_AGAIN = 0.01  # seconds of steps after the first, in which memory, optimize
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
 TIMED = 0.05  # seconds of timed steps at each visit
 MOST = 40  # of them
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeError that torch raises on a CPU
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
@@ -100,8 +100,7 @@ class TimedSteps:
             with self._snapshot.lent():
                 self.seconds = self._timed()
         except Exception as error:
-            lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
+            if not lacks_memory(error):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         else:

@@ -32,7 +32,7 @@ from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import has_room, unsharded
 from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
-from halfstep.errors import StepError
+from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.kernels.sharded import has_parts
@@ -313,6 +313,8 @@ class Box:
             except Exception as error:
                 why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
                 if topic is None and not sharded:
+                    if lacks_memory(error):
+                        raise
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
                 verdict = inspect(subject, why)
             if attempt is not None and not attempt.odd:  # the step itself can be run

@@ -1,7 +1,7 @@
 """The record of a training step: how far it has come, and what it takes to run its last update again.
 
 Its `History` keeps references to each batch of the current window, and of the last update until its verdict is known,
-the states of torch's generators (under a microsecond), and copies of the buffers that a forward pass is known to
+the states of torch's generators (under a microsecond each), and copies of the buffers that a forward pass is known to
 change. Python's and NumPy's generators (43 microseconds a step) are kept only where windows run again (`retry`).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import Landing, capturing, default_generators
+from halfstep.accelerators import Landing, capturing, default_generators, type_here
 from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -373,19 +373,17 @@ def versions_of(values: Sequence[Any]) -> list[int]:
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators that a forward pass may draw from, without waiting for a device."""
+    """Return the states of torch's generators, those of all devices, without waiting for one."""
     states = {"cpu": torch.default_generator.get_state()}
-    device = torch.accelerator.current_accelerator()
-    if device is not None and (found := default_generators()) and not capturing(device.type):
-        index = torch.accelerator.current_device_index()
-        states[f"{device.type}:{index}"] = found[index].get_state()
+    kind = type_here()
+    if not capturing(kind):
+        states |= {f"{kind}:{index}": one.get_state() for index, one in enumerate(default_generators())}
     return states
 
 
 def put_random(states: dict[str, Tensor]) -> None:
-    """Put states that `random_states` returned back."""
-    for device, state in states.items():
-        if device == "cpu":
-            torch.default_generator.set_state(state)
-        else:
-            default_generators()[int(device.partition(":")[2])].set_state(state)
+    """Put states that `random_states` returned back; those of devices that are not here are left out."""
+    kind = type_here()
+    here = {"cpu": torch.default_generator, **{f"{kind}:{i}": one for i, one in enumerate(default_generators())}}
+    for device in states.keys() & here.keys():
+        here[device].set_state(states[device])
