@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import pytest
+import torch
+
+import halfstep as hs
 from halfstep.errors import warn
 
 SCRIPT = """
@@ -83,8 +89,7 @@ NOT_OF_TENSORS = {
     "scale/scaler.py": "the name of a device",
     "step/compiled.py": "the arguments of torch.compile, which compiles later",
     "tasks/registry.py": "a file of the user's that is imported",
-    "compat/megengine/tensor.py": "values of the user's that are no tensor",
-    "compat/mindspore/tensor.py": "values of the user's that are no tensor",
+    "lens/box/stepbox.py": "a replay, of which `explain` raises the cause instead",
 }
 """File -> what can fail there."""
 
@@ -111,7 +116,10 @@ def test_a_lack_of_memory_is_never_an_error_of_ours() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (MemoryError(), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"),
+            True,
+        ),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),

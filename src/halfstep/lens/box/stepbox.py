@@ -242,6 +242,10 @@ class Box:
             if self._more:  # nothing was tried
                 raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
             return verdict
+        except StepError as error:
+            if error.__cause__ is not None and lacks_memory(error.__cause__):
+                raise error.__cause__ from None
+            raise
         finally:
             self._more = {}
 
@@ -313,8 +317,6 @@ class Box:
             except Exception as error:
                 why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
                 if topic is None and not sharded:
-                    if lacks_memory(error):
-                        raise
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
                 verdict = inspect(subject, why)
             if attempt is not None and not attempt.odd:  # the step itself can be run
