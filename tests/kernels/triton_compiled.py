@@ -57,8 +57,8 @@ def compiled(
     most: int = 0,
 ) -> dict[str, Any]:
     """Return what the compiler makes of `kernel`, in `most` registers, by stage: "ptx", "cubin" and others."""
-    counts = {p.name for p in kernel.params if not p.do_not_specialize} & {"count", "first"}
-    assert not counts, f"{kernel.__name__} is compiled again for other numbers of tensors: {counts}"
+    counts = {p.name for p in kernel.params if not p.do_not_specialize} & {"count", "first", "CLASSES", "stride"}
+    assert not counts, f"{kernel.__name__} is compiled again for other numbers: {counts}"
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
@@ -104,12 +104,12 @@ def counts(kind: str, capability: int) -> dict[str, int]:
     return {**report(made, 1), **registers(made)}
 
 
-def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
+def losses(kind: str, capability: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
     """Report on a kernel of losses whose rows begin anywhere; with smoothing also of class weights."""
     pointers = dict.fromkeys(("weight", "own", "every", "scale", "by_class"), "*fp32")
     pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64", "ignored": "i32"}
-    pointers |= {"smoothing": "fp32", "out": "*fp32" if kernel == "losses_kernel" else f"*{kind}"}
-    constants = {"CLASSES": classes, "KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
+    pointers |= {"CLASSES": "i32", "smoothing": "fp32", "out": "*fp32" if kernel == "losses_kernel" else f"*{kind}"}
+    constants = {"KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
     if kernel == "losses_kernel":
         constants |= {"WEIGHTED": smoothed, "SMOOTHED": smoothed}
     elif not smoothed:
@@ -126,7 +126,7 @@ def every() -> dict[str, dict[str, int]]:
             found[f"exponents {kind}, sm_{capability}"] = counts(kind, capability)
         for kind, kernel, smoothed in product(("bf16", "fp16"), ("losses_kernel", "gradient_kernel"), (False, True)):
             name = f"{kernel} {kind}{' smoothed, with class weights' if smoothed else ''}, sm_{capability}"
-            found[name] = losses(kind, capability, 50257, kernel, smoothed=smoothed)
+            found[name] = losses(kind, capability, kernel, smoothed=smoothed)
     return found
 
 
@@ -146,7 +146,7 @@ def some() -> dict[str, dict[str, int]]:
     for kind in ("bf16", "fp32", "fp64"):
         found[f"exponents {kind}"] = counts(kind, 90)
     for kernel in ("losses_kernel", "gradient_kernel"):
-        found[kernel] = losses("bf16", 120, 50257, kernel, smoothed=False)
+        found[kernel] = losses("bf16", 120, kernel, smoothed=False)
     return found
 
 

@@ -83,7 +83,7 @@ def _logits(address, count, KIND: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl
 def _lse(
     row,
     weight,
-    CLASSES: tl.constexpr,
+    CLASSES,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     KIND: tl.constexpr,
@@ -120,7 +120,7 @@ def _rounded(wide, BF16: tl.constexpr):
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "ignored", "CLASSES"])
 def losses_kernel(
     logits,
     stride,
@@ -129,7 +129,7 @@ def losses_kernel(
     out,
     ignored,
     smoothing,
-    CLASSES: tl.constexpr,
+    CLASSES,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     KIND: tl.constexpr,
@@ -171,7 +171,7 @@ def _gradients(
     return _rounded(grad, BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "CLASSES"])
 def gradient_kernel(
     logits,
     stride,
@@ -181,7 +181,7 @@ def gradient_kernel(
     every,
     scale,
     by_class,  # or None
-    CLASSES: tl.constexpr,
+    CLASSES,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every row of both begins at a multiple of 16 bytes
@@ -211,13 +211,12 @@ def gradient_kernel(
         x = _logits(address + 2 * (head + begin), whole - begin, KIND, BLOCK, ALIGNED)
         grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
         tl.store(tl.multiple_of(into + places, 16), grad.to(out.dtype.element_ty), mask=inside)
-    if not ALIGNED or CLASSES % 8 != 0:
-        lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
-        places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
-        inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
-        x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
-        tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
+    lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
+    places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
+    inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
+    x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
+    grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
+    tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
