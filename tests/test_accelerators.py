@@ -98,7 +98,7 @@ def test_flags_land_from_the_device_they_are_on_and_from_another_one_after_it(mo
 def test_states_of_a_replay_are_those_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model on the second device draws from its generator while the first one is current."""
     own = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
-    monkeypatch.setattr(record, "type_here", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(record, "default_generators", lambda: own)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     states = record.random_states()

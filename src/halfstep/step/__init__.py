@@ -9,6 +9,7 @@ from halfstep.kernels.choose import cpu_kernels
 from halfstep.step.part import Part
 from halfstep.step.parts.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.train_step import TrainStep
+from halfstep.step.warm import warm
 
 __all__ = [
     "HostStepResult",
@@ -19,4 +20,5 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "cpu_kernels",
+    "warm",
 ]

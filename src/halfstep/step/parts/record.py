@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.accelerators import Landing, capturing, default_generators, type_here
+from halfstep.accelerators import Landing, capturing, default_generators
 from halfstep.arguments import WHOLE, Kind, check
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -375,15 +375,16 @@ def versions_of(values: Sequence[Any]) -> list[int]:
 def random_states() -> dict[str, Tensor]:
     """Return the states of torch's generators, those of all devices, without waiting for one."""
     states = {"cpu": torch.default_generator.get_state()}
-    kind = type_here()
-    if not capturing(kind):
-        states |= {f"{kind}:{index}": one.get_state() for index, one in enumerate(default_generators())}
+    device = torch.accelerator.current_accelerator()
+    if device is not None and not capturing(device.type):
+        states |= {f"{device.type}:{index}": one.get_state() for index, one in enumerate(default_generators())}
     return states
 
 
 def put_random(states: dict[str, Tensor]) -> None:
     """Put states that `random_states` returned back; those of devices that are not here are left out."""
-    kind = type_here()
-    here = {"cpu": torch.default_generator, **{f"{kind}:{i}": one for i, one in enumerate(default_generators())}}
-    for device in states.keys() & here.keys():
-        here[device].set_state(states[device])
+    here = {"cpu": torch.default_generator}
+    if (device := torch.accelerator.current_accelerator()) is not None:
+        here |= {f"{device.type}:{index}": one for index, one in enumerate(default_generators())}
+    for name in states.keys() & here.keys():
+        here[name].set_state(states[name])
