@@ -376,8 +376,8 @@ def random_states() -> dict[str, Tensor]:
     """Return the states of torch's generators, those of all devices, without waiting for one."""
     states = {"cpu": torch.default_generator.get_state()}
     device = torch.accelerator.current_accelerator()
-    if device is not None and not capturing(device.type):
-        states |= {f"{device.type}:{index}": one.get_state() for index, one in enumerate(default_generators())}
+    if device is not None and (found := default_generators()) and not capturing(device.type):
+        states |= {f"{device.type}:{index}": one.get_state() for index, one in enumerate(found)}
     return states
 
 
