@@ -126,11 +126,11 @@ def watch(run: Run, batch: Batch) -> tuple[Seen, int]:
 def allocated(call: Callable[[], Any], device: str) -> int:
     """Return the most bytes that `call` had in use at one time beyond those before it: every allocation counts."""
     if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
     return allocations(call)[1]
 
 
@@ -147,11 +147,11 @@ def allocations(call: Callable[[], Any]) -> tuple[int, int]:
     return used, most
 
 
-def launches(call: Callable[[], Any]) -> int:
-    """Return the kernels that `call` launches on the GPU; a captured graph is one launch."""
+def launches(call: Callable[[], Any], device: str) -> int:
+    """Return the kernels that `call` launches on a GPU; a captured graph is one launch."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as record:
         call()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
     return sum(e.count for e in record.key_averages() if e.key.startswith(names))
 
@@ -180,7 +180,7 @@ def count(run: Run, batch: Batch) -> tuple[Counts, Seen]:
     state = state_bytes(*run.holds)
     return Counts(
         operators=seen.operators if eager else None,
-        launches=launches(step) if cuda else None,
+        launches=launches(step, device) if cuda else None,
         host_reads=waits(step) if cuda else seen.host_reads if eager else None,
         casts=seen.casts if eager else None,
         cast_bytes=seen.cast_bytes if eager else None,

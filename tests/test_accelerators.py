@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from halfstep import accelerators
+from halfstep.step.parts import record
+from halfstep.torch_private.fake import FakeTensorMode
 
 COPIES = accelerators.copies_behind_events.__wrapped__  # without its cache
 GENERATORS = (torch.Generator(), torch.Generator())
@@ -67,3 +69,40 @@ def test_types_are_torchs_and_the_one_from_outside(monkeypatch: pytest.MonkeyPat
     assert accelerators.types() == accelerators.TYPES
     monkeypatch.setattr(accelerators, "get_privateuse1_backend_name", lambda: "npu")
     assert accelerators.types() == (*accelerators.TYPES, "npu")
+
+
+class Event:
+    """An event that belongs to the device it was recorded on first, as one of CUDA."""
+
+    def __init__(self) -> None:
+        self.device: Any = None
+
+    def record(self, stream: torch.device) -> None:
+        assert self.device in {None, stream}, "the event's device does not match the stream's"
+        self.device = stream
+
+    def query(self) -> bool:
+        return True
+
+
+def test_flags_land_from_the_device_they_are_on_and_from_another_one_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, "cuda", Event=Event, current_stream=lambda device: device)
+    monkeypatch.setattr(accelerators, "capturing", lambda device_type: False)
+    landing = accelerators.Landing()
+    with FakeTensorMode():
+        for device in ("cuda:1", "cuda:1", "cuda:0"):
+            landing.send([torch.zeros((), device=device)])
+            assert landing.there() and landing._event.device == torch.device(device)
+
+
+def test_states_of_a_replay_are_those_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the second device draws from its generator while the first one is current."""
+    own = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(record, "default_generators", lambda: own)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    states = record.random_states()
+    assert set(states) == {"cpu", "xpu:0", "xpu:1"}
+    drawn = [torch.rand(3, generator=one) for one in own]
+    record.put_random(states | {"xpu:2": states["cpu"]})  # evidence of a machine with more devices
+    assert all(torch.equal(torch.rand(3, generator=one), was) for one, was in zip(own, drawn, strict=True))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import pytest
+import torch
+
+import halfstep as hs
 from halfstep.errors import warn
 
 SCRIPT = """
@@ -70,3 +76,54 @@ def test_a_warning_is_given_once_for_a_line() -> None:
         for _ in range(2):
             warn("once for a line", RuntimeWarning)
     assert [(one.filename, one.category) for one in caught] == [(__file__, RuntimeWarning)]
+
+
+BROAD = {"Exception", "BaseException", "RuntimeError"}  # what torch.OutOfMemoryError is an instance of
+OWN = re.compile(r"^(\w*Error|refusal)\(")
+NOT_OF_TENSORS = {
+    "advise/plan/elsewhere.py": "pickling",
+    "advise/plan/planner.py": "tensors without memory",
+    "cast/regions/autocast.py": "the name of a device",
+    "checkpoints/generators.py": "a few words of generators on the host",
+    "meeting.py": "the store of the process group",
+    "scale/scaler.py": "the name of a device",
+    "step/compiled.py": "the arguments of torch.compile, which compiles later",
+    "tasks/registry.py": "a file of the user's that is imported",
+    "lens/box/stepbox.py": "a replay, of which `explain` raises the cause instead",
+}
+"""File -> what can fail there."""
+
+
+def test_a_lack_of_memory_is_never_an_error_of_ours() -> None:
+    """Programs that search for a batch size wait for torch.OutOfMemoryError."""
+    found = set()
+    package = Path(hs.__file__).parent
+    for place in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(place.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ExceptHandler) or node.type is None:
+                continue
+            caught = {one.id for one in ast.walk(node.type) if isinstance(one, ast.Name)}
+            raised = [one.exc for one in ast.walk(node) if isinstance(one, ast.Raise) and one.exc is not None]
+            ours = any(OWN.match(ast.unparse(one)) for one in raised)
+            text = ast.unparse(node)
+            if caught & BROAD and ours and "lacks_memory(" not in text and "OutOfMemoryError" not in text:
+                found.add(str(place.relative_to(package)))
+    assert found == set(NOT_OF_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: Exception, lacks: bool) -> None:
+    assert hs.errors.lacks_memory(error) is lacks

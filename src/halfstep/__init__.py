@@ -21,7 +21,7 @@ from halfstep.errors import HalfstepError
 from halfstep.kernels.optimizers.lion import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import Loss, TrainStep
+from halfstep.step import Loss, TrainStep, warm
 from halfstep.tasks import Task
 from halfstep.trees import map_tensors as map_tensors
 
@@ -70,6 +70,7 @@ __all__ = [
     "suspended",
     "tune",
     "unprepare",
+    "warm",
 ]
 
 _LATER = {

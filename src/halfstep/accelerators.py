@@ -107,14 +107,14 @@ class Landing:
         device = found[0].device
         if capturing(device.type):
             return
+        module = torch.get_device_module(device)
+        if self.flag is None or self.flag.device != device:  # an event belongs to the device that recorded it first
+            self._pinned, self._event = [], module.Event()
         here = [t for t in found if type(t) is Tensor and t.device == device]
         if [(t.dtype, t.shape) for t in here] != [(t.dtype, t.shape) for t in self._pinned]:
             self._pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in here]
         for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
             place.copy_(value, non_blocking=True)
-        module = torch.get_device_module(device)
-        if self._event is None:
-            self._event = module.Event()
         self._event.record(module.current_stream(device))
         self.flag = found[0]
 

@@ -50,6 +50,16 @@ OURS = (TORCH, "<frozen", *(HERE + part for part in (*FOLDERS, *FILES)))
 """Where files begin whose lines no message names: those of torch and of halfstep."""
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeErrors that torch raises besides
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out: programs that search for a batch size wait for it unchanged."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
 class HalfstepError(Exception):
     """Base class of all halfstep errors.
 

@@ -67,7 +67,7 @@ def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
 def wait_for(device: str | torch.device) -> None:
     """Wait until a device has done what it was given, so that a clock can be read."""
     if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def timed(

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from halfstep.kernels.choose import load_kernels
+from halfstep.kernels.optimizers import SPECS
 from halfstep.kernels.triton import tables
 
 HERE = Path(__file__).parent
@@ -252,3 +253,45 @@ def test_large_tensors_that_begin_unaligned_get_a_launch_of_their_own() -> None:
     small = torch.empty(9)[1:]
     plan = tables.plan_walk([[aligned, memory[1:], small]], 16)
     assert [(launch.aligned, launch.programs) for launch in plan.launches] == [(True, 5), (False, 4)]
+
+
+# ------------------------------------------------------------------ what is compiled anew
+
+
+def given(name: str, *, lr: float, dtype: torch.dtype) -> list[object]:
+    """Return arguments of the update operator of AdamW (`name` "adam") or of SGD with momentum."""
+    states, counters = [2, 1] if name == "adam" else [1, 0]
+    lists = [[torch.zeros(40, dtype=dtype)], *[[torch.zeros(40)] for _ in range(states)]]
+    lists += [[torch.zeros(())] for _ in range(counters)]
+    numbers = (0.9, 0.999, 1e-8, 0.0, True, False) if name == "adam" else (0.9, 0.0, False, False)
+    flags = (torch.ones(()), torch.tensor(False), None, 0, "plain", None, lr)
+    return [lists[0], [], *lists[1:], [torch.zeros(40, dtype=dtype)], *flags, *numbers]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_no_learning_rate_compiles_a_kernel_anew(name: str) -> None:
+    from halfstep.kernels.triton import updates
+    from tests.kernels.launched import launched
+
+    spec = next(spec for spec in SPECS if spec.name == name)
+    with launched() as found:
+        for lr in (1e-3, 0.0, 1.0, 16, 0, 2.5e-310):
+            updates.update(spec, *given(name, lr=lr, dtype=torch.float32))
+    assert len(found) == (2 if name == "adam" else 1)
+
+
+@needs_triton
+def test_losses_of_any_number_of_classes_are_one_kernel() -> None:
+    """Each size of a block has one: from 4,096 classes on all have the same."""
+    from halfstep.kernels.triton import loss
+    from tests.kernels.launched import launched
+
+    with launched() as found:
+        for classes in (4104, 4112, 50304, 128256):
+            for ignored in (-100, 1, 0, 16):
+                logits = torch.zeros(2, classes, dtype=torch.bfloat16)
+                target, row = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+                loss.losses(logits, target, None, ignored, 0.0)
+                loss.gradient(logits, target, row, row, row, None)
+    assert sorted(name for name, _ in found) == ["gradient_kernel", "losses_kernel"]

@@ -118,12 +118,13 @@ def counts(kind: str, capability: int) -> dict[str, int]:
     return {**report(made, 2), **registers(made), "instructions": shortest_loop(made) * 128 // (32 * block)}
 
 
-def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
+def losses(kind: str, capability: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
     """Report on a kernel of losses whose rows begin anywhere; with smoothing also of class weights."""
     pointers = dict.fromkeys(("weight", "own", "every", "scale", "by_class"), "*fp32")
     pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64"}
-    pointers |= {**dict.fromkeys(("lse", "dot"), "*fp32"), "first": "i32", "into_stride": "i32", "out": f"*{kind}"}
-    constants = {"CLASSES": classes, "KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
+    pointers |= {**dict.fromkeys(("lse", "dot"), "*fp32"), "first": "i32", "into_stride": "i32", "CLASSES": "i32"}
+    pointers |= {"out": f"*{kind}"}
+    constants = {"KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
     if not smoothed:
         constants["by_class"] = None
     made = compiled(getattr(loss, kernel), capability, loss.BLOCK // 256, constants, pointers)
@@ -138,7 +139,7 @@ def every() -> dict[str, dict[str, int]]:
             found[f"exponents {kind}, sm_{capability}"] = counts(kind, capability)
         for kind, kernel, smoothed in product(("bf16", "fp16"), ("sums_kernel", "gradient_kernel"), (False, True)):
             name = f"{kernel} {kind}{' smoothed, with class weights' if smoothed else ''}, sm_{capability}"
-            found[name] = losses(kind, capability, 50257, kernel, smoothed=smoothed)
+            found[name] = losses(kind, capability, kernel, smoothed=smoothed)
     return found
 
 
@@ -158,7 +159,7 @@ def some() -> dict[str, dict[str, int]]:
     for kind in ("bf16", "fp32", "fp64"):
         found[f"exponents {kind}"] = counts(kind, 90)
     for kernel in ("sums_kernel", "gradient_kernel"):
-        found[kernel] = losses("bf16", 120, 50257, kernel, smoothed=False)
+        found[kernel] = losses("bf16", 120, kernel, smoothed=False)
     return found
 
 

@@ -195,6 +195,23 @@ def test_a_replay_without_room_ends_no_training(error: BaseException, caplog: py
     assert type(error).__name__ in record.getMessage()
 
 
+def test_an_explanation_without_room_raises_what_torch_raises() -> None:
+    lack, calls = torch.OutOfMemoryError("CUDA out of memory"), []
+
+    def no_room(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) >= 2:  # each replay of the first step
+            raise lack
+        return loss_fn(model, x)
+
+    step = made(accumulate=1)
+    step.loss_fn = no_room
+    step(rows(bad=True))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step.explain()
+    assert raised.value is lack
+
+
 @pytest.mark.parametrize("limit", ["1GB", -1, 0.5, True])
 def test_the_limit_is_a_number_of_bytes(limit: Any) -> None:
     history = History(torch.nn.Linear(2, 2))

@@ -21,6 +21,7 @@ from halfstep.errors import StepError
 from halfstep.step import graphs as graph_module
 from halfstep.step import recorder
 from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
+from halfstep.update.fused import FusedUpdate
 from halfstep.weights import attachment, states
 from tests.step.late import late
 from tests.step.tape import CaptureError, TapeRecorder
@@ -545,6 +546,42 @@ def test_a_capture_that_fails_anywhere_leaves_the_state_before_it(
     fails[0] = False
     assert told + run(graph, 5, start=20) == expected and same(eager, graph)
     assert (graphs(graph).captures, graphs(graph).replays) == (1, 3)  # a warm-up, the capture, replays
+
+
+@pytest.mark.parametrize("place", ["forward", "update"])
+def test_a_capture_that_runs_out_of_memory_raises_torchs_error_and_takes_all_back(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that search for a batch size wait for it."""
+    full = [False]
+    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def allocates() -> None:
+        if full[0]:
+            raise lack
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        found = F.cross_entropy(model(x), y)
+        if place == "forward":
+            allocates()
+        return found
+
+    eager, graph = pair(preset="O2", drop=0.3, loss=loss)
+    if place == "update":
+        write = FusedUpdate.write
+
+        def writes(update: FusedUpdate, *given: Any) -> None:
+            allocates()
+            write(update, *given)
+
+        monkeypatch.setattr(FusedUpdate, "write", writes)
+    assert run(graph, WARM_UPS) == run(eager, WARM_UPS)
+    full[0] = True
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        graph(*batch(90))
+    assert raised.value is lack and same(eager, graph)
+    full[0] = False
+    assert run(graph, 5, start=20) == run(eager, 5, start=20) and same(eager, graph)
 
 
 @pytest.mark.parametrize(

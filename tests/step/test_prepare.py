@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
+from halfstep.binding import bind
 from halfstep.binding.bind import binding_of
 from halfstep.binding.prepare import store_of
 from halfstep.cast.state import STATE
@@ -865,3 +866,17 @@ def test_a_model_that_came_low_trains_in_fp32_on_low_and_wide_inputs(policy: str
     wide.register_buffer("table", torch.ones(2).to(dtype))
     hs.prepare(wide, policy=policy)
     assert cast(Tensor, wide.table).dtype is dtype  # the user's choice in a model that is not low
+
+
+def test_a_model_that_was_moved_to_a_device_of_other_formats_and_back_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wanted = nn.Linear(4, 4), hs.Policy.of("mixed")
+    hs.prepare(model, policy=wanted)
+    there = {"cpu": "bf16", "xpu": "fp16"}
+    monkeypatch.setattr(bind, "resolved", lambda policy, device: policy.replace(dtype=there[device]))
+    monkeypatch.setattr(bind, "device_types_of", lambda models: ("xpu", "cpu"))
+    model.float()
+    with pytest.raises(BindError, match="moved to 'xpu', where that means other formats"):
+        model(torch.ones(2, 4))
+    monkeypatch.setattr(bind, "device_types_of", lambda models: ("cpu",))
+    model.float()
+    assert model(torch.ones(2, 4)).shape == (2, 4)

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.binding.prepare import store_of
 from halfstep.errors import BindError, UnbuiltError
+from halfstep.kernels.choose import norms_for
 from halfstep.kernels.sharded import local
+from halfstep.policy.resolve import device_types_of
 from tests.distributed.strategies import Net, batches, loss_of, policy
 
 LOW = ("O2:bf16:master=master", "pure:bf16:master=split", "pure:bf16:master=kahan", "pure:fp16", "pure:bf16:state=low")
@@ -266,3 +268,41 @@ def test_another_format_of_sums_than_the_policys_is_refused() -> None:
     with pytest.raises(UnbuiltError, match="grads='fp32' over low parameters"):
         trained(hs.shard(net(), policy("pure:bf16:grads=fp32")), 1)
     trained(hs.shard(net(), policy("pure:bf16:reduce=fp32")), 1)
+
+
+def test_norms_of_parts_on_the_host_are_added_on_the_device_that_the_group_reaches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With CPUOffloadPolicy parts and gradients are on the host, and nccl takes none of its tensors."""
+    parameters = [p.detach() for p in hs.shard(net(), "mixed").parameters()]
+    expected = norms_for(parameters)
+    sent: list[str] = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, **named: Any) -> None:
+        sent.append(tensor.device.type)
+        if tensor.device.type == "cpu":
+            reduce(tensor, **named)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    assert torch.equal(norms_for(parameters), expected) and sent == ["cpu"]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    monkeypatch.setattr(type(cast(Any, parameters[0]).device_mesh), "device_type", "cuda")
+    moved = Tensor.to
+
+    def to(tensor: Tensor, *where: Any, **named: Any) -> Tensor:
+        return moved(tensor, "meta") if where == ("cuda",) else moved(tensor, *where, **named)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with pytest.raises(NotImplementedError, match="copy out of meta"):  # which has no values to bring back
+        norms_for(parameters)
+    assert sent == ["cpu", "meta"]
+
+
+def test_a_model_whose_parts_are_on_the_host_computes_where_its_mesh_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hs.shard(net(), "mixed")
+    assert device_types_of([model]) == ("cpu",)
+    parameter: Any = next(model.parameters())
+    monkeypatch.setattr(type(parameter.device_mesh), "device_type", "cuda")
+    assert device_types_of([model]) == ("cuda", "cpu")

@@ -6,18 +6,23 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
 from benchmarks.losses import HEADS, moved
 from halfstep.kernels import triton
-from halfstep.testing import CountError, Counts, count_step, fake_cuda
+from halfstep.testing import Counter, CountError, Counts, count_step, fake_cuda
+from halfstep.weights import store
 from tests.testing.without_float64 import refused
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -66,6 +71,51 @@ def own_loop(form: str) -> Counts:
         optimizer.zero_grad()
 
     return count_step(step, *batch())
+
+
+class Ranked(DistributedDataParallel):
+    """What a step asks of DistributedDataParallel, whose C++ reads the values of parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        group: Any = torch.distributed.group.WORLD
+        self.module, self.process_group = module, group
+        self.static_graph, self.mixed_precision, self.logger, self._comm_hooks = False, None, None, []
+        self._join_config, self.parameters_to_ignore = SimpleNamespace(enable=False), set[str]()
+        self.broadcast_bucket_size, self.require_forward_param_sync = 1, True
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+    def register_comm_hook(self, *given: Any) -> None:
+        pass
+
+
+def averaged(reduce: str, accumulate: int) -> list[Any]:
+    """Return the waits of a window whose gradients are averaged over two ranks, and how many of them were counted."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = hs.Policy.of("O2", dtype="bf16", reduce=reduce)
+    hs.prepare(model, optimizer, policy=policy)
+    step = hs.TrainStep(Ranked(model), optimizer, loss_fn, policy=policy, accumulate=accumulate)
+    for _ in range(2):  # the first window makes what stays
+        before = step.host_reads
+        with Counter() as counter:
+            for _ in range(accumulate):
+                step(*batch())
+    return [[sync.where for sync in counter.counts().syncs], step.host_reads - before]
+
+
+def ranks() -> dict[str, list[Any]]:
+    """Train on one of two ranks, of which the other does not exist."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with mock.patch.object(store, "broadcast_coalesced"):
+        found = {f"{reduce}, {n}": averaged(reduce, n) for reduce in ("grad", "fp32", "low") for n in (1, 2)}
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def without_triton() -> list[Any]:
@@ -169,6 +219,7 @@ def main() -> None:
         answer["float64"] = refused()
         answer["linear losses"] = [moved(size) for size in HEADS]
         answer["without triton"] = without_triton()
+        answer["ranks"] = ranks()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["plans"] = plans()
     answer["after"] = torch.cuda.is_available()

@@ -111,6 +111,12 @@ def test_a_loop_of_ones_own_waits_for_nothing(found: dict[str, Any]) -> None:
 
 
 @device
+def test_an_average_over_ranks_waits_for_nothing(found: dict[str, Any]) -> None:
+    waits = found["ranks"]
+    assert len(waits) == 6 and all(one == [[], 0] for one in waits.values()), waits
+
+
+@device
 def test_without_triton_torch_s_operators_update_and_wait_for_nothing(found: dict[str, Any]) -> None:
     assert found["without triton"] == ["no compiler", 0, []]
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from halfstep.accelerators import empty_cache
 from halfstep.binding.bind import binding_of
 from halfstep.binding.prepare import bound
+from halfstep.errors import lacks_memory
 from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.snapshot import (
@@ -38,7 +39,6 @@ from halfstep.update.updater import Deferral
 STEPS = 3  # at each visit; the first makes memory, optimizer state and lists of tensors, and is not timed
 TIMED = 0.05  # seconds; of shorter steps so many more are timed
 MOST = 40  # of them
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain RuntimeError that torch raises on a CPU
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
 
@@ -100,8 +100,7 @@ class TimedSteps:
                 self.seconds = self._timed()
             return self.seconds
         except Exception as error:
-            lack = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            if not lack and not any(words in str(error) for words in OUT_OF_MEMORY):
+            if not lacks_memory(error):
                 raise
             problem = f"out of memory ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
         if self._snapshot.device.type != "cpu":  # the error is gone, and with it what its frames refer to

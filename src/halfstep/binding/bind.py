@@ -282,7 +282,7 @@ def _move(binding: Binding, *args: Any, **kwargs: Any) -> nn.Module:
     """
     module = binding.here()
     moved: nn.Module = apply_of(type(module))(module, *args, **kwargs)
-    there = device_types_of([module])
+    there, binding.astray = device_types_of([module]), ""
     if not binding.root or set(there) <= set(binding.device_types):
         return moved
     before, after = (resolved(binding.wanted, devices[0]) for devices in (binding.device_types, there))

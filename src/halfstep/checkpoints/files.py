@@ -30,7 +30,7 @@ import torch
 
 from halfstep.arguments import whole
 from halfstep.checkpoints import writers
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, lacks_memory
 from halfstep.schema import Each, check, is_bounded, read_json, regular, text
 
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -93,6 +93,8 @@ def write_state(path: Path, state: object) -> Entry:
     try:
         torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # reads no tensor
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise CheckpointError(
             "the state holds something that torch.load(weights_only=True) refuses to read, so it could not be loaded "
             "again: use plain containers, numbers, text and tensors in `extra` and in a scheduler of your own. "
@@ -272,6 +274,8 @@ def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *
             raise ValueError("its containers are deeper, or hold more, than such a file can")
         return found
     except Exception as error:
+        if lacks_memory(error):
+            raise
         try:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         except Exception:

@@ -23,7 +23,7 @@ from halfstep.arguments import Kind, whole
 from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints.files import read_state, refusal
 from halfstep.checkpoints.generators import plain_states
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.schema import Each, check, regular
 from halfstep.step.saved import NUMBER, STATE
@@ -295,6 +295,8 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
             )
             tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
+        if lacks_memory(error):
+            raise
         raise refusal(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
 

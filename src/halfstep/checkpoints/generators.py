@@ -51,7 +51,7 @@ def check_saved_states(state: object) -> None:
     try:
         assert isinstance(state, Mapping)
         numpy = sys.modules.get("numpy.random")
-        _put(state, torch.Generator(), random.Random(), None if numpy is None else numpy.RandomState())
+        _put(state, torch.Generator("cpu"), random.Random(), None if numpy is None else numpy.RandomState())
         devices = [states for kind, states in state.items() if kind not in HOST]
         assert all(isinstance(one, Tensor) for states in devices for one in states)
     except Exception as error:  # of each library its own

@@ -31,7 +31,7 @@ from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
 from halfstep.checkpoints.names import names_of, reordered, sharded_as, split
 from halfstep.checkpoints.writers import Lock
-from halfstep.errors import CheckpointError, StepError, warn
+from halfstep.errors import CheckpointError, StepError, lacks_memory, warn
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.sharded import is_sharded
 from halfstep.meeting import WRITE_TIME, Meeting
@@ -167,6 +167,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     root = destination(path)
     previous = step.record.saving
     room = Meeting("hs.save", next(MEETINGS))
+    cause: Exception | None = None
     try:
         if previous is not None:
             previous.wait()
@@ -187,13 +188,14 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     except Exception as error:
         if room.size == 1:
             raise
+        cause = error if lacks_memory(error) else None
         mine = {"error": f"{type(error).__name__}: {error}"}
     told = room.gather(mine if wait else _copied(mine))
     lock = Lock(root)
     try:
         plan: dict[str, Any] = room.publish(_planned(lock, previous, told) if room.rank == 0 else None)
         if plan["error"]:
-            raise CheckpointError(plan["error"])
+            raise cause or CheckpointError(plan["error"])
         group = None if previous is None else previous.group
         if plan["sharded"] and group is None:
             group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
@@ -330,7 +332,7 @@ class _Write:
                 problem = f"another process has removed {self.folder} and saves into this folder too ({problem})"
             shutil.rmtree(self.folder, ignore_errors=True)
         problem = self.room.publish(problem, limit=WRITE_TIME, last=True)
-        if cause is not None and not isinstance(cause, Exception):
+        if cause is not None and (not isinstance(cause, Exception) or lacks_memory(cause)):
             raise cause  # Ctrl-C
         if problem:
             before = files.checkpoints(self.lock.root)
@@ -517,7 +519,8 @@ def _kernels(step: TrainStep) -> str:
     """Return whether compiled kernels make the updates of `step`: "compiled" or "none"; "" before the first update."""
     if not step.record.done:  # loading them may take seconds
         return ""
-    return "none" if load_kernels(_device(step).type) else "compiled"
+    device = _device(step)
+    return "none" if load_kernels(device.type, device.index) else "compiled"
 
 
 def _device(step: TrainStep) -> torch.device:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from halfstep.arguments import whole
 from halfstep.checkpoints.files import FILE, first_line, refusal
 from halfstep.checkpoints.names import Names, chunk_of
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, lacks_memory
 from halfstep.schema import Each, regular
 
 Table = dict[str, dict[str, Any]]
@@ -196,6 +196,8 @@ def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
             content = torch.load(io.BytesIO(file.read(part["length"])), weights_only=True, map_location="cpu")
         assert isinstance(content, Tensor)
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise refusal(folder, f"{flat!r} cannot be read ({type(error).__name__}: {first_line(error)})") from error
     return content
 

@@ -122,7 +122,11 @@ def check_device_type(device_type: str) -> None:
 
 def device_types_of(models: Iterable[nn.Module]) -> tuple[str, ...]:
     """Return the device types of the region of `models`: the accelerators of their parameters, then the CPU."""
-    found = {parameter.device.type for model in models for parameter in model.parameters()} - {"meta"}
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    # fully_shard computes on the device of its mesh, also where it keeps parts on the host
+    meshes = [mesh for parameter in parameters if (mesh := getattr(parameter, "device_mesh", None)) is not None]
+    found = {parameter.device.type for parameter in parameters} | {mesh.device_type for mesh in meshes}
+    found -= {"meta"}
     return (*sorted(found - {"cpu"}), "cpu") if found else default_device_types()
 
 

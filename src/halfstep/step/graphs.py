@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError, warn
+from halfstep.errors import StepError, lacks_memory, warn
 from halfstep.events import StepResult
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
@@ -216,7 +216,7 @@ class Graphs:
             self._updater.abort(written=False)
             step.scaler.forget()
             graph.calls = WARM_UPS - 1  # the loss may be another one by then: a warm-up loads its kernels
-            if not isinstance(error, Exception) or isinstance(error, StepError):
+            if not isinstance(error, Exception) or isinstance(error, StepError) or lacks_memory(error):
                 raise
             raise StepError(
                 f"cuda_graph=True: the step cannot be captured{place_of(error)}. A graph allows nothing that the host "

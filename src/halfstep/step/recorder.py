@@ -71,7 +71,7 @@ class CudaRecorder:
         for generator in generators:
             graph.register_generator_state(generator)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # the pool can use none of what is cached
             with tables_of(graph, self._device):
                 try:

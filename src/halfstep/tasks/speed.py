@@ -128,7 +128,7 @@ def _variants(device: str) -> tuple[list[_Variant], list[_Variant]]:
     there = hs.policy.units(device)
     has: list[_Variant] = []
     lacks: list[_Variant] = []
-    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= TF32_FROM:
+    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= TF32_FROM:
         has.append(_Variant("tf32", torch.float32, tf32=True))
     (has if there.bf16 else lacks).append(_Variant("bf16", torch.bfloat16))
     (has if there.fp16 else lacks).append(_Variant("fp16", torch.float16))

@@ -88,7 +88,7 @@ class _Module(types.ModuleType):
         self.is_available = self.is_initialized = self.is_bf16_supported = lambda: True
         self._is_in_bad_fork = lambda: False
         self.init = self.set_device = self.synchronize = self.empty_cache = lambda *ignored: None
-        self.current_stream = lambda device=None: torch.accelerator.current_stream()
+        self.current_stream = lambda device=None: torch.accelerator.current_stream(device)
         self.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
         self.get_device_name = lambda device=None: "the host, by halfstep.testing.host_device"
         self.manual_seed = self.manual_seed_all = generator.manual_seed

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import WeightsError
+from halfstep.errors import WeightsError, lacks_memory
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights.ranks import replicated
 
@@ -102,6 +102,8 @@ class Draws:
                 device = torch.device(name)
                 counters[device] = torch.tensor([int(start), int(count)], device=device)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if lacks_memory(error):
+                raise
             raise WeightsError(
                 "the saved state of stochastic rounding does not fit here: it holds 'seed' and 'counts', a seed and a "
                 f"count for each device that trained. {type(error).__name__}: {error}"

@@ -154,6 +154,8 @@ def _failing(label: str) -> Iterator[None]:
         yield
     except Exception as error:  # of the user's model, of torch, or no memory
         if label in {BASELINE.label, TWIN.label}:
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise
             raise TuneError(
                 f"the task does not train in fp32, with which everything is compared: {error_line(error)}"
             ) from error

@@ -72,6 +72,8 @@ def tensor(
     try:
         made = torch.as_tensor(data)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         text = repr(data) if len(repr(data)) < 60 else repr(data)[:57] + "..."
         raise RegionError(
             f"tensor(data={text}): {error}; expected a number, nested lists of one length each, an array or a tensor"

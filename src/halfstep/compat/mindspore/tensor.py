@@ -44,6 +44,8 @@ class Tensor(metaclass=Factory):
             try:
                 made = torch.tensor(input_data, dtype=dtype)
             except (TypeError, ValueError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 raise MindSporeTypeError(
                     f"Tensor: {error}; expected a number, nested lists, an array or a tensor"
                 ) from None

@@ -42,8 +42,10 @@ def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]],
     squares.square_()
     foreach_mul_(list(squares.unbind()), [1 / mesh.size() if key is None else _share(mesh, *key) for key in keys])
     for group in around:
+        reached = torch.distributed.get_backend_config(group)  # such as "cuda:nccl", also where parts are on the host
+        squares = squares.to(device if f"{device.type}:" in reached else mesh.device_type)
         torch.distributed.all_reduce(squares, group=group)
-    return squares.sqrt_().float()
+    return squares.sqrt_().float().to(device)
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 
 import torch
 
+from halfstep.errors import lacks_memory
+
 __all__ = ["missing", "unsupported"]
 
 LOG = logging.getLogger("halfstep")
@@ -46,6 +48,8 @@ def unsupported(device: torch.device) -> str:
     try:
         import_module("halfstep.kernels.triton.words").launch(device)
     except Exception as error:  # of Triton, its compilers or the driver; any class
+        if lacks_memory(error):  # which may be there for the next call
+            raise
         first = next(iter(str(error).splitlines()), "")[:200]
         reason = f"Triton cannot launch a kernel on {device} ({type(error).__name__}: {first})"
         LOG.warning(

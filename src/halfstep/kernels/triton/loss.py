@@ -82,7 +82,7 @@ def _lse(
     row,
     top,
     by_class,  # of the first class of this row, or None
-    CLASSES: tl.constexpr,
+    CLASSES,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -114,7 +114,7 @@ def _rounded(wide, BF16: tl.constexpr):
     return wide
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["stride", "first", "CLASSES"])
 def sums_kernel(
     lse,
     own,
@@ -124,7 +124,7 @@ def sums_kernel(
     target,
     by_class,  # or None
     first,  # class; with class 0 the sums begin
-    CLASSES: tl.constexpr,
+    CLASSES,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every row begins at a multiple of 16 bytes
@@ -166,7 +166,7 @@ def _gradients(
     return _rounded(grad, BF16)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["stride", "into_stride", "first", "CLASSES"])
 def gradient_kernel(
     logits,
     stride,
@@ -179,7 +179,7 @@ def gradient_kernel(
     scale,
     by_class,  # or None
     first,
-    CLASSES: tl.constexpr,
+    CLASSES,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every row of both begins at a multiple of 16 bytes
@@ -209,13 +209,12 @@ def gradient_kernel(
         x = _logits(address + 2 * (head + begin), whole - begin, KIND, BLOCK, ALIGNED)
         grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
         tl.store(tl.multiple_of(into + places, 16), grad.to(out.dtype.element_ty), mask=inside)
-    if not ALIGNED or CLASSES % 8 != 0:
-        lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
-        places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
-        inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
-        x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
-        tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
+    lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
+    places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
+    inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
+    x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
+    grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
+    tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def row_sums_(

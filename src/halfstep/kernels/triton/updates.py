@@ -75,10 +75,10 @@ def count_kernel(
     bad,
     rate,
     count,
-    lr,  # patterns of fp64 numbers
-    beta1,
-    beta2,
-    cooling,  # of NAdam's momentum, after one step
+    lr: tl.int64,  # patterns of fp64 numbers; by its value that of 0.0 would be an int32
+    beta1: tl.int64,
+    beta2: tl.int64,
+    cooling: tl.int64,  # of NAdam's momentum, after one step
     METHOD: tl.constexpr,
     FEW: tl.constexpr,
     BITS: tl.constexpr,
@@ -222,8 +222,8 @@ def update_kernel(
     rate,  # or None
     count,
     first,
-    lr,  # pattern of an fp64 number
-    wide_decay,  # likewise
+    lr: tl.int64,  # pattern of an fp64 number
+    wide_decay: tl.int64,  # likewise
     weight_decay,
     a,
     b,

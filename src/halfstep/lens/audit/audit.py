@@ -31,7 +31,7 @@ from halfstep.binding.bind import is_bound
 from halfstep.binding.prepare import prepared_policy, unprepare
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.regions.autocast import suspended
-from halfstep.errors import AuditError
+from halfstep.errors import AuditError, lacks_memory
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
 from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
@@ -499,6 +499,8 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # of the user's classes
+        if lacks_memory(error):
+            raise
         raise AuditError(
             f"hs.audit works on a copy of the model, and {type(model).__name__} cannot be copied: "
             f"{type(error).__name__}: {error}; give it a __deepcopy__, or audit a model that has not run yet"

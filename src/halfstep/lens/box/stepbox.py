@@ -32,7 +32,7 @@ from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import has_room, unsharded
 from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
-from halfstep.errors import StepError
+from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.kernels.sharded import has_parts
@@ -242,6 +242,10 @@ class Box:
             if self._more:  # nothing was tried
                 raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
             return verdict
+        except StepError as error:
+            if error.__cause__ is not None and lacks_memory(error.__cause__):
+                raise error.__cause__ from None
+            raise
         finally:
             self._more = {}
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import fits, is_distributed
 from halfstep.binding.wrappers import unwrap_optimizer
-from halfstep.errors import HalfstepError, StepError
+from halfstep.errors import HalfstepError, StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
@@ -319,6 +319,8 @@ def refuse_wrong(subject: Subject) -> None:
             with subject.replay.windows() as windows:
                 why = windows([_following(micro, own)]).odd
         except Exception as error:  # of the loss function
+            if lacks_memory(error):
+                raise
             why, cause = _first_line(error).rstrip("."), error
         if why:
             raise StepError(

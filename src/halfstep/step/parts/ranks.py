@@ -168,10 +168,9 @@ class Ranks(OneRank):
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
-        mine = torch.tensor([count, 0.0, size, -1.0], dtype=torch.float32, device=self.device)
-        mine[1] = scale
-        if count and weighed is not None:
-            mine[3] = weighed
+        numbers = [torch.full((), n, dtype=torch.float32, device=self.device) for n in (count, size, -1.0)]  # no copies
+        weight = numbers[2] if weighed is None or not count else weighed
+        mine = torch.stack([numbers[0], scale.to(numbers[0]), numbers[1], weight])
         votes = [torch.empty_like(mine) for _ in range(self._count)]
         dist.all_gather(votes, mine, group=self.group)
         told = torch.stack(votes).tolist()
@@ -235,7 +234,9 @@ class Ranks(OneRank):
             self.refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
-        used = torch.tensor(there, dtype=torch.int32, device=self.device)
+        used = torch.ones(len(there), dtype=torch.int32, device=self.device)  # a copy of `there` would wait
+        for place in [n for n, one in enumerate(there) if not one]:
+            used[place].zero_()
         dist.all_reduce(used, group=self.group)
         sparse = _sparse(self.ddp.module)
         for parameter in parameters:

@@ -1,7 +1,7 @@
 """The record of a training step: how far it has come, and what it takes to run its last update again.
 
 Its `History` keeps references to each batch of the current window, and of the last update until its verdict is known,
-the states of torch's generators (under a microsecond), and copies of the buffers that a forward pass is known to
+the states of torch's generators (under a microsecond each), and copies of the buffers that a forward pass is known to
 change. Python's and NumPy's generators (43 microseconds a step) are kept only where windows run again (`retry`).
 """
 
@@ -376,20 +376,21 @@ def versions_of(values: Sequence[Any]) -> list[int]:
 
 
 def random_states() -> dict[str, torch.Generator]:
-    """Return copies of torch's generators that a forward pass may draw from, without waiting for a device.
+    """Return copies of torch's generators, those of all devices, without waiting for one.
 
     A copy of the CPU's has half the bytes of the tensor that ``get_state()`` returns.
     """
     states = {"cpu": torch.default_generator.clone_state()}
     device = torch.accelerator.current_accelerator()
     if device is not None and (found := default_generators()) and not capturing(device.type):
-        index = torch.accelerator.current_device_index()
-        states[f"{device.type}:{index}"] = found[index].clone_state()
+        states |= {f"{device.type}:{index}": one.clone_state() for index, one in enumerate(found)}
     return states
 
 
 def put_random(states: dict[str, torch.Generator]) -> None:
-    """Put the states of copies that `random_states` returned back."""
-    for device, copy in states.items():
-        own = torch.default_generator if device == "cpu" else default_generators()[int(device.partition(":")[2])]
-        own.set_state(copy.get_state())
+    """Put the states of copies that `random_states` returned back; those of devices that are not here are left out."""
+    here = {"cpu": torch.default_generator}
+    if (device := torch.accelerator.current_accelerator()) is not None:
+        here |= {f"{device.type}:{index}": one for index, one in enumerate(default_generators())}
+    for name in states.keys() & here.keys():
+        here[name].set_state(states[name].get_state())

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
+from halfstep.errors import StepError, lacks_memory
 from halfstep.events import StepResult
 from halfstep.snapshot import Snapshot, scheduler_state
 from halfstep.step.moments import Moments, Phase
@@ -79,7 +79,7 @@ class Verdicts(Part):
             if moments.phase is Phase.ADVANCE:
                 record.bad = flag
             moments.cut_off()
-            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+            if lacks_memory(error) or not isinstance(error, Exception):
                 raise  # the next call tries again
             record.bad = None
             raise StepError(
