@@ -1,9 +1,11 @@
-"""Measure forward passes of models that serve: time, memory, distance from fp32, beside torch.amp; write a JSON file.
+"""Measure models that serve: time, memory, distance from fp32, beside torch.amp; write a JSON file.
 
     python -m benchmarks.serving --json benchmarks/results/serving.json
 
 torch.amp casts every weight in every forward pass. `hs.lowered` and `hs.exported` store weights in the format that
-their operators take. All candidates run under `torch.inference_mode`, in turns in one process, in an order shuffled
+their operators take. torch.amp returns low outputs, and presets return fp32 ones: one candidate of each does as the
+other. A case of decoding generates `TOKENS` tokens with a cache of keys and values; the rest are forward passes.
+All candidates run under `torch.inference_mode`, in turns in one process, in an order shuffled
 each round; a figure is the median of ratios within rounds, with its 90 % interval.
 """
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from benchmarks.cases import CASES, Batch, Case
+from benchmarks.cases import CASES, Batch, Case, text
 from benchmarks.counts import allocated
 from benchmarks.markdown import megabytes, ratio, table
 from benchmarks.stamp import commit, write
@@ -34,8 +36,8 @@ from benchmarks.turns import ratio as paired
 from halfstep.tasks import machine
 from halfstep.timing import WARM_UP
 
-CHOSEN = ("gpt512", "mlp21m", "resnet18", "gpt256", "gpt256_fp16")
-AMP, AGAIN = "torch.amp", "torch.amp again"
+AMP, AGAIN, WIDE = "torch.amp", "torch.amp again", "torch.amp, fp32 outputs"
+TOKENS = 16
 ROUNDS, QUICK = 60, 6
 SECONDS = 25.0  # what the rounds of a case may take
 RARE = 3  # rounds of torch's fp16 kernels on a CPU
@@ -50,12 +52,51 @@ class Served:
     Attributes:
         run: its forward pass.
         module: what holds its weights.
+        timed: what is measured; None: `run`.
         like: the candidate whose outputs it must have, or "".
     """
 
     run: Model
     module: nn.Module
+    timed: Model | None = None
     like: str = ""
+
+
+def llama() -> nn.Module:
+    """Return a small Llama of transformers with new weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def no_loss(model: nn.Module, *batch: Tensor) -> Tensor:
+    raise NotImplementedError("a model that decodes is not trained here")
+
+
+DECODING = Case(
+    name="llama256",
+    title="Llama, d = 256, decoding",
+    about=f"4 layers of 256, vocabulary 1024, one prompt of 16; {TOKENS} tokens by `generate`",
+    model=llama,
+    batch=text(1, 16, 1024),
+    loss_fn=no_loss,
+)
+FORWARD = ("gpt512", "mlp21m", "resnet18", "gpt256", "gpt256_fp16")
+CHOSEN = {**{name: CASES[name] for name in FORWARD}, DECODING.name: DECODING}
+
+
+def decoding(net: nn.Module) -> Model:
+    """Return what generates `TOKENS` tokens greedily."""
+    return lambda x: net.generate(x, max_new_tokens=TOKENS, do_sample=False)  # type: ignore[operator]
+
+
+def logits(net: nn.Module) -> Model:
+    """Return the forward pass of a language model of transformers."""
+    return lambda x: net(x, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def candidates(case: Case) -> dict[str, Served]:
@@ -64,27 +105,39 @@ def candidates(case: Case) -> dict[str, Served]:
     model = case.model().eval().requires_grad_(False)
     x = case.batch(0)[0]
 
-    def amp(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=case.low):
-            return model(x)  # type: ignore[no-any-return]
+    def amp(run: Model, dtype: torch.dtype | None = None) -> Model:
+        def under_autocast(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=case.low):
+                found = run(x)
+            return found if dtype is None else found.to(dtype)
 
-    def policy(name: str) -> hs.Policy:
-        return hs.Policy.of(name, dtype=case.dtype)
+        return under_autocast
 
-    def prepared(name: str) -> nn.Module:
-        return hs.prepare(copy.deepcopy(model), policy=policy(name))
+    def prepared(name: str, **fields: Any) -> nn.Module:
+        policy = hs.Policy.of(name, dtype=case.dtype).replace(**fields)
+        return hs.prepare(copy.deepcopy(model), policy=policy)
 
     live = {name: prepared(name) for name in ("mixed", "O2", "pure")}
     plain = hs.lowered(live["pure"])
+    if case is DECODING:
+        nets = {"fp32": model, **live, "pure, lowered": plain}
+        by_amp = Served(run=amp(logits(model)), module=model, timed=amp(decoding(model)))
+        return {AMP: by_amp, AGAIN: by_amp} | {
+            name: Served(run=logits(net), module=net, timed=decoding(net)) for name, net in nets.items()
+        }
     made = {
         "fp32": Served(run=model, module=model),
-        AMP: Served(run=amp, module=model),
-        AGAIN: Served(run=amp, module=model),
+        AMP: Served(run=amp(model), module=model),
+        AGAIN: Served(run=amp(model), module=model),
         **{name: Served(run=net, module=net) for name, net in live.items()},
         "pure, lowered": Served(
             run=lambda x: plain(x.to(case.low) if x.is_floating_point() else x), module=plain, like="pure"
         ),
     }
+    if case.dtype == "bf16":
+        low = prepared("mixed", outputs="keep")
+        made[WIDE] = Served(run=amp(model, torch.float32), module=model)
+        made["mixed, low outputs"] = Served(run=low, module=low)
     for name in ("mixed", "O2"):
         run = hs.exported(live[name], (x,)).module()
         made[f"{name}, exported"] = Served(run=run, module=run, like=name)
@@ -112,7 +165,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     def step(run: Model) -> Callable[[Batch], Tensor]:
         return lambda batch: run(batch[0]).flatten()[:1]
 
-    steps = {label: step(served.run) for label, served in made.items()}
+    steps = {label: step(served.timed or served.run) for label, served in made.items()}
     with torch.inference_mode():
         outputs = {label: served.run(case.batch(0)[0]) for label, served in made.items()}
         once, unseen = dict.fromkeys(rare, 1), {label: Track() for label in made}
@@ -123,7 +176,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             in_turns(steps, case.batch, tracks, "cpu", rounds=range(number, number + QUICK), rare=left)
             number += QUICK
         batch = case.batch(0)[0]
-        peaks = {label: allocated(partial(served.run, batch), "cpu") for label, served in made.items()}
+        peaks = {label: allocated(partial(served.timed or served.run, batch), "cpu") for label, served in made.items()}
     rows = {}
     for label, served in made.items():
         times = sorted(tracks[label].seconds.values())
@@ -160,7 +213,7 @@ def serving_table(report: dict[str, Any]) -> str:
             rows.append(
                 [f"`{label}`", f"{data['ms']:.2f}", ratio(data["to_amp"]), *bytes, f"{data['to_fp32']:.2g}", policy]
             )
-        head = ["candidate", "ms a forward pass", "/ torch.amp", "weights, MB", "more at one time, MB", "from fp32"]
+        head = ["candidate", "ms a call", "/ torch.amp", "weights, MB", "more at one time, MB", "from fp32"]
         parts.append(
             f"**{case['title']}**, {case['dtype']}; {case['about']}; {case['rounds']} rounds.\n\n"
             f"{table([*head, 'from its policy'], rows)}"
@@ -182,7 +235,7 @@ def main() -> int:
         "commit": commit(),
         "quick": options.quick,
         "machine": {**machine(), "torch_threads": torch.get_num_threads()},
-        "cases": {name: measure(CASES[name], QUICK if options.quick else ROUNDS) for name in options.only or CHOSEN},
+        "cases": {name: measure(CHOSEN[name], QUICK if options.quick else ROUNDS) for name in options.only or CHOSEN},
     }
     write(options.json, report)
     return 0
