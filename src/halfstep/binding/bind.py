@@ -441,8 +441,8 @@ def bind(module: nn.Module, binding: Binding) -> None:
     """Make `binding` the one of `module`, and give it the methods of a bound module."""
     kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
     binding.module_ref, binding.methods = ref(module), _methods_of(kind)
-    needs_mode = kind not in LAYERS and norm_forward(kind) is None
-    binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or needs_mode)
+    keeps_mode = kind not in LAYERS and norm_forward(kind) is None
+    binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or keeps_mode)
     if binding.root:
         ROOTS[id(module)] = module
     own = module.__dict__

@@ -52,7 +52,7 @@ def _handler(target: CastTo, *, gathers: bool = False) -> Handler:
             if type(value) is torch.dtype:
                 return run(device, func, args, kwargs)  # an explicit dtype wins
         dtype = target(device, tensors)
-        if dtype is None or all([tensor.dtype is dtype for tensor in tensors]):
+        if dtype is None or not [t for t in tensors if t.dtype is not dtype]:
             return run(device, func, args, kwargs)
         if gathers:
             return cast(run(device, func, args, kwargs), dtype, mode)
