@@ -15,6 +15,7 @@ import argparse
 import copy
 import dataclasses
 import itertools
+import json
 import sys
 import time
 import warnings
@@ -157,7 +158,7 @@ def far(found: Tensor, expected: Tensor) -> float:
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Return time, bytes and distances of every candidate of a case."""
     print(case.name, file=sys.stderr, flush=True)
-    begun = time.perf_counter()
+    begun, at = time.perf_counter(), commit()
     made = candidates(case)
     tracks = {label: Track() for label in made}
     rare = dict.fromkeys((AMP, AGAIN, "pure, lowered"), RARE) if case.dtype == "fp16" else {}
@@ -193,6 +194,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     return {
         "title": case.title,
         "about": about,
+        "commit": at,
         "dtype": case.dtype,
         "rounds": number,
         "seconds": seconds,
@@ -215,7 +217,8 @@ def serving_table(report: dict[str, Any]) -> str:
             )
         head = ["candidate", "ms a call", "/ torch.amp", "weights, MB", "more at one time, MB", "from fp32"]
         parts.append(
-            f"**{case['title']}**, {case['dtype']}; {case['about']}; {case['rounds']} rounds.\n\n"
+            f"**{case['title']}**, {case['dtype']}; {case['about']}; {case['rounds']} rounds, "
+            f"commit {case.get('commit') or report['commit']}.\n\n"
             f"{table([*head, 'from its policy'], rows)}"
         )
     if report["quick"]:
@@ -226,16 +229,24 @@ def serving_table(report: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
-    parser.add_argument("--only", action="append", choices=CHOSEN, help="a case; may be given several times")
+    parser.add_argument(
+        "--only", action="append", choices=CHOSEN, help="a case, of several if repeated; the report keeps its others"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)  # of torch's exporter and of emulated fp16
+    known = (
+        json.loads(options.json.read_text("utf-8")) if options.only and options.json and options.json.exists() else {}
+    )
     report = {
         "command": " ".join(["python -m benchmarks.serving", *sys.argv[1:]]),
         "commit": commit(),
         "quick": options.quick,
         "machine": {**machine(), "torch_threads": torch.get_num_threads()},
-        "cases": {name: measure(CHOSEN[name], QUICK if options.quick else ROUNDS) for name in options.only or CHOSEN},
+        "cases": {
+            **{name: {"commit": known["commit"], **case} for name, case in known.get("cases", {}).items()},
+            **{name: measure(CHOSEN[name], QUICK if options.quick else ROUNDS) for name in options.only or CHOSEN},
+        },
     }
     write(options.json, report)
     return 0
