@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.cast.rules import handlers
+from halfstep.cast.rules import dispatch, handlers
 from halfstep.cast.rules.recipe import composites
 from halfstep.errors import BannedOperatorError
 
@@ -125,11 +125,10 @@ def test_an_explicit_dtype_wins() -> None:
 
 def test_tensors_that_have_the_format_of_a_rule_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cast: list[Any] = []
-    whole = handlers.cast
 
     def noted(value: Any, dtype: torch.dtype, mode: Any) -> Any:
         cast.append(value)
-        return whole(value, dtype, mode)
+        return dispatch.cast(value, dtype, mode)
 
     monkeypatch.setattr(handlers, "cast", noted)
     rules = NONE.with_ops(fp32=["pow", "rsqrt"], low=["softmax"])
