@@ -319,6 +319,17 @@ def goals() -> Iterator[Goal]:
         bound=300,
         read=most_faults,
     )
+    for case, name in (("gpt512", "the GPT, d = 512, one sequence"), ("gpt256", "the GPT, d = 256")):
+        for label in ("mixed", "mixed, low outputs"):
+            yield Goal(
+                what=f"forward pass of {name}: `{label}` / torch.amp", bound=1.0, read=step(case, label, on="serving")
+            )
+    for label in ("mixed", "O2", "pure"):
+        yield Goal(
+            what=f"decoding with a Llama, d = 256: `{label}` / torch.amp",
+            bound=1.0,
+            read=step("llama256", label, on="serving"),
+        )
     yield Goal(
         what="GPU: step of GPT-2, 124M: `pure` / torch.amp",
         bound=0.80,

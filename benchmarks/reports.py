@@ -26,6 +26,7 @@ class Reports:
         counts: written by ``python -m halfstep.testing.count --json``: steps on fake CUDA tensors.
         lens: written by ``python -m benchmarks.lens --json``: what instruments cost.
         pages: written by ``python -m benchmarks.pages --json``: page faults.
+        serving: written by ``python -m benchmarks.serving --json``: forward passes and decoding.
     """
 
     cpu: dict[str, Any]
@@ -33,6 +34,7 @@ class Reports:
     counts: dict[str, Any]
     lens: dict[str, Any] = field(default_factory=dict)
     pages: dict[str, Any] = field(default_factory=dict)
+    serving: dict[str, Any] = field(default_factory=dict)
 
 
 def committed() -> Reports:

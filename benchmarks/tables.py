@@ -70,7 +70,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     """Return every table by its name: those of the JSON files, and those that are read from the code."""
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
-    bench, serving, losses, auto = reports.cpu, load("serving.json"), load("losses.json"), load("auto.json")
+    bench, serving, losses, auto = reports.cpu, reports.serving, load("losses.json"), load("auto.json")
     wheel, plan, tune = load("wheel.json"), load("plan.json"), load("tune.json")
     return {
         **concepts.blocks(),

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep as hs
 from halfstep.binding.prepare import store_of
+from halfstep.kernels import watched
 from halfstep.weights import STRATEGIES
 from tests.promises.probe import one_rank
 
@@ -306,3 +307,28 @@ def test_what_a_wrapper_sends_is_no_change_by_hand_and_a_later_write_is() -> Non
         wrapped(torch.ones(2, 4))
         with pytest.warns(UserWarning, match="weight was changed by hand, and master='none'"):
             model.state_dict()
+
+
+class Scaled(nn.Module):
+    """A norm as transformers writes them: its weight is a factor in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def test_a_weight_that_a_forward_reads_by_hand_costs_no_walk_over_the_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = hs.prepare(nn.Sequential(nn.Linear(8, 8), Scaled()).requires_grad_(False), policy=policy(name="pure"))
+
+    def walked(tree: Any) -> list[Tensor]:
+        raise AssertionError("walked")
+
+    with torch.inference_mode():
+        expected = net(torch.ones(2, 8))
+        monkeypatch.setattr(watched, "tensors_in", walked)
+        assert torch.equal(net(torch.ones(2, 8)), expected)

@@ -55,7 +55,7 @@ from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.rules.handlers import norm_forward
-from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly, unruled
+from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
@@ -442,7 +442,8 @@ def bind(module: nn.Module, binding: Binding) -> None:
     """Make `binding` the one of `module`, and give it the methods of a bound module."""
     kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
     binding.module_ref, binding.methods = ref(module), _methods_of(kind)
-    binding.idle = binding.recipe.mode is None and low_forward(kind) is None
+    keeps_mode = kind not in LAYERS and norm_forward(kind) is None
+    binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or keeps_mode)
     if binding.root:
         ROOTS[id(module)] = module
     own = module.__dict__

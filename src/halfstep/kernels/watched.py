@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -353,8 +353,8 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
 
 
-def _reads_fp32(source: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a function of these `tensors` reads the fp32 value of `source`, which is among them.
+def _reads_fp32(source: Any, values: Any) -> bool:
+    """Return whether a function of the tensors in `values` reads the fp32 value of `source`, which is among them.
 
     In forward and backward passes: code without gradients that moves a weight by hand, by numbers and such weights.
     """
@@ -363,7 +363,7 @@ def _reads_fp32(source: Any, tensors: Sequence[Tensor]) -> bool:
         return True
     if torch.is_grad_enabled() or source.requires_grad or not owner.moved(source):
         return False
-    return all(_source(value) is not None for value in tensors)
+    return all(_source(value) is not None for value in tensors_in(values))
 
 
 def _fresh(value: Any) -> Any:
@@ -443,7 +443,7 @@ def _method(name: str) -> Any:
         owner = _owner(self)
         if owner is None and NOTES in self.__dict__:
             return plain(self, *args, **kwargs)
-        if name in CASTS or (owner is not None and not _reads_fp32(self, tensors_in((self, args, kwargs)))):
+        if name in CASTS or (owner is not None and not _reads_fp32(self, (self, args, kwargs))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
                 return found

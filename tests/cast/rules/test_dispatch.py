@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.cast.rules import dispatch, handlers
 from halfstep.cast.rules.recipe import composites
 from halfstep.errors import BannedOperatorError
 
@@ -120,6 +121,21 @@ def test_an_explicit_dtype_wins() -> None:
     assert under(NONE.with_ops(low=["softmax", "sum"]), lambda: F.softmax(X, -1, dtype=FP32)).dtype is FP32
     assert under(NONE.with_ops(low=["softmax", "sum"]), lambda: torch.softmax(X, -1, FP64)).dtype is FP64
     assert under(NONE.with_ops(fp32=["sum"]), lambda: X.bfloat16().sum(dtype=BF16)).dtype is BF16
+
+
+def test_tensors_that_have_the_format_of_a_rule_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast: list[Any] = []
+
+    def noted(value: Any, dtype: torch.dtype, mode: Any) -> Any:
+        cast.append(value)
+        return dispatch.cast(value, dtype, mode)
+
+    monkeypatch.setattr(handlers, "cast", noted)
+    rules = NONE.with_ops(fp32=["pow", "rsqrt"], low=["softmax"])
+    for call in (lambda: X.pow(2), lambda: torch.rsqrt(X.exp()), lambda: torch.softmax(input=X.bfloat16(), dim=-1)):
+        under(rules, call)
+    assert not cast
+    assert under(rules, lambda: torch.softmax(X, -1)).dtype is BF16 and cast[0] is X
 
 
 def test_an_embedding_gathers_then_casts() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
+from halfstep.binding.bind import binding_of
 from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import LAYERS, recipe_for, unruled
 
@@ -210,3 +211,26 @@ def test_a_region_opened_inside_a_model_rules_its_layers() -> None:
         accumulate=2,
     )
     assert torch.equal(step(torch.ones(2, 128)).loss, expected)
+
+
+class Ruled(nn.Module):
+    """A user's module whose forward calls an operator with a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow(2)
+
+
+class OwnNorm(nn.LayerNorm):
+    """A user's class with torch's forward."""
+
+
+@pytest.mark.parametrize("policy", ["mixed", "O2"])
+def test_only_layers_of_torch_do_something_for_the_mode_inside_a_region(policy: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), Ruled(), OwnNorm(6), nn.GELU())
+    hs.prepare(net, policy=hs.Policy.of(policy, dtype="bf16"))
+    idle = [binding_of(module).idle for module in net]  # type: ignore[union-attr]  # each is bound
+    assert idle == [False, True, False, False]
+    seen: list[torch.dtype] = []
+    net[1].register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, out.dtype)))
+    net(torch.randn(2, 6))
+    assert seen == [BF16, torch.float32]

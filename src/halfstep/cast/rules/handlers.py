@@ -40,17 +40,20 @@ def _handler(target: CastTo, *, gathers: bool = False) -> Handler:
     """Make the handler of a rule from the function that returns the format of its tensors (None: as they are)."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
+        tensors = tensors_of(args, mode.devices)
+        if kwargs:
+            tensors += tensors_of(kwargs.values(), mode.devices)
         device = mode.active(tensors)
         if not tensors and target is RULE_KINDS["fp32"].cast_to:
             # what makes floats of whole numbers inside; torch would lower its products
             device = mode.active([t for t in every_tensor((args, kwargs)) if t.device.type in mode.devices])
-        if device is None or kwargs.get("out") is not None:
+        if device is None or (kwargs and kwargs.get("out") is not None):
             return func(*args, **kwargs)
-        if isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in args):
-            return run(device, func, args, kwargs)  # an explicit dtype wins
+        for value in (*args, kwargs.get("dtype")) if kwargs else args:
+            if type(value) is torch.dtype:
+                return run(device, func, args, kwargs)  # an explicit dtype wins
         dtype = target(device, tensors)
-        if dtype is None:
+        if dtype is None or not [t for t in tensors if t.dtype is not dtype]:
             return run(device, func, args, kwargs)
         if gathers:
             return cast(run(device, func, args, kwargs), dtype, mode)
