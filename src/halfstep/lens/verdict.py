@@ -108,7 +108,8 @@ class Verdict:
         kind: what happened at the place, one of `KINDS`.
         cause: why, one of `CAUSES`; "" if that is not known.
         because: what shows the cause, in one sentence with its numbers.
-        sure: "shown" if a replay or the run itself shows the cause, "likely" if it is the best reading; "" without one.
+        sure: "shown" if what was tried or read could have refuted the cause, "likely" if nothing was; "" without a cause.
+        shown: what that was, and what came of it; "" if nothing was.
         op: public short name of the operator that made the first non-finite value, such as "linear".
         module: dotted name of the module it was called in; "" for the root and for what no module calls.
         phase: "forward", "backward" or "update".
@@ -141,6 +142,7 @@ class Verdict:
     cause: str = ""
     because: str = ""
     sure: str = ""
+    shown: str = ""
     op: str = ""
     module: str = ""
     phase: str = ""
@@ -261,6 +263,8 @@ class Verdict:
         if self.cause:
             yield _fact("cause", _cause(self)), "bad"
             yield _fact("", self.why), ""
+        if self.shown:
+            yield _fact("shown by", self.shown), ""
         if self.op:
             place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
             yield _fact("place", place), ""
@@ -355,9 +359,10 @@ def _page(verdict: Verdict) -> doc.Document:
 def _summary(verdict: Verdict) -> doc.Section:
     cause = f"{_cause(verdict)}." if verdict.cause else "not known."
     why = verdict.why or "The replay shows no cause"
+    shown = (f"Shown by: {doc.sentence(verdict.shown)}",) if verdict.shown else ()
     line = (verdict.line,) if verdict.line else ()
     facts = (
-        doc.Fact("Cause", cause, (doc.sentence(why),), "bad"),
+        doc.Fact("Cause", cause, (doc.sentence(why), *shown), "bad"),
         doc.Fact("Where", f"{verdict.where or 'No operator is to blame'}.", line, "open"),
         doc.Fact("Do this", doc.sentence(verdict.remedy or "see the notes"), tone="good"),
     )

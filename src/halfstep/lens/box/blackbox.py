@@ -330,7 +330,7 @@ class BlackBox(Box):
             cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
             self.verdict = Verdict(
                 kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
-                step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+                step=window.last, shown="the gradient that backward() began with is infinite", because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
             )  # fmt: skip
             self._explained_step = window.last
             return self.verdict
