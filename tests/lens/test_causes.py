@@ -19,9 +19,8 @@ LOST = Trial(finite_once=True, trained=3, losses=(1.0, 9.0), outcome="finite onc
 UNTRIED = Trial(finite_once=True, losses=(1.0,), outcome="finite once: not trained: no optimizer is known")
 NEVER = Trial(finite_once=False, outcome="not finite")
 ABSENT = Trial(finite_once=None, outcome="cannot run: TypeError")
-NOTHING = {
-    "suspects": (), "_off_course": "", "wrong_target": "", "poisoned": "", "runaway": "", "loaded": "", "lost_eps": "", "without": None,
-}  # fmt: skip
+NAMES = ("_off_course", "wrong_target", "poisoned", "runaway", "loaded", "lost_eps")
+NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES, ""), "suspects": (), "without": None}
 
 
 def settled(

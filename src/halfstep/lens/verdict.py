@@ -108,7 +108,7 @@ class Verdict:
         kind: what happened at the place, one of `KINDS`.
         cause: why, one of `CAUSES`; "" if that is not known.
         because: what shows the cause, in one sentence with its numbers.
-        sure: "shown" if what was tried or read could have refuted the cause, "likely" if nothing was; "" without a cause.
+        sure: "shown" if what was tried or read could have refuted the cause, else "likely"; "" without a cause.
         shown: what that was, and what came of it; "" if nothing was.
         op: public short name of the operator that made the first non-finite value, such as "linear".
         module: dotted name of the module it was called in; "" for the root and for what no module calls.

@@ -90,8 +90,8 @@ INVALID = {
     "acos": ENDS,
     "asin": ENDS,
     "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "pass zero_infinity=True, or shorten the target: it is longer than its input lets it be (twice as long, "
-    "if letters repeat)",
+    "ctc_loss": "pass zero_infinity=True, or shorten the target: it is longer than its input lets it be (twice as "
+    "long, if letters repeat)",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
     "std": SPREAD,
     "var": SPREAD,
@@ -306,7 +306,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return ("divergence", away, "") if away else ("", "", "")
     if away and not (wide.trains and _is_back(trials)):
         return "divergence", away, tried
-    if found:
+    if found and not (wide.trains and verdict.kind == "invalid"):  # fp32 trains on what has no value here
         other = without(subject, attempt)
         trial = None if other is None else Trials(other).of(subject.policy)
         trains = trial is not None and trial.trains
@@ -416,9 +416,8 @@ def loaded(subject: Subject) -> str:
             state = optimizer.state.get(parameter, {})
             passed = max(passed, float(state.get("step", 0.0)))
             if apart := _apart(group, state):
-                count, size = apart
-                what = f"exp_avg_sq of {names.get(id(parameter), 'a parameter')}"
-                return f"{LOADED}: {what} is too small beside exp_avg in {count} of {size} elements, which no gradients make"
+                whose = f"exp_avg_sq of {names.get(id(parameter), 'a parameter')}"
+                return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
     history = None if subject.signals is None else subject.signals.read()
     rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
     if len(rows) < 2 or not len(rows) < UPDATES or passed <= subject.step:
@@ -427,24 +426,24 @@ def loaded(subject: Subject) -> str:
     step, after, _ = max(jump, key=lambda row: abs(row[1]))
     if abs(after) < FLOORS[LOSS] * abs(before):
         return ""
-    times = f"the loss rose {abs(after / before):.2g} times, from {before:.3g} at step {first} to {after:.3g} at step {step}"
-    return f"{LOADED}, of {passed:g} updates, and with its first ones {times}"
+    rose = Rise(what=LOSS, first=first, last=step, before=before, after=after)
+    return f"{LOADED}, of {passed:g} updates, and with its first ones {rose}"
 
 
-def _apart(group: dict[str, Any], state: dict[str, Any]) -> tuple[int, int] | None:
-    """Return how many elements of Adam's averages contradict each other, and of how many; None if none do.
+def _apart(group: dict[str, Any], state: dict[str, Any]) -> str:
+    """Return in words how many elements of Adam's averages contradict each other; "" for none.
 
     By Cauchy and Schwarz the first average is at most (1 - b1) / sqrt((1 - b2) (1 - b1 ** 2 / b2)) roots of the second.
     """
     one, two, betas = state.get("exp_avg"), state.get("exp_avg_sq"), group.get("betas", ())
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or len(betas) != 2 or one.shape != two.shape:
-        return None
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or len(betas) != 2 or two.dtype in LOW_DTYPES:
+        return ""  # in a low format the second one underflows by itself
     (b1, b2), eps = map(float, betas), float(group.get("eps", 0.0))
     if not 0.0 < b1 * b1 < b2 < 1.0:
-        return None
+        return ""
     most = (1.0 - b1) / math.sqrt((1.0 - b2) * (1.0 - b1 * b1 / b2))
     bad = one.detach().float().abs() > APART * (most * two.detach().float().clamp_min(0.0).sqrt() + eps)
-    return (int(bad.sum()), bad.numel()) if bool(bad.any()) else None
+    return f"{int(bad.sum())} of {bad.numel()}" if bool(bad.any()) else ""
 
 
 def poisoned(subject: Subject) -> str:

@@ -80,7 +80,7 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
 
 
 def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
-    """Return the step with another sample in the place of each at fault; None if not known, all are, or it stays bad."""
+    """Return the step with another sample in the place of each at fault; None if that is not known, or it stays bad."""
     source = None if attempt is None or attempt.trace is None else first_cause(attempt.trace)[0]
     if attempt is None or attempt.index is None or source is None:
         return None
@@ -94,10 +94,10 @@ def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
     good = [index for index in range(size) if index not in bad]
     if not bad or not good or max(bad) >= size:
         return None
-    rows = torch.tensor([good[0] if index in bad else index for index in range(size)])
+    rows = [good[0] if index in bad else index for index in range(size)]
 
     def other(tensor: Tensor) -> Tensor:
-        return tensor[rows.to(tensor.device)] if tensor.dim() and len(tensor) == size else tensor
+        return tensor[rows] if tensor.dim() and len(tensor) == size else tensor
 
     changes = {index: other for index, _, _ in _inputs(subject.replay.window[attempt.index])}
     return _changed(subject, attempt, changes) if _finite(subject, attempt, changes) else None
@@ -189,8 +189,9 @@ def _selected_by_batch(call: CallRecord) -> bool:
     """Return whether the batch alone decided which elements were left for a call, and no weight."""
     for above in upstream([call]):
         if above.site.op in SELECTING:
-            indices = [parent for parent in above.parents if parent.dtype is None] or [dataclasses.replace(above, parents=())]
-            return {kind for each in upstream(indices) for kind, _ in each.outside} == {"batch"}
+            indices = [parent for parent in above.parents if parent.dtype is None]
+            calls = upstream(indices) if indices else [above]
+            return {kind for each in calls for kind, _ in each.outside} == {"batch"}
     return False
 
 

@@ -111,7 +111,9 @@ class Trials:
         if not rose and wide.trained >= still.trained:
             return ""
         largest = max(map(abs, still.losses))
-        return f"in fp32: {wide.outcome}; without updates {still.trained} steps are finite, the loss at most {largest:.3g}"
+        return (
+            f"in fp32: {wide.outcome}; without updates {still.trained} steps are finite, the loss at most {largest:.3g}"
+        )
 
     @cached_property
     def before(self) -> list[float]:
