@@ -413,21 +413,21 @@ def loaded(subject: Subject) -> str:
     names, passed = subject.names, 0.0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, dict):
+                continue
             passed = max(passed, float(state.get("step", 0.0)))
             if apart := _apart(group, state):
                 whose = f"exp_avg_sq of {names.get(id(parameter), 'a parameter')}"
                 return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
     history = None if subject.signals is None else subject.signals.read()
     rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
-    if len(rows) < 2 or not len(rows) < UPDATES or passed <= subject.step:
+    if not 1 < len(rows) < min(UPDATES, passed):  # the first update of this run is not known, or was the optimizer's
         return ""
-    (first, before, _), jump = rows[0], rows[1 : 1 + BEGAN]
-    step, after, _ = max(jump, key=lambda row: abs(row[1]))
-    if abs(after) < FLOORS[LOSS] * abs(before):
-        return ""
-    rose = Rise(what=LOSS, first=first, last=step, before=before, after=after)
-    return f"{LOADED}, of {passed:g} updates, and with its first ones {rose}"
+    first, last = rows[0], max(rows[1 : 1 + BEGAN], key=lambda row: abs(row[1]))
+    rose = Rise(what=LOSS, first=first[0], last=last[0], before=first[1], after=last[1])
+    far = abs(rose.after) >= FLOORS[LOSS] * abs(rose.before)
+    return f"{LOADED}, of {passed:g} updates, and with its first ones {rose}" if far else ""
 
 
 def _apart(group: dict[str, Any], state: dict[str, Any]) -> str:

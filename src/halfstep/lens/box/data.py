@@ -84,22 +84,17 @@ def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
     source = None if attempt is None or attempt.trace is None else first_cause(attempt.trace)[0]
     if attempt is None or attempt.index is None or source is None:
         return None
-    given = [t for _, _, t in _inputs(subject.replay.window[attempt.index]) if t.dim() and t.layout is torch.strided]
-    sizes = {len(t) for t in given}
-    size = max(sizes, key=lambda size: sum(len(t) == size for t in given), default=0)
-    bad = set(source.samples)
-    for tensor in given:
-        if len(tensor) == size and (far := outlier(0, "", tensor.detach(), [])) is not None:
-            bad |= set((tensor.detach().abs() > far.rest).reshape(size, -1).any(1).nonzero().flatten().tolist())
-    good = [index for index in range(size) if index not in bad]
-    if not bad or not good or max(bad) >= size:
+    given = _inputs(subject.replay.window[attempt.index])
+    size, bad = next((len(t) for _, _, t in given if t.dim()), 0), source.samples
+    good = next((index for index in range(size) if index not in bad), -1)
+    if not bad or good < 0 or bad[-1] >= size:
         return None
-    rows = [good[0] if index in bad else index for index in range(size)]
+    rows = [good if index in bad else index for index in range(size)]
 
     def other(tensor: Tensor) -> Tensor:
         return tensor[rows] if tensor.dim() and len(tensor) == size else tensor
 
-    changes = {index: other for index, _, _ in _inputs(subject.replay.window[attempt.index])}
+    changes = {index: other for index, _, _ in given}
     return _changed(subject, attempt, changes) if _finite(subject, attempt, changes) else None
 
 

@@ -107,13 +107,11 @@ class Trials:
         wide, still = self.wide, self.still
         if not wide.trained or not still.trained:
             return ""
-        rose = abs(_end(wide.losses)) > RISING * max(map(abs, still.losses[: wide.trained]))
-        if not rose and wide.trained >= still.trained:
-            return ""
         largest = max(map(abs, still.losses))
-        return (
-            f"in fp32: {wide.outcome}; without updates {still.trained} steps are finite, the loss at most {largest:.3g}"
-        )
+        if abs(_end(wide.losses)) <= RISING * largest and wide.trained >= still.trained:
+            return ""
+        beside = f"without updates {still.trained} steps are finite, the loss at most {largest:.3g}"
+        return f"in fp32: {wide.outcome}; {beside}"
 
     @cached_property
     def before(self) -> list[float]:
@@ -452,12 +450,11 @@ class _NothingLow(Sink):
         if func in {Tensor.half, Tensor.bfloat16}:
             func = Tensor.float
         args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
-        named = {name: torch.float32 if _is_low(value) else value for name, value in kwargs.items()}
-        return func(*(torch.float32 if _is_low(value) else value for value in args), **named)
-
-
-def _is_low(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in LOW_DTYPES
+        low = {
+            id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype) and value in LOW_DTYPES
+        }
+        named = {name: torch.float32 if id(value) in low else value for name, value in kwargs.items()}
+        return func(*(torch.float32 if id(value) in low else value for value in args), **named)
 
 
 @contextmanager
