@@ -43,6 +43,7 @@ CAUSES = {
 """Root cause of a verdict -> what it means."""
 
 WIDTH = 160  # characters of a headline
+LEAST = 30  # of its remedy, where what happened needs the room: its numbers matter more
 MODULE = 30  # characters of a module's name in a headline: its end
 
 BETWEEN, CUT = " | ", "..."
@@ -327,13 +328,15 @@ def _table(story: Sequence[Magnitude]) -> Iterator[tuple[str, str]]:
 
 
 def _joined(parts: Sequence[str], width: int) -> str:
-    """Join parts; the longest are cut where they have more than `width` characters together."""
+    """Join what happened, where, and what to do; the last is cut first, to `LEAST` characters, then what happened."""
     parts = [part for part in parts if part]
-    room = width - len(BETWEEN) * (len(parts) - 1)
-    each = max(map(len, parts), default=0)
-    while sum(min(len(part), each) for part in parts) > room:
-        each -= 1
-    return BETWEEN.join(part if len(part) <= each else part[: each - len(CUT)].rstrip() + CUT for part in parts)
+    over = sum(map(len, parts)) + len(BETWEEN) * (len(parts) - 1) - width
+    for index, least in ((-1, LEAST), (0, 0)):
+        if over > 0 and len(parts[index]) > least:
+            kept = max(len(parts[index]) - over, least)
+            over -= len(parts[index]) - kept
+            parts[index] = parts[index][: kept - len(CUT)].rstrip() + CUT
+    return BETWEEN.join(parts)
 
 
 def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> str:

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import binding_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
-from halfstep.lens.box.data import suspects, without, wrong_target
+from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.box.trials import RISING, Trials
 from halfstep.lens.calls import Site, pointwise
-from halfstep.lens.rise import BAD, FLOORS, LOSS, WEIGHTS, Rise, learning_rate, outlier, rise
+from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.parts.signals import UPDATES
 
@@ -46,6 +46,8 @@ NO_LABELS = (
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
+    "bad_target": "give the loss torch.where(mask, target, 0) where a mask leaves such values out, as 0 * nan is nan; "
+    "else check what loads it",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
     "lost_eps": "raise eps to what the format holds, such as 1e-4; or use fp32 weights behind the low ones, as O2 "
@@ -55,12 +57,13 @@ ADVICE = {
 
 UNTRAINED = "before any update"  # evidence begins so where initial weights or inputs are too large
 WITHOUT = "with another sample in its place"  # so it does where the batch trains without a sample
-LOADED = "a state was loaded into the optimizer"  # so it does where that destroyed the weights
+LOADED = "a loaded optimizer state"  # so it does where that destroyed the weights
 NAMED = "without casts by name"  # so it does where fp32 trains only then
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
     "rise: the weights are lost, and no format helps",
+    ALONE: "pass drop_last=True to the DataLoader: a last batch of one sample has no spread",
     "data": "mend it where it is loaded",
     WITHOUT: "mend or drop that sample where it is loaded: a batch without it trains",
     UNTRAINED: "initialise smaller weights, or normalise the inputs",
@@ -93,6 +96,7 @@ INVALID = {
     "ctc_loss": "pass zero_infinity=True, or shorten the target: it is longer than its input lets it be (twice as "
     "long, if letters repeat)",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
+    "mean": "divide the sum by the count, at least 1, or leave the mean out where nothing is left: it is of no values",
     "std": SPREAD,
     "var": SPREAD,
     "cross_entropy": NO_LABELS,
@@ -231,6 +235,8 @@ def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
 def _general(verdict: Verdict, *, everywhere: bool) -> str:
     if verdict.kind == "bad_state" and verdict.cause == "precision":
         return ADVICE["lost_eps"]
+    if verdict.kind == "bad_batch" and TARGET in verdict.because:
+        return ADVICE["bad_target"]
     if verdict.kind == "overflow":
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):
@@ -266,7 +272,7 @@ BACK = 30.0  # a loss at most so many times what it was before is back where it 
 ROSE = 3.0  # times that all losses from one step on are above all before it, where fp32 overflows too
 DRAWN = 64  # updates of the history that a verdict keeps
 MARGIN = 10.0  # times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that
-MOVED = 1e-3  # share of their size that weights have to have moved where training runs away
+MOVED = 1e-3  # share of their size by which weights change at least where training runs away
 BEGAN = 3  # a state that was loaded shows in so many updates
 APART = 10.0  # times that an average is beyond what any gradients give, above what a low format or a new beta makes
 
@@ -347,20 +353,15 @@ def _updated(subject: Subject) -> bool:
 
 
 def _off_course(subject: Subject, trials: Trials) -> str:
-    """Return in words that losses rose or weights grew before the step, by updates; "" if they did not."""
-    if subject.signals is None or not trials.before:
-        return ""
-    steps = subject.signals.read().steps
-    growth = subject.signals.growth(subject.model, steps[0])
-    if growth is not None and not _can_move(subject, steps[0], MOVED * growth[1]):
-        return ""
+    """Return in words that losses rose or weights grew before the step; "" if they did not, or no weight has moved."""
     before = trials.before
-    for first in range(1, len(before)):
-        if min(before[first:]) >= ROSE * max(before[:first]):
-            return f"the loss was {max(before[:first]):.3g} at most in {first} steps, and {before[-1]:.3g} at last"
-    if growth is not None and growth[2] >= BAD.grew * growth[1]:
-        return f"the weights grew from {growth[1]:.3g} to {growth[2]:.3g} since step {growth[0]}"
-    return ""
+    if subject.signals is None or not before:
+        return ""
+    first, then, now = subject.signals.growth(subject.model, subject.signals.read().steps[0]) or UNKNOWN
+    rises = (at for at in range(1, len(before)) if min(before[at:]) >= ROSE * max(before[:at]))
+    if (at := next(rises, 0)) and not abs(now - then) < MOVED * then:
+        return f"the loss was {max(before[:at]):.3g} at most in {at} steps, and {before[-1]:.3g} at last"
+    return f"the weights grew from {then:.3g} to {now:.3g} since step {first}" if now >= BAD.grew * then else ""
 
 
 def _is_back(trials: Trials) -> bool:
@@ -379,26 +380,17 @@ def runaway(subject: Subject) -> str:
 
 
 def _reachable(found: Rise, subject: Subject) -> bool:
-    """Return whether updates can have moved the weights so far; else they were loaded or edited, or a loss is noise."""
-    assert subject.signals is not None
-    if found.what == WEIGHTS:
-        return _can_move(subject, found.first, found.after - found.before)
-    growth = subject.signals.growth(subject.model, found.first)
-    return growth is None or _can_move(subject, found.first, MOVED * growth[1])
-
-
-def _can_move(subject: Subject, since: int, distance: float) -> bool:
-    """Return whether the updates from a step on can have moved the weights by a root mean square of `distance`.
+    """Return whether updates can have moved the weights so far; else they were loaded or edited.
 
     An update of SGD moves them by the learning rate times the gradient, one of Adam each by about the learning rate.
     """
-    if subject.optimizer is None or subject.signals is None:
+    if found.what != WEIGHTS or subject.optimizer is None or subject.signals is None:
         return True
     updates = subject.signals.read().updates(until=subject.step)
-    norms = [norm for step, _, norm in updates if step >= since and math.isfinite(norm)]
+    norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
     size = math.sqrt(sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
     moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * size)
-    return not distance * size > MARGIN * moved  # a root mean square times its root is a norm
+    return (found.after - found.before) * size <= MARGIN * moved  # a root mean square times its root is a norm
 
 
 def loaded(subject: Subject) -> str:
@@ -408,26 +400,22 @@ def loaded(subject: Subject) -> str:
     were; and a loss that jumps with the first updates after such a state was loaded is its work.
     """
     optimizer = None if subject.optimizer is None else unwrap_optimizer(subject.optimizer)
-    if optimizer is None:
-        return ""
-    names, passed = subject.names, 0.0
-    for group in optimizer.param_groups:
+    passed = 0.0
+    for group in [] if optimizer is None else optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not isinstance(state, dict):
-                continue
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
             passed = max(passed, float(state.get("step", 0.0)))
             if apart := _apart(group, state):
-                whose = f"exp_avg_sq of {names.get(id(parameter), 'a parameter')}"
+                whose = f"exp_avg_sq of {subject.names.get(id(parameter), 'a parameter')}"
                 return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
     history = None if subject.signals is None else subject.signals.read()
     rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
-    if not 1 < len(rows) < min(UPDATES, passed):  # the first update of this run is not known, or was the optimizer's
-        return ""
+    if history is None or len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
+        return ""  # the optimizer's first updates are those of this run, or this run's are not known any more
     first, last = rows[0], max(rows[1 : 1 + BEGAN], key=lambda row: abs(row[1]))
     rose = Rise(what=LOSS, first=first[0], last=last[0], before=first[1], after=last[1])
     far = abs(rose.after) >= FLOORS[LOSS] * abs(rose.before)
-    return f"{LOADED}, of {passed:g} updates, and with its first ones {rose}" if far else ""
+    return f"{LOADED}: {rose}, its first updates after {passed - len(history.steps):g}" if far else ""
 
 
 def _apart(group: dict[str, Any], state: dict[str, Any]) -> str:

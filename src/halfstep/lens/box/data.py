@@ -41,6 +41,8 @@ EARLIER = 5  # so many earlier batches have to be known before a whole batch is 
 SHARE = 4  # outliers are in one of so many samples, or in one sample
 
 
+ALONE = "the batch holds one sample"
+TARGET = ", the target of "
 SELECTING = frozenset({"getitem", "masked_select", "index_select", "index"})
 # losses of a prediction and a target, both of floating numbers
 COMPARING = frozenset(
@@ -127,7 +129,7 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
         count, size = int(bad.sum()), tensor.numel()
         call = source.call
         is_target = call is not None and call.site.op in COMPARING and call.shapes[1:] == (tuple(tensor.shape),)
-        what = f"{name}, the target of {call.site.op}," if is_target and call is not None else name
+        what = f"{name}{TARGET}{call.site.op}," if is_target and call is not None else name
         yield f"{what} holds {value} in {place(tensor, flat)}: {count} of {size} values are not finite"
 
 
@@ -162,8 +164,10 @@ def _of_call(given: Given, source: Source | None, trained: bool, failed: bool) -
     kinds = {kind for kind, _ in roots}
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
-    if not kinds & {"parameter", "buffer"}:
-        if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
+    if op in SPREADING and size == 1:
+        yield f"{ALONE}: {source.remark}"
+    elif not kinds & {"parameter", "buffer"}:
+        if op in SPREADING:  # of one value in each group, whatever the batch holds
             return
         if len(source.features) == 1:
             yield from _constant_feature(given, source.features[0])
@@ -176,8 +180,6 @@ def _of_call(given: Given, source: Source | None, trained: bool, failed: bool) -
         yield source.remark
     elif op in NORMALISING and MASKED_OUT in source.remark and any(not t.is_floating_point() for _, _, t in given):
         yield source.remark
-    elif op in SPREADING and size == 1:
-        yield f"the batch holds one sample: {source.remark}"
 
 
 def _selected_by_batch(call: CallRecord) -> bool:

@@ -450,9 +450,7 @@ class _NothingLow(Sink):
         if func in {Tensor.half, Tensor.bfloat16}:
             func = Tensor.float
         args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
-        low = {
-            id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype) and value in LOW_DTYPES
-        }
+        low = {id(dtype) for dtype in LOW_DTYPES}
         named = {name: torch.float32 if id(value) in low else value for name, value in kwargs.items()}
         return func(*(torch.float32 if id(value) in low else value for value in args), **named)
 

@@ -115,10 +115,7 @@ class Signals:
         self.recent: deque[Update] = deque(maxlen=UPDATES)
         self._weights: deque[tuple[int, Weights]] = deque(maxlen=SAMPLES)
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
-        self._landing, self._buffers = (
-            Landing(),
-            list[str](),
-        )  # largest magnitudes of buffers of one device; their names
+        self._landing, self._buffers = Landing(), list[str]()  # largest magnitudes of buffers, and their names
         self._finite: set[str] = set()  # names of those that were finite when they were last looked at
 
     def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
