@@ -160,7 +160,7 @@ def test_a_batch_of_one_and_a_masked_target_have_a_remedy_of_their_own() -> None
 
     step = step_of(nn.Linear(8, 4), loss_fn)
     assert step(torch.randn(4, 8), torch.zeros(4, 4).index_fill(0, torch.tensor(1), math.nan)).host().skipped
-    assert "torch.where(mask, target, 0)" in step.explain().headline
+    assert "torch.where(mask, target, 0)" in step.explain().cures[0].text
 
 
 # ---------------------------------------------------------------------- states of an optimizer
@@ -329,3 +329,28 @@ def test_a_replay_of_a_loops_own_regions_gives_its_verdict(inside: Any, around: 
         assert getattr(run, field) == getattr(replayed, field), field
     assert run.cause == "precision"
     assert [cure.verified for cure in run.cures] == [cure.verified for cure in replayed.cures]
+
+
+class Sums(nn.Module):
+    """Adds up many numbers in bf16."""
+
+    def __init__(self, terms: int) -> None:
+        super().__init__()
+        self.rate, self.out, self.terms = nn.Linear(16, 16), nn.Linear(16, 4), terms
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = F.softplus(self.rate(x)).bfloat16()
+        total = torch.zeros_like(rate)
+        for _ in range(self.terms):
+            total = total + rate
+        return self.out(total.to(x.dtype))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("terms", "found"), [(400, True), (8, False)])
+def test_a_running_sum_that_swallows_its_terms_is_a_finding(terms: int, found: bool) -> None:
+    torch.manual_seed(0)
+    model = Sums(terms)
+    batches = [(torch.randn(8, 16), torch.randint(0, 4, (8,)))] * 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    audit = hs.audit(model, batches, lambda m, x, y: F.cross_entropy(m(x).float(), y), BF16, optimizer)
+    assert any(f.op == "add" and "the sum does not contain them" in f.cause for f in audit.findings()) == found
