@@ -13,7 +13,7 @@ from tests.snippets import run_page
 
 VERDICTS = sorted((Path(__file__).resolve().parents[2] / "docs" / "verdicts").glob("*.md"))
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md"
-WHERE = 21
+WHERE = 22
 """Lines of a report up to its first cure."""
 
 

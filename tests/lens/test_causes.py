@@ -19,12 +19,14 @@ LOST = Trial(finite_once=True, trained=3, losses=(1.0, 9.0), outcome="finite onc
 UNTRIED = Trial(finite_once=True, losses=(1.0,), outcome="finite once: not trained: no optimizer is known")
 NEVER = Trial(finite_once=False, outcome="not finite")
 ABSENT = Trial(finite_once=None, outcome="cannot run: TypeError")
-NOTHING = {"suspects": (), "wrong_target": "", "poisoned": "", "runaway": "", "lost_eps": ""}
+NAMES = ("_off_course", "wrong_target", "poisoned", "runaway", "loaded", "lost_eps")
+NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES, ""), "suspects": (), "without": None}
 
 
 def settled(
-    monkeypatch: pytest.MonkeyPatch, kind: str, wide: Trial, before: list[float], updated: bool = True, **evidence: Any
-) -> Verdict:
+    monkeypatch: pytest.MonkeyPatch, kind: str, wide: Trial, before: list[float], updated: bool = True,
+    astray: str = "", **evidence: Any
+) -> Verdict:  # fmt: skip
     """Return a verdict of `kind`, settled on some evidence."""
     for name, value in {**NOTHING, **evidence}.items():
         monkeypatch.setattr(causes, name, lambda *args, value=value: value)
@@ -34,10 +36,11 @@ def settled(
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model)
-    trials: Any = SimpleNamespace(wide=wide, before=before, usual=before[-1] if before else None)
+    usual = before[-1] if before else None
+    trials: Any = SimpleNamespace(wide=wide, before=before, usual=usual, astray=astray, by_name=False)
     attempt: Any = SimpleNamespace()
     found = settle(subject, Verdict(kind=kind, parameter="input 0"), attempt, trials)
-    assert bool(found.because) == bool(found.cause) == bool(found.sure)
+    assert bool(found.because) == bool(found.cause) == bool(found.sure) >= bool(found.shown)
     return found
 
 
@@ -56,9 +59,11 @@ def settled(
         ("scale_too_high", LOST, [1.0], {"runaway": "the loss rose"}, "divergence", "shown"),
         ("overflow", TRAINS, [1.0], {"runaway": "the loss rose"}, "precision", "shown"),  # it came back
         ("overflow", TRAINS, [0.01], {"runaway": "the loss rose"}, "divergence", "shown"),  # it did not
-        ("overflow", NEVER, [1.0, 50.0], {}, "divergence", "likely"),
+        ("overflow", NEVER, [1.0, 50.0], {"_off_course": "the loss rose"}, "divergence", "likely"),
         ("overflow", NEVER, [1.0, 0.9], {}, "model", "likely"),
-        ("overflow", LOST, [1.0], {}, "divergence", "likely"),
+        ("overflow", LOST, [1.0], {"astray": "without updates it is finite"}, "divergence", "shown"),
+        ("overflow", LOST, [1.0], {}, "", ""),  # without updates it is no better
+        ("bad_state", NEVER, [1.0], {"loaded": "exp_avg_sq is 0", "runaway": "the loss rose"}, "divergence", "likely"),
         ("overflow", TRAINS, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "likely"),
         ("overflow", NEVER, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "shown"),
         ("overflow", LOST, [1.0], {"runaway": "the loss rose", "suspects": ("9",)}, "divergence", "shown"),
@@ -85,10 +90,13 @@ def test_the_evidence_decides(
 def test_what_is_lost_before_any_update_is_no_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = settled(monkeypatch, "overflow", LOST, [], updated=False)
     assert verdict.cause == "model" and "initial weights" in verdict.because
-    assert settled(monkeypatch, "overflow", LOST, [], updated=True).cause == "divergence"  # a run that was resumed
+    resumed = settled(monkeypatch, "overflow", LOST, [], updated=True, astray="without updates it is finite")
+    assert resumed.cause == "divergence"
 
 
 def test_a_loss_that_rises_in_fp32_on_the_same_batches_is_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     rising = Trial(finite_once=True, trained=12, losses=(10.0, 20.0), trains=True, outcome="trained 12 steps")
-    assert settled(monkeypatch, "overflow", rising, [4.0, 8.0]).cause == "divergence"
-    assert settled(monkeypatch, "overflow", rising, [4.0, 30.0]).cause == "precision"
+    still = "without updates the loss is 10 at most"
+    assert settled(monkeypatch, "overflow", rising, [4.0, 8.0], astray=still).shown == still
+    assert settled(monkeypatch, "overflow", rising, [4.0, 8.0]).cause == "precision"  # it is as large without updates
+    assert settled(monkeypatch, "overflow", rising, [4.0, 30.0], astray=still).cause == "precision"

@@ -262,7 +262,7 @@ def overflowing(model: Any, h: Tensor) -> Tensor:
 
 
 def test_a_loss_that_falls_in_fp32_alone_is_not_near(made: list[Trials], monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(self: Trials, policy: hs.Policy, windows: Any) -> Trial:
+    def train(self: Trials, policy: hs.Policy, windows: Any, updates: bool) -> Trial:
         wide = policy.dtype == "fp32"
         losses = tuple(2.0 * (0.5**n if wide else 1.0) for n in range(STEPS))
         return Trial(finite_once=True, trained=STEPS, losses=losses, outcome="")

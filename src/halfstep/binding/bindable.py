@@ -129,8 +129,9 @@ def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
 
 
 def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:
-    """Refuse optimizers over parameters of other models and, where parameters become `low`, wrapped ones."""
-    known = {id(p) for m in models for p in m.parameters()}
+    """Refuse optimizers of other models' parameters, or with nan in a state; where some become `low`, wrapped ones."""
+    known = {id(p): name for m in models for name, p in unwrap(m).named_parameters()}
+    states: list[tuple[str, Tensor]] = []
     for optimizer in optimizers:
         if low:
             refuse_wrapper(optimizer)
@@ -142,6 +143,31 @@ def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, lo
                         "not a parameter of the model; build the optimizer from model.parameters() and prepare every "
                         "model it steps in one call: hs.prepare([a, b], optimizer)"
                     )
+                state = optimizer.state.get(parameter, {})
+                entries = state.items() if isinstance(state, dict) else ()
+                states += [(f"{k} of {known[id(parameter)]}", v) for k, v in entries if isinstance(v, Tensor)]
+    if wrong := first_wrong(states, infinities=True):
+        raise BindError(
+            f"the optimizer's state {wrong} holds nan before the first step, and its update writes nan into weights; "
+            "load a state from before that, or begin with a new optimizer"
+        )
+
+
+def first_wrong(given: Iterable[tuple[str, Tensor]], *, infinities: bool) -> str:
+    """Return the first name whose tensor holds nan or, unless `infinities` may be there, inf; one wait for a device."""
+    flags: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in given:
+        part = local(tensor).detach()
+        if part.is_sparse:
+            part = part.coalesce()._values()
+        if (part.is_floating_point() or part.is_complex()) and not (part.is_meta or is_fake(part)):
+            wrong = part.isnan().any() if infinities else ~part.isfinite().all()
+            flags.setdefault(part.device, []).append((name, wrong))
+    for known in flags.values():
+        for (name, _), wrong in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
+            if wrong:
+                return name
+    return ""
 
 
 def is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:

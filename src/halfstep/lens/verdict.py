@@ -43,6 +43,7 @@ CAUSES = {
 """Root cause of a verdict -> what it means."""
 
 WIDTH = 160  # characters of a headline
+LEAST = 30  # of its remedy, where what happened needs the room: its numbers matter more
 MODULE = 30  # characters of a module's name in a headline: its end
 
 BETWEEN, CUT = " | ", "..."
@@ -108,7 +109,8 @@ class Verdict:
         kind: what happened at the place, one of `KINDS`.
         cause: why, one of `CAUSES`; "" if that is not known.
         because: what shows the cause, in one sentence with its numbers.
-        sure: "shown" if a replay or the run itself shows the cause, "likely" if it is the best reading; "" without one.
+        sure: "shown" if what was tried or read could have refuted the cause, else "likely"; "" without a cause.
+        shown: what that was, and what came of it; "" if nothing was.
         op: public short name of the operator that made the first non-finite value, such as "linear".
         module: dotted name of the module it was called in; "" for the root and for what no module calls.
         phase: "forward", "backward" or "update".
@@ -141,6 +143,7 @@ class Verdict:
     cause: str = ""
     because: str = ""
     sure: str = ""
+    shown: str = ""
     op: str = ""
     module: str = ""
     phase: str = ""
@@ -261,6 +264,8 @@ class Verdict:
         if self.cause:
             yield _fact("cause", _cause(self)), "bad"
             yield _fact("", self.why), ""
+        if self.shown:
+            yield _fact("shown by", self.shown), ""
         if self.op:
             place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
             yield _fact("place", place), ""
@@ -323,13 +328,15 @@ def _table(story: Sequence[Magnitude]) -> Iterator[tuple[str, str]]:
 
 
 def _joined(parts: Sequence[str], width: int) -> str:
-    """Join parts; the longest are cut where they have more than `width` characters together."""
+    """Join what happened, where, and what to do; the last is cut first, to `LEAST` characters, then what happened."""
     parts = [part for part in parts if part]
-    room = width - len(BETWEEN) * (len(parts) - 1)
-    each = max(map(len, parts), default=0)
-    while sum(min(len(part), each) for part in parts) > room:
-        each -= 1
-    return BETWEEN.join(part if len(part) <= each else part[: each - len(CUT)].rstrip() + CUT for part in parts)
+    over = sum(map(len, parts)) + len(BETWEEN) * (len(parts) - 1) - width
+    for index, least in ((-1, LEAST), (0, 0)):
+        if over > 0 and len(parts[index]) > least:
+            kept = max(len(parts[index]) - over, least)
+            over -= len(parts[index]) - kept
+            parts[index] = parts[index][: kept - len(CUT)].rstrip() + CUT
+    return BETWEEN.join(parts)
 
 
 def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> str:
@@ -355,9 +362,10 @@ def _page(verdict: Verdict) -> doc.Document:
 def _summary(verdict: Verdict) -> doc.Section:
     cause = f"{_cause(verdict)}." if verdict.cause else "not known."
     why = verdict.why or "The replay shows no cause"
+    shown = (f"Shown by: {doc.sentence(verdict.shown)}",) if verdict.shown else ()
     line = (verdict.line,) if verdict.line else ()
     facts = (
-        doc.Fact("Cause", cause, (doc.sentence(why),), "bad"),
+        doc.Fact("Cause", cause, (doc.sentence(why), *shown), "bad"),
         doc.Fact("Where", f"{verdict.where or 'No operator is to blame'}.", line, "open"),
         doc.Fact("Do this", doc.sentence(verdict.remedy or "see the notes"), tone="good"),
     )

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.arguments import LARGEST, Kind, number, shown, whole
+from halfstep.binding.bindable import first_wrong
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.kernels.sharded import local
@@ -161,22 +162,12 @@ def _number_kind(tensor: Tensor) -> object:
 
 
 def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> None:
-    """Refuse tensors that hold nan, or, unless `infinities` may be there, inf; one wait for each device."""
-    flags: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for path, tensor in given.items():
-        part = local(tensor).detach()
-        if part.is_sparse:
-            part = part.coalesce()._values()
-        if (part.is_floating_point() or part.is_complex()) and not part.is_meta:
-            wrong = part.isnan().any() if infinities else ~part.isfinite().all()
-            flags.setdefault(part.device, []).append((path, wrong))
-    for known in flags.values():
-        for (path, _), wrong in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
-            if wrong:
-                raise StepError(
-                    f"{path} holds {'nan' if infinities else 'nan or inf'}: training from it would spread; load a "
-                    "state from before; nothing was loaded"
-                )
+    """Refuse tensors that hold nan, or, unless `infinities` may be there, inf."""
+    if path := first_wrong(given.items(), infinities=infinities):
+        raise StepError(
+            f"{path} holds {'nan' if infinities else 'nan or inf'}: training from it would spread; load a state from "
+            "before; nothing was loaded"
+        )
 
 
 # ---------------------------------------------------------------------- the optimizer

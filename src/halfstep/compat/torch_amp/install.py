@@ -80,7 +80,8 @@ class Served:
         """Return one line; waits for the device."""
         policy = self.policy
         parts = [f"policy {policy.name or '(of a file)'}{'' if policy.dtype == 'auto' else ':' + policy.dtype}"]
-        parts[0] += f": {self.steps} steps, {self.skipped} of them skipped"
+        skipped = self.skipped
+        parts[0] += f": {self.steps} steps, {skipped} of them skipped"
         if self.used:
             scales = "".join(f", scale {scaler.get_scale():g}" for scaler in self.scalers)
             regions = f"{self.regions} regions of autocast ({self.off} off)"
@@ -89,6 +90,8 @@ class Served:
             parts.append("nothing was replaced, because neither autocast nor GradScaler of torch.amp was used")
         if self.narrow and not self.scalers:
             parts.append("fp16 without a GradScaler: small gradients become 0; choose bf16, or use a GradScaler")
+        if skipped > 1 and 4 * skipped >= self.steps:  # more than a scale that falls
+            parts.append("a black box says why: hs.BlackBox(model, loss_fn, optimizer) in the loop")
         if names := unserved():
             parts.append(f"not replaced, imported from where torch defines them: {', '.join(names)}")
         return "; ".join(parts)

@@ -53,6 +53,9 @@ HALF = 0.5
 """A term counts as lost if half of it, in elements and in size, vanishes in the addition. New models with weights of
 0.02 lose up to a third of a branch in a bf16 stream, and learn."""
 
+RUNNING = 64
+"""Times that one line adds in a step, from which on its sum is one of as many terms, whose losses add up."""
+
 
 class Examination:
     """The rows of an audit, and the findings and remedies that follow from them; arguments as of `findings_of`."""
@@ -286,8 +289,10 @@ def _large_error(exam: Examination) -> Iterator[Finding]:
 
 
 def _addends(exam: Examination) -> Iterator[Finding]:
+    once = min((row.calls for row in exam.of("activation")), default=1)
     for row in exam.of("activation"):
-        if row.swallowed >= HALF and row.swallowed_mass >= HALF:
+        much = SWALLOWED if row.calls >= RUNNING * once else HALF
+        if min(row.swallowed, row.swallowed_mass) >= much:
             cause = (
                 f"{_percent(row.swallowed)} of the elements of one of its terms, {_percent(row.swallowed_mass)} of "
                 f"their size, are below half an ulp of the other one in {row.format}: the sum does not contain them"

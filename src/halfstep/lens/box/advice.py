@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,16 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import binding_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
-from halfstep.lens.box.data import suspects, wrong_target
+from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.box.trials import Trials
+from halfstep.lens.box.trials import RISING, Trials
 from halfstep.lens.calls import Site, pointwise
-from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
+from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.step.parts.signals import UPDATES
 
 REACH = 12  # so many calls before an operator are looked at
 
@@ -44,6 +46,8 @@ NO_LABELS = (
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
+    "bad_target": "give the loss torch.where(mask, target, 0) where a mask leaves such values out, as 0 * nan is nan; "
+    "else check what loads it",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
     "lost_eps": "raise eps to what the format holds, such as 1e-4; or use fp32 weights behind the low ones, as O2 "
@@ -51,15 +55,24 @@ ADVICE = {
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
-UNTRAINED = "before any update"  # evidence begins so where not even fp32 trains from the initial weights
+UNTRAINED = "before any update"  # evidence begins so where initial weights or inputs are too large
+WITHOUT = "with another sample in its place"  # so it does where the batch trains without a sample
+LOADED = "a loaded optimizer state"  # so it does where that destroyed the weights
+NAMED = "without casts by name"  # so it does where fp32 trains only then
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
     "rise: the weights are lost, and no format helps",
-    "data": "mend or drop that sample where it is loaded; a batch without it trains",
-    UNTRAINED: "initialise smaller weights, or normalise the inputs: fp32 does not train from these either",
+    ALONE: "pass drop_last=True to the DataLoader: a last batch of one sample has no spread",
+    "data": "mend it where it is loaded",
+    WITHOUT: "mend or drop that sample where it is loaded: a batch without it trains",
+    UNTRAINED: "initialise smaller weights, or normalise the inputs",
+    LOADED: "load the optimizer's state as it was saved, in fp32; or begin with a new one, and warm the learning rate "
+    "up; go back to a checkpoint from before that update: the weights are lost",
+    NAMED: "take out what is low by name (.half(), dtype=, model.half()): fp32 weights, and a region that casts where "
+    "that is safe",
 }
-"""Cause, or what its evidence begins with -> what to do, whatever the place is."""
+"""Cause, or what its evidence or what shows it begins with -> what to do, whatever the place is."""
 
 OVERFLOW = {
     "": "scale the values down, or take out a cast by name (.half(), dtype=): with every rule in fp32 the step is not "
@@ -80,9 +93,10 @@ INVALID = {
     "acos": ENDS,
     "asin": ENDS,
     "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "drop that sample, or pass zero_infinity=True: a target is longer than its input lets it be (twice as "
+    "ctc_loss": "pass zero_infinity=True, or shorten the target: it is longer than its input lets it be (twice as "
     "long, if letters repeat)",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
+    "mean": "divide the sum by the count, at least 1, or leave the mean out where nothing is left: it is of no values",
     "std": SPREAD,
     "var": SPREAD,
     "cross_entropy": NO_LABELS,
@@ -148,10 +162,12 @@ def advice(
 
     `everywhere`: the step is not finite in fp32 either.
     """
+    evidence = verdict.because, verdict.shown
+    texts = [text for begin, text in CAUSED.items() if any(words.startswith(begin) for words in evidence)]
     if verdict.cause == "divergence":
-        return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
-    texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []
-    texts += [CAUSED[UNTRAINED]] if verdict.because.startswith(UNTRAINED) else []
+        return (Cure(policy=None, text=[*texts, CAUSED["divergence"]][0], verified=False),)
+    if not texts and verdict.cause == "data" and verdict.kind != "bad_batch":
+        texts = [CAUSED["data"]]
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
         texts += [_general(verdict, everywhere=everywhere)]
@@ -219,6 +235,8 @@ def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
 def _general(verdict: Verdict, *, everywhere: bool) -> str:
     if verdict.kind == "bad_state" and verdict.cause == "precision":
         return ADVICE["lost_eps"]
+    if verdict.kind == "bad_batch" and TARGET in verdict.because:
+        return ADVICE["bad_target"]
     if verdict.kind == "overflow":
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):
@@ -251,66 +269,81 @@ def _lost(trace: Trace, site: Site) -> Iterator[str]:
 # ------------------------------------------------------------------ the cause
 
 BACK = 30.0  # a loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound
-ROSE = 3.0  # times that a loss has to have risen where fp32 overflows too; else the formula is to blame
-RISING = 1.5  # times that a loss rises within a trial, on the same batches, where training runs away
+ROSE = 3.0  # times that all losses from one step on are above all before it, where fp32 overflows too
 DRAWN = 64  # updates of the history that a verdict keeps
 MARGIN = 10.0  # times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that
+MOVED = 1e-3  # share of their size by which weights change at least where training runs away
+BEGAN = 3  # a state that was loaded shows in so many updates
+APART = 10.0  # times that an average is beyond what any gradients give, above what a low format or a new beta makes
 
 
 def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
     """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
-    cause, because, sure = _cause(subject, verdict, attempt, trials)
+    cause, because, shown = _cause(subject, verdict, attempt, trials)
     rows: list[tuple[int, float | None, float | None]] = []
     if subject.signals is not None:
         seen = subject.signals.read()
         known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
         rows = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
-    return replace(verdict, cause=cause, because=because, sure=sure, history=tuple(rows))
+    sure = cause and ("shown" if shown else "likely")
+    return replace(verdict, cause=cause, because=because, sure=sure, shown=shown, history=tuple(rows))
 
 
 def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> tuple[str, str, str]:
-    """Return cause, evidence and how sure it is; "" for a cause that is not known."""
+    """Return cause, evidence, and what could have refuted it; "" for a cause that is not known, or was not tried."""
     found = suspects(subject, attempt)
     if verdict.kind == "bad_batch":
-        return "data", found[0] if found else f"{verdict.parameter}: {verdict.detail or 'not finite'}", "shown"
+        evidence = found[0] if found else f"{verdict.parameter}: {verdict.detail or 'not finite'}"
+        return "data", evidence, "the values are there before the first operator, and the loss or a gradient needs them"
     if verdict.kind == "not_reproducible":
         return "", "", ""
-    if target := wrong_target(subject, attempt):
-        return "data", target, "shown"
-    if batch := poisoned(subject):
-        return "data", batch, "shown"
-    away = runaway(subject)
-    if verdict.kind == "bad_state" and (lost := lost_eps(subject.optimizer, subject.model)):
-        return "precision", lost, "likely"
-    if attempt is None or trials is None or verdict.kind == "bad_state":
-        return ("divergence", away, "likely") if away else ("", "", "")
-    wide = trials.wide
-    tried = wide.finite_once is False or wide.trained > 0  # a step that is not finite cannot be trained on
+    target, batch, away, state = wrong_target(subject, attempt), poisoned(subject), runaway(subject), loaded(subject)
+    wide = None if attempt is None or trials is None or verdict.kind == "bad_state" else trials.wide
+    # a step that is not finite cannot be trained on
+    tried = f"in fp32: {wide.outcome}" if wide is not None and (wide.trained or wide.finite_once is False) else ""
+    lost = "" if wide is not None and wide.trains else tried
+    if target or batch:
+        return "data", target or batch, lost
+    if state:
+        return "divergence", state, ""
+    if verdict.kind == "bad_state" and (eps := lost_eps(subject.optimizer, subject.model)):
+        return "precision", eps, ""
+    if wide is None or trials is None or attempt is None:
+        return ("divergence", away, "") if away else ("", "", "")
     if away and not (wide.trains and _is_back(trials)):
-        return "divergence", f"{away}; in fp32: {wide.outcome}", "shown" if tried else "likely"
-    if found:
-        return "data", found[0], "shown" if tried and not wide.trains else "likely"
+        return "divergence", away, tried
+    if found and not (wide.trains and verdict.kind == "invalid"):  # fp32 trains on what has no value here
+        other = without(subject, attempt)
+        trial = None if other is None else Trials(other).of(subject.policy)
+        trains = trial is not None and trial.trains
+        return "data", found[0], f"{WITHOUT}: {trial.outcome}" if trial is not None and trains else lost
     if verdict.kind == "scale_too_high":
-        return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
-    if wide.trains and _rises(trials):
-        return "divergence", f"the loss rises in fp32 too: {wide.outcome}", "likely"
+        replayed = next((note for note in verdict.notes if note.startswith("at scale")), tried)
+        return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", replayed
+    above = wide.trains and trials.before and abs(wide.losses[-1]) > RISING * max(trials.before)
+    if above and trials.astray:
+        return "divergence", f"the loss rises in fp32 too: {wide.outcome}", trials.astray
     if wide.trains:
-        return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
+        how = f"{NAMED} " if trials.by_name else ""
+        return "precision", f"{how}in fp32 the same steps are finite and train", wide.outcome
     if wide.finite_once is None:
         return "", "", ""
     if not wide.finite_once and verdict.kind == "overflow" and (course := _off_course(subject, trials)):
-        return "divergence", f"{course}; now fp32 overflows too", "likely"
+        return "divergence", f"{course}; now fp32 overflows too", ""
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
-        return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
-    if not tried and not trials.before:  # the weights may be too large to train in any format
-        return "", "", ""
-    if not tried:
+        shown = f"{lost}; in float64 the operator has none either" if verdict.kind == "invalid" else ""
+        return "model", f"fp32 has no {value} there either", shown
+    if not wide.trained:  # the weights may be too large to train in any format
         why = wide.outcome.partition(": ")[2]
-        return "precision", f"in fp32 the step is finite, and training had not run away before; {why}", "likely"
+        because = f"in fp32 the step is finite, and training had not run away before; {why}"
+        return ("precision", because, "") if trials.before else ("", "", "")
     if not trials.before and not _updated(subject):
-        return "model", f"{UNTRAINED}, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
-    return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
+        because = f"{UNTRAINED}, in fp32: {wide.outcome}; initial weights or inputs are too large"
+        return "model", because, trials.astray
+    if trials.astray:
+        return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", trials.astray
+    return "", "", ""
 
 
 def _updated(subject: Subject) -> bool:
@@ -319,23 +352,16 @@ def _updated(subject: Subject) -> bool:
     return any(bool(v.any()) for state in states for v in state.values() if isinstance(v, Tensor))
 
 
-def _rises(trials: Trials) -> bool:
-    """Return whether the loss of training in fp32 rises on the same batches, above all losses before."""
-    losses = trials.wide.losses
-    highest = max((abs(losses[0]), *trials.before)) if losses else 0.0
-    return bool(trials.before) and abs(losses[-1]) > RISING * highest
-
-
 def _off_course(subject: Subject, trials: Trials) -> str:
-    """Return in words that losses rose or weights grew before the step; "" if they did not."""
+    """Return in words that losses rose or weights grew before the step; "" if they did not, or no weight has moved."""
     before = trials.before
-    if before and max(before) >= ROSE * before[0]:
-        return f"the loss was {before[0]:.3g} at first, {max(before):.3g} at most and {before[-1]:.3g} at last"
-    steps = () if subject.signals is None else subject.signals.read().steps
-    growth = subject.signals.growth(subject.model, steps[0]) if subject.signals is not None and steps else None
-    if before and growth is not None and growth[2] >= BAD.grew * growth[1]:
-        return f"the weights grew from {growth[1]:.3g} to {growth[2]:.3g} since step {growth[0]}"
-    return ""
+    if subject.signals is None or not before:
+        return ""
+    first, then, now = subject.signals.growth(subject.model, subject.signals.read().steps[0]) or UNKNOWN
+    rises = (at for at in range(1, len(before)) if min(before[at:]) >= ROSE * max(before[:at]))
+    if (at := next(rises, 0)) and not abs(now - then) < MOVED * then:
+        return f"the loss was {max(before[:at]):.3g} at most in {at} steps, and {before[-1]:.3g} at last"
+    return f"the weights grew from {then:.3g} to {now:.3g} since step {first}" if now >= BAD.grew * then else ""
 
 
 def _is_back(trials: Trials) -> bool:
@@ -365,6 +391,47 @@ def _reachable(found: Rise, subject: Subject) -> bool:
     size = math.sqrt(sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
     moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * size)
     return (found.after - found.before) * size <= MARGIN * moved  # a root mean square times its root is a norm
+
+
+def loaded(subject: Subject) -> str:
+    """Return the evidence that a state which was loaded into the optimizer destroys weights; "" for none.
+
+    The averages of Adam cannot hold a first moment that large beside so small a second one, whatever the gradients
+    were; and a loss that jumps with the first updates after such a state was loaded is its work.
+    """
+    optimizer = None if subject.optimizer is None else unwrap_optimizer(subject.optimizer)
+    passed = 0.0
+    for group in [] if optimizer is None else optimizer.param_groups:
+        for parameter in group["params"]:
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            passed = max(passed, float(state.get("step", 0.0)))
+            if apart := _apart(group, state):
+                whose = f"exp_avg_sq of {subject.names.get(id(parameter), 'a parameter')}"
+                return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
+    history = None if subject.signals is None else subject.signals.read()
+    rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
+    if history is None or len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
+        return ""  # the optimizer's first updates are those of this run, or this run's are not known any more
+    first, last = rows[0], max(rows[1 : 1 + BEGAN], key=lambda row: abs(row[1]))
+    rose = Rise(what=LOSS, first=first[0], last=last[0], before=first[1], after=last[1])
+    far = abs(rose.after) >= FLOORS[LOSS] * abs(rose.before)
+    return f"{LOADED}: {rose}, its first updates after {passed - len(history.steps):g}" if far else ""
+
+
+def _apart(group: dict[str, Any], state: dict[str, Any]) -> str:
+    """Return in words how many elements of Adam's averages contradict each other; "" for none.
+
+    By Cauchy and Schwarz the first average is at most (1 - b1) / sqrt((1 - b2) (1 - b1 ** 2 / b2)) roots of the second.
+    """
+    one, two, betas = state.get("exp_avg"), state.get("exp_avg_sq"), group.get("betas", ())
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or len(betas) != 2 or two.dtype in LOW_DTYPES:
+        return ""  # in a low format the second one underflows by itself
+    (b1, b2), eps = map(float, betas), float(group.get("eps", 0.0))
+    if not 0.0 < b1 * b1 < b2 < 1.0:
+        return ""
+    most = (1.0 - b1) / math.sqrt((1.0 - b2) * (1.0 - b1 * b1 / b2))
+    bad = one.detach().float().abs() > APART * (most * two.detach().float().clamp_min(0.0).sqrt() + eps)
+    return f"{int(bad.sum())} of {bad.numel()}" if bool(bad.any()) else ""
 
 
 def poisoned(subject: Subject) -> str:

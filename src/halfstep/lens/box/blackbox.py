@@ -31,7 +31,7 @@ from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
-from halfstep.lens.box.diagnose import Subject, low_of
+from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
 from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
@@ -372,6 +372,7 @@ class BlackBox(Box):
             self.verdict = Verdict(
                 kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
                 step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+                shown="the gradient that backward() began with is infinite",
             )  # fmt: skip
             self._explained_step = window.last
             return self.verdict
@@ -415,7 +416,7 @@ class BlackBox(Box):
             step=window.last,
             rank=processes()[0],
             normed=False,
-            foreign=policy is None,
+            foreign="" if policy is not None else AROUND if self._around else INSIDE,
             more=self._more,
             signals=self._memory.signals,
         )
@@ -486,14 +487,25 @@ def replay(file: str | Path, task: Any) -> Verdict:
     content = load_evidence(file)
     model = task.model()
     policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
-    step = TrainStep(model, task.optimizer(model), task.loss_fn, policy=policy or "O0")
+    optimizer, scale = task.optimizer(model), float(content["scale"])
+    box: Box
+    if content["region"]:
+        box = loop = BlackBox(model, task.loss_fn, optimizer)
+        signals = loop._memory.signals
+    else:
+        step = TrainStep(model, optimizer, task.loss_fn, policy=policy or "O0")
+        box, signals = StepBox(step), step.record.signals
     load_weights(model, content, file)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    buffers = buffers_of(model, content, device)
+    found = window_of(content, device), buffers_of(model, content, device)
+    window = Window(*found, content["step"], torch.tensor(scale, device="cpu"))
     if content["signals"] is not None:
-        step.record.signals.restore(content["signals"])
-    scale = torch.tensor(float(content["scale"]), device="cpu")
-    verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, content["step"], scale))
+        signals.restore(content["signals"])
+    if content["region"]:
+        loop._memory.window, loop._highest = window, scale
+        loop._scales = [scale] * STUCK if content["scaling"] == "static" else []
+        loop._around = [autocast(policy=policy)] if policy is not None and content["region"] == AROUND else []
+    verdict = box._explained(window)
     if verdict.kind == "not_reproducible" and not verdict.detail:
         other = "give the model and the loss of that run: the task's code may be another than the run's was"
         verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
-from halfstep.lens.box.origins import Source, upstream
+from halfstep.lens.box.origins import CallRecord, Source, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
+from halfstep.step.parts.signals import History
 from halfstep.trees import inputs, map_tensors, place, tensors
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
@@ -40,6 +41,9 @@ EARLIER = 5  # so many earlier batches have to be known before a whole batch is 
 SHARE = 4  # outliers are in one of so many samples, or in one sample
 
 
+ALONE = "the batch holds one sample"
+TARGET = ", the target of "
+SELECTING = frozenset({"getitem", "masked_select", "index_select", "index"})
 # losses of a prediction and a target, both of floating numbers
 COMPARING = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
@@ -71,10 +75,29 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         reached = {name for call in upstream([source.call]) for kind, name in call.outside if kind == "batch"}
         known = [(i, name, t) for i, name, t in known if f"input {i}" in reached]
     found += _constant(subject, attempt, known, source)
-    found += _of_call(known, source)
+    found += _of_call(known, source, *_earlier(subject, micro))
     found += _outliers(subject, attempt, micro, known)
     target = wrong_target(subject, attempt)
     return (*found, target) if target else tuple(found)
+
+
+def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
+    """Return the step with another sample in the place of each at fault; None if that is not known, or it stays bad."""
+    source = None if attempt is None or attempt.trace is None else first_cause(attempt.trace)[0]
+    if attempt is None or attempt.index is None or source is None:
+        return None
+    given = _inputs(subject.replay.window[attempt.index])
+    size, bad = next((len(t) for _, _, t in given if t.dim()), 0), source.samples
+    good = next((index for index in range(size) if index not in bad), -1)
+    if not bad or good < 0 or bad[-1] >= size:
+        return None
+    rows = [good if index in bad else index for index in range(size)]
+
+    def other(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and len(tensor) == size else tensor
+
+    changes = {index: other for index, _, _ in given}
+    return _changed(subject, attempt, changes) if _finite(subject, attempt, changes) else None
 
 
 def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
@@ -106,16 +129,28 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
         count, size = int(bad.sum()), tensor.numel()
         call = source.call
         is_target = call is not None and call.site.op in COMPARING and call.shapes[1:] == (tuple(tensor.shape),)
-        what = f"{name}, the target of {call.site.op}," if is_target and call is not None else name
+        what = f"{name}{TARGET}{call.site.op}," if is_target and call is not None else name
         yield f"{what} holds {value} in {place(tensor, flat)}: {count} of {size} values are not finite"
 
 
 # ---------------------------------------------------------------------- what an operator was given
 
 
-def _of_call(given: Given, source: Source | None) -> Iterator[str]:
-    """Yield what the inputs that led to an invalid operation show."""
-    if source is None or source.call is None or not source.invalid or source.written:
+def _earlier(subject: Subject, micro: MicroBatch) -> tuple[bool, bool]:
+    """Return whether a batch before this one trained, and whether the one right before it failed like it."""
+    seen = History() if subject.signals is None else subject.signals.read()
+    rows = [row for row in zip(seen.steps, seen.losses, seen.applied, strict=True) if row[0] < subject.step]
+    own = micro.loss is None or extremes(micro.loss)[1]
+    failed = bool(rows) and not rows[-1][2] and math.isfinite(rows[-1][1]) == own
+    return any(applied for _, _, applied in rows), failed
+
+
+def _of_call(given: Given, source: Source | None, trained: bool, failed: bool) -> Iterator[str]:
+    """Yield what the inputs that led to an invalid operation show.
+
+    `trained`: a batch before this one did; `failed`: the one right before it failed like it, so no sample is at fault.
+    """
+    if source is None or source.call is None or not source.invalid or source.written or failed:
         return
     if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
         return
@@ -129,20 +164,32 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     kinds = {kind for kind, _ in roots}
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
-    if not kinds & {"parameter", "buffer"}:
-        if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
+    if op in SPREADING and size == 1:
+        yield f"{ALONE}: {source.remark}"
+    elif not kinds & {"parameter", "buffer"}:
+        if op in SPREADING:  # of one value in each group, whatever the batch holds
             return
         if len(source.features) == 1:
             yield from _constant_feature(given, source.features[0])
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names}{where} leads to it without any weight: {source.remark}"
-    elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
+    elif op in {"cross_entropy", "nll_loss", "ctc_loss"}:
+        yield source.remark
+    elif op in REDUCING and NOTHING in source.remark and (trained or _selected_by_batch(source.call)):
         yield source.remark
     elif op in NORMALISING and MASKED_OUT in source.remark and any(not t.is_floating_point() for _, _, t in given):
         yield source.remark
-    elif op in SPREADING and size == 1:
-        yield f"the batch holds one sample: {source.remark}"
+
+
+def _selected_by_batch(call: CallRecord) -> bool:
+    """Return whether the batch alone decided which elements were left for a call, and no weight."""
+    for above in upstream([call]):
+        if above.site.op in SELECTING:
+            indices = [parent for parent in above.parents if parent.dtype is None]
+            calls = upstream(indices) if indices else [above]
+            return {kind for each in calls for kind, _ in each.outside} == {"batch"}
+    return False
 
 
 def _constant_feature(given: Given, feature: int) -> Iterator[str]:
@@ -306,6 +353,21 @@ def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
 
 def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> bool:
     """Return whether the replay of the micro-batch at fault is finite with some of its inputs changed."""
+    try:
+        replay = _changed(subject, attempt, changes).replay
+        again = replay.run(only=attempt.index)
+        if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
+            # scaled gradients may overflow still; but if scale 1 alone helps, the inputs are not the reason
+            low = 1.0 / subject.scale
+            again = replay.run(only=attempt.index, factor=low)
+            return not again.bad and subject.replay.run(only=attempt.index, factor=low).bad
+    except Exception:  # code that cannot run on it
+        return False
+    return not again.bad and not again.odd
+
+
+def _changed(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> Subject:
+    """Return the step with some inputs of the micro-batch at fault changed."""
     assert attempt.index is not None
     window = list(subject.replay.window)
     micro = window[attempt.index]
@@ -317,14 +379,4 @@ def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[
 
     batch, named = map_tensors((micro.batch, micro.named), changed)
     window[attempt.index] = dataclasses.replace(micro, batch=batch, named=named)
-    replay = dataclasses.replace(subject.replay, window=window)
-    try:
-        again = replay.run(only=attempt.index)
-        if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
-            # scaled gradients may overflow still; but if scale 1 alone helps, the inputs are not the reason
-            low = 1.0 / subject.scale
-            again = replay.run(only=attempt.index, factor=low)
-            return not again.bad and subject.replay.run(only=attempt.index, factor=low).bad
-    except Exception:  # code that cannot run on it
-        return False
-    return not again.bad and not again.odd
+    return dataclasses.replace(subject, replay=dataclasses.replace(subject.replay, window=window))

@@ -32,6 +32,8 @@ MASKED = "the mask's -inf becomes nan by arithmetic: "
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
+INSIDE, AROUND = FOREIGN = "inside", "around"  # of the loss function
+
 CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
 LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
 LARGE = 1e3  # larger weights get a note
@@ -64,7 +66,7 @@ class Subject:
     rank: int = 0  # of this process
     notes: tuple[str, ...] = ()  # notes for the verdict that are known before the replay
     normed: bool = True  # whether an update is skipped when the norm of all gradients is not finite
-    foreign: bool = False  # whether the loss function opens the regions; then trials open others in their places
+    foreign: str = ""  # where a loop opens its regions itself, in whose places trials open others: see `FOREIGN`
     region: str = "torch.autocast"  # the name of what opens them
     dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
     gone: str = ""  # why none can be run again, in words; "" if one can

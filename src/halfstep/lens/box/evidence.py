@@ -24,7 +24,7 @@ from halfstep.binding.fsdp import is_gathered
 from halfstep.checkpoints.files import read_state
 from halfstep.errors import StepError
 from halfstep.kernels.sharded import has_parts
-from halfstep.lens.box.diagnose import Subject
+from halfstep.lens.box.diagnose import FOREIGN, Subject
 from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.lens.verdict import Verdict
 from halfstep.schema import Each, check, regular, text
@@ -32,7 +32,7 @@ from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.torch_private.modules import non_persistent_buffers
 from halfstep.trees import map_tensors, tensors
 
-VERSION = 2
+VERSION = 3
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
@@ -58,6 +58,7 @@ EVIDENCE = {
     "torch": str,
     "verdict": Each(str, Any),
     "policy": (None, str),
+    "region": text(f"|{'|'.join(FOREIGN)}", "where the loop opens its regions"),
     "scaling": text("none|static|dynamic", '"none", "static" or "dynamic"'),
     "scale": number(finite=False),
     "step": whole(),
@@ -182,6 +183,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "torch": str(torch.__version__),
         "verdict": verdict.record(),
         "policy": None if subject.policy is None else subject.policy.to_toml(),
+        "region": subject.foreign,
         "scaling": subject.scaling,
         "scale": subject.scale,
         "step": subject.step,

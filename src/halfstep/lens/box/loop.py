@@ -34,6 +34,7 @@ CLIPPED = 0.5  # a norm below this part of what it was counts as clipped
 EQUAL = 1e-4  # relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds
 UNKNOWN = 64  # backward passes of one update, at most, before the first update has shown how many there are
 HARMLESS = frozenset({"HS001", "HS201"})  # errors because of which training does not run away
+COMPARED = "gradients and weights, compared before and after the calls of this run"
 COPIED = 1 << 26  # bytes of weights that are copied to find out whether a bad step was applied to them
 
 
@@ -264,7 +265,7 @@ class Loop:
             because += first.because or first.headline
             return replace(
                 verdict, kind="loop" if first.kind == "loop" else verdict.kind, cause=first.cause, because=because,
-                sure=first.sure, line=first.line, cures=first.cures,
+                sure=first.sure, shown=first.shown, line=first.line, cures=first.cures,
             )  # fmt: skip
         spoiling = next((fact for code, fact in self.facts.items() if code not in HARMLESS), None)
         if spoiling is not None and verdict.kind in {"overflow", "invalid", "bad_state"}:
@@ -334,7 +335,9 @@ def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) ->
 
 def _blamed(verdict: Verdict, code: str, because: str, line: str = "") -> Verdict:
     cure = Cure(policy=None, text=MISTAKES[code].remedy, verified=False)
-    return replace(verdict, cause="loop", because=because, sure="shown", line=line or verdict.line, cures=(cure,))
+    return replace(
+        verdict, cause="loop", because=because, sure="shown", shown=COMPARED, line=line or verdict.line, cures=(cure,)
+    )
 
 
 def _of_buffers(names: Sequence[str], step: int) -> str:

@@ -56,6 +56,9 @@ POLES = frozenset(
 """Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
 
+SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear", "matmul", "lerp", "addcmul"})
+"""Operators of which an infinite argument is a factor, and no mask."""
+
 HUGE = 1e100  # the fourth power of a number this large leaves float64 too, which ends at 1.8e308
 
 
@@ -223,7 +226,9 @@ class Origins:
                 origins |= self.of(tensor, record)
         if record.finite_in:
             constant = not all(map(math.isfinite, constants((*call.args, *call.kwargs.values()))))
-            if constant and not any(nan for _, _, nan in call.after):  # a NaN, such as 0 * -inf, is not meant
+            if (
+                constant and record.site.op not in SCALING and not any(nan for _, _, nan in call.after)
+            ):  # a NaN, such as 0 * -inf, is not meant
                 origins = frozenset({Source("deliberate", self.order, call=record)})
             elif record.site.op in UNWRITTEN:
                 origins = frozenset({Source("unwritten", self.order, call=record)})
@@ -298,9 +303,8 @@ class Origins:
             made = made or frozenset({Source("operator", self.order, call=maker, invalid=invalid)})
         else:
             kind, name = self._outside.get(key, ("constant", ""))
-            masks = (
-                kind in {"buffer", "batch", "constant"} and not nan and not bool((tensor.detach() == math.inf).any())
-            )
+            masks = kind in {"buffer", "batch", "constant"} and (record is None or record.site.op not in SCALING)
+            masks = masks and not nan and not bool((tensor.detach() == math.inf).any())
             position = next((index for index, known in enumerate(self._outside) if known == key), 0)
             additive = masks and largest == 0.0
             made = frozenset(

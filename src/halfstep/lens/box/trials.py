@@ -1,7 +1,9 @@
 """Trials: some steps of training under a policy, from the state of a bad step, beside the same steps in fp32.
 
 A policy under which a step is finite once may still not train: its loss is 1e13, or statistics of a BatchNorm become
-infinite. A trial goes on from the bad step with the same micro-batches, and more if given; then all is as before.
+infinite. A trial goes on from the bad step with the same micro-batches and random numbers, and more batches if given;
+then all is as before. What is said of fp32 comes from such a trial, in which casts by name (`.half()`) do nothing
+either; that updates are to blame, from the same trial without them.
 
 Note [trial weights]: a trial has parameters of its own, which take the places of the model's for its time, and a copy
 of the optimizer over fp32 values of them; the user's tensors are not written to. Where the policy has low parameters,
@@ -14,7 +16,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -33,24 +35,26 @@ from halfstep.errors import HalfstepError, StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.lens.calls import extremes
 from halfstep.optimizers import Optimizers, clipped_together
+from halfstep.lens.calls import extremes, writes
+from halfstep.lens.tracing import Sink, Tracer
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
-from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.step.parts.record import MicroBatch, random_states, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
-from halfstep.trees import tensors
+from halfstep.trees import map_tensors, tensors
 
 STEPS = 12  # steps of a trial, the bad one included
 MOST_BATCHES = 32  # so many of the batches given are taken, and kept until the trials end
 BYTES = 12  # of trial weights, their gradients and what an update needs meanwhile, for each element
-BEYOND = 2.0**20  # a loss above this, which is 16 times what fp16 holds, may be none to train on
-ABSURD = 1e3  # times the usual loss, above which it is none; at first it is above the square of the batch's values
+BEYOND = 2.0**20  # a loss below this, which is 16 times what fp16 holds, is one to train on
+ABSURD = 1e3  # times the usual loss, above which it may be none; at first that of a sum over the squares of the batch
 LOST = 3.0  # training is lost if the loss was so many times the usual one before the step, and is so after the trial
 NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most
 LAST = 3  # so many losses are averaged at the end of a trial
-
+FELL = 0.25  # share of its size by which a loss falls in a trial, however large it is, where training goes on
+RISING = 1.5  # times that a loss rises within a trial, above the same steps without updates, where training runs away
 
 FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
 """What a model raises that cannot run under a policy."""
@@ -77,13 +81,38 @@ class Trials:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self.fp32 = (subject.policy or Policy.of("O0")).replace(dtype="fp32", scale="none")
         self._known: dict[Policy | None, Trial] = {}
+        self._random: list[dict[str, Tensor]] = []  # states of the generators at each step after the first
+
+    @cached_property
+    def wide(self) -> Trial:
+        """The trial with everything in fp32, unscaled; without casts by name, where those keep it from training."""
+        given = self.of(self.fp32)
+        whole = given if given.trains or given.finite_once is None else self._tried(self.fp32, by_name=False)
+        return whole if whole.trains or whole.finite_once and not given.finite_once else given
 
     @property
-    def wide(self) -> Trial:
-        """The trial with everything in fp32, unscaled."""
-        base = self.subject.policy
-        return self.of(None if base is None else base.replace(dtype="fp32", scale="none"))
+    def by_name(self) -> bool:
+        """Whether fp32 trains only without what the program makes low by name: a cast, the model, its inputs."""
+        return self.wide.trains and not self.of(self.fp32).trains
+
+    @cached_property
+    def still(self) -> Trial:
+        """The trial in fp32 without updates."""
+        return self._tried(self.fp32, by_name=not self.by_name, updates=False)
+
+    @cached_property
+    def astray(self) -> str:
+        """What shows that updates make fp32 worse than the same steps without them; "" if they do not."""
+        wide, still = self.wide, self.still
+        if not wide.trained or not still.trained:
+            return ""
+        largest = max(map(abs, still.losses))
+        if abs(_end(wide.losses)) <= RISING * largest and wide.trained >= still.trained:
+            return ""
+        beside = f"without updates {still.trained} steps are finite, the loss at most {largest:.3g}"
+        return f"in fp32: {wide.outcome}; {beside}"
 
     @cached_property
     def before(self) -> list[float]:
@@ -103,17 +132,17 @@ class Trials:
             self._known[policy] = self._tried(policy)
         return self._known[policy]
 
-    def _tried(self, policy: Policy | None) -> Trial:
+    def _tried(self, policy: Policy | None, *, by_name: bool = True, updates: bool = True) -> Trial:
         why = self._untrainable
         if not why:
             try:
-                with self._under(policy) as windows:
-                    trial = self._train(policy, windows)
+                with self._under(policy, by_name) as windows:
+                    trial = self._train(policy, windows, updates)
                 return self._judged(policy, trial)
             except Exception as error:  # of the user's code
                 why = _first_line(error)
         try:
-            with self._under(policy) as windows:
+            with self._under(policy, by_name) as windows:
                 return self._once(policy, windows, why)
         except Exception as error:
             return Trial(finite_once=None, outcome=f"it cannot run: {_first_line(error)}")
@@ -121,10 +150,15 @@ class Trials:
     # ------------------------------------------------------------------ running
 
     @contextmanager
-    def _under(self, policy: Policy | None) -> Iterator[Windows]:
+    def _under(self, policy: Policy | None, by_name: bool) -> Iterator[Windows]:
         """Return in a block what runs windows under `policy`; trial weights take their places inside it."""
         subject = self.subject
-        with nullcontext() if policy is None else subject.under(policy):
+        with nullcontext() if policy is None else subject.under(policy), ExitStack() as stack:
+            if not by_name:
+                low = {p for p in subject.model.parameters() if p.dtype in LOW_DTYPES}
+                made = {id(p): nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in low}
+                stack.enter_context(in_place_of(subject.model, made))
+                stack.enter_context(Tracer(_NothingLow()))
             wide = subject.replay.wide if policy is None else policy.grads == "fp32"
             with replace(subject.replay, wide=wide).windows() as windows:
                 yield windows
@@ -137,12 +171,12 @@ class Trials:
         losses = (_mean(attempt.losses),)
         return Trial(finite_once=True, losses=losses, outcome=f"finite once: not trained: {why}", scale=scale)
 
-    def _train(self, policy: Policy | None, windows: Windows) -> Trial:
-        """Train; the outcome is "" unless it stopped."""
+    def _train(self, policy: Policy | None, windows: Windows, updates: bool) -> Trial:
+        """Train, or run the same steps without updates; the outcome is "" unless it stopped, or shows no training."""
         subject, scale = self.subject, self._scale(policy)
         assert subject.optimizer is not None
         losses: list[float] = []
-        found, first_scale = "", scale
+        found, absurd, first_scale = "", "", scale
         with _placed(subject.model, self._trained) as weights:
             optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
@@ -155,15 +189,18 @@ class Trials:
                 losses.append(_mean(attempt.losses))
                 buffers = subject.model.named_buffers()
                 broken = [name for name, buffer in buffers if name in finite and not extremes(buffer)[1]]
-                found = self._absurd(attempt.losses) or (f"{broken[0]} is not finite afterwards" if broken else "")
-                if found:
+                absurd = absurd or self._absurd(attempt.losses)
+                if broken:
+                    found = f"{broken[0]} is not finite afterwards"
                     break
-                self._update(optimizer, weights, attempt.gradients, 1.0 if subject.scaling == "none" else scale)
+                if updates:
+                    self._update(optimizer, weights, attempt.gradients, 1.0 if subject.scaling == "none" else scale)
+            fell = bool(losses) and losses[0] - _end(losses) > FELL * abs(losses[0])
             return Trial(
                 finite_once=bool(losses),
                 trained=len(losses),
                 losses=tuple(losses),
-                outcome=found,
+                outcome=found or ("" if fell else absurd),
                 scale=first_scale,
             )
 
@@ -193,14 +230,15 @@ class Trials:
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step: those of the bad step, then the ones given, then these again.
 
-        Only the first begins with the state of the generators that it had.
+        The first begins with the state of the generators that it had, and each other with that of the first trial.
         """
         own = list(self.subject.replay.window)
         yield own
         following = cycle([*self.subject.more.values(), *own])
-        for _ in range(STEPS - 1):
-            taken = islice(following, len(own))
-            yield [_following(micro, first) for micro, first in zip(taken, own, strict=True)]
+        for number in range(STEPS - 1):
+            self._random += [random_states()] if number == len(self._random) else []
+            begin, *rest = (_following(m, first) for m, first in zip(islice(following, len(own)), own, strict=True))
+            yield [replace(begin, random=self._random[number]), *rest]
 
     def _scale(self, policy: Policy | None) -> float:
         """Return the loss scale that a trial of `policy` begins with."""
@@ -271,9 +309,9 @@ class Trials:
         The smallest of its micro-batches counts: where weights have run away all are large, else one has odd data.
         """
         loss = min((_mean([loss]) for loss in losses), key=abs)
-        natural = self._largest_input**2 if self.usual is None else ABSURD * self.usual
+        bound = max(BEYOND, ABSURD * (self.usual or self._natural))
         before = "" if self.usual is None else f", and was {self.usual:.3g} before"
-        return f"the loss is {loss:.3g}{before}" if abs(loss) > max(BEYOND, natural) else ""
+        return f"the loss is {loss:.3g}{before}" if abs(loss) > bound else ""
 
     def _astray(self, losses: Sequence[float]) -> str:
         """Return in words that the loss had risen before the step, and that the trial does not bring it back."""
@@ -283,9 +321,10 @@ class Trials:
         return f"the loss rose from {usual:.3g} to {latest:.3g} before, and is {end:.3g} after {len(losses)} steps"
 
     @cached_property
-    def _largest_input(self) -> float:
+    def _natural(self) -> float:
+        """A sum over the squares of the batch, as losses that are not divided by a count have it at first."""
         found = tensors([(micro.batch, micro.named) for micro in self.subject.replay.window])
-        return max((extremes(t)[0] for t in found), default=0.0)
+        return max((max(1.0, extremes(t)[0] ** 2) * t.numel() for t in found), default=1.0)
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
@@ -403,6 +442,21 @@ def _placed(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[list
         weights[id(present)] = _Weight(original, precise, leaf)
     with in_place_of(model, {key: weight.leaf for key, weight in weights.items()}):
         yield list(weights.values())
+
+
+class _NothingLow(Sink):
+    """Runs in fp32 what the program makes low by name."""
+
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function with fp32 in the place of low formats and tensors; what it writes to stays as it is."""
+        if writes(func):
+            return func(*args, **kwargs)
+        if func in {Tensor.half, Tensor.bfloat16}:
+            func = Tensor.float
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
+        low = {id(dtype) for dtype in LOW_DTYPES}
+        named = {name: torch.float32 if id(value) in low else value for name, value in kwargs.items()}
+        return func(*(torch.float32 if id(value) in low else value for value in args), **named)
 
 
 @contextmanager

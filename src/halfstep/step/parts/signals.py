@@ -1,11 +1,13 @@
 """Signals: the recent history of a run, kept on its device: losses, norms of gradients and weights, sizes of batches.
 
 For each update references to 0-dim tensors that it has computed anyway; at updates 1, 2, 4, ..., 64 and every 64th
-after that norms of parameters and batch, also of a batch whose loss is large. Only `Signals.read` waits for the device.
+after that norms of parameters and batch, also of a batch whose loss is large, and whether buffers are still finite,
+which is logged. Only `Signals.read` waits for the device.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.accelerators import Landing
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
 from halfstep.torch_private.foreach import foreach_norm
@@ -29,6 +32,12 @@ SAMPLED_EVERY = 64
 
 SAMPLES = 64
 """Samples that are remembered."""
+
+LOG = logging.getLogger("halfstep")
+BUFFER = (
+    "eval() reads it, or a loss will; load it from a checkpoint from before, and look at the batches since for a value "
+    "whose square leaves the format"
+)
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 WITH_NORMS = frozenset({*POLICY_DTYPES, torch.float64})
@@ -106,12 +115,32 @@ class Signals:
         self.recent: deque[Update] = deque(maxlen=UPDATES)
         self._weights: deque[tuple[int, Weights]] = deque(maxlen=SAMPLES)
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
+        self._landing, self._buffers = Landing(), list[str]()  # largest magnitudes of buffers, and their names
+        self._finite: set[str] = set()  # names of those that were finite when they were last looked at
 
     def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
         """Take norms of parameters and batch before micro-batch `number`; waits for nothing."""
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
         self._weights.append((number, Weights.of(model)))
         self.sample_batch(number, values)
+        self._look_at_buffers(number)
+        with DisableTorchFunction(), torch.no_grad():
+            floats = [(name, _largest(b)) for name, b in model.named_buffers() if b.is_floating_point()]
+            known = [(name, largest.float()) for name, largest in floats if largest is not None]
+            known = [(name, largest) for name, largest in known if largest.device == known[0][1].device]
+            if known:
+                self._landing.take([torch.stack([largest for _, largest in known])])
+            self._buffers = [name for name, _ in known]
+        self._look_at_buffers(number)
+
+    def _look_at_buffers(self, number: int) -> None:
+        """Log which buffers are not finite any more, as far as that has landed."""
+        if self._buffers and self._landing.there():
+            flags = self._landing.landed()[0].isfinite().tolist()
+            finite = {name for name, flag in zip(self._buffers, flags, strict=True) if flag}
+            for name in sorted(self._finite.intersection(self._buffers) - finite):
+                LOG.warning("buffer %s is not finite any more before step %d: %s", name, number, BUFFER)
+            self._finite = finite
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
         """Take the largest magnitudes of a batch, that of micro-batch `number`; waits for nothing."""
