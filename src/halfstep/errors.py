@@ -11,10 +11,9 @@ import os
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from sys import _getframe
-
-import torch
 
 __all__ = [
     "AuditError",
@@ -34,12 +33,13 @@ __all__ = [
     "ScaleError",
     "SettingError",
     "StepError",
+    "TaskError",
     "UnbuiltError",
     "WeightsError",
     "did_you_mean",
 ]
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
+TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent) + os.sep
 HERE = str(Path(__file__).parent) + os.sep
 FOLDERS = (
     *("advise", "auto", "binding", "cast", "checkpoints", "compat", "kernels", "lens", "policy", "scale", "step"),
@@ -111,6 +111,10 @@ class AuditError(HalfstepError, ValueError):
 
 class LintError(HalfstepError, ValueError):
     """A target that the linter cannot check, or a rule that does not exist."""
+
+
+class TaskError(HalfstepError, ValueError):
+    """A task that does not exist, cannot be loaded or makes no sense."""
 
 
 class ScaleError(HalfstepError, RuntimeError):
