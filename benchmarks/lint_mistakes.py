@@ -470,7 +470,7 @@ def script(s: Slots) -> str:
 
 
 def helper(s: Slots) -> str:
-    made = "model, optimizer" + (", scaler" if "scaler =" in s.get("scaler", "") and "-" not in s["scaler"] else "")
+    made = "model, optimizer" + (", scaler" if s.get("scaler", "").startswith("scaler =") else "")
     keep = "" if "scaler" in made.split(", ") or "initialize" in s.get("scaler", "") else "scaler"
     first = tuple(name for name in SETUP if name not in ("objects", keep))
     rest = _at(s, (keep, "objects"), 1) if keep else _at(s, ("objects",), 1)

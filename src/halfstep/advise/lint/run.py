@@ -13,6 +13,7 @@ import halfstep as hs
 from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
 from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill CHECKS
+    apex,
     loops,
     low_values,
     numerics,
