@@ -348,7 +348,8 @@ HELD = (
             model="""
 -       model = nn.Linear(8, 2).cuda().bfloat16()
 +       model = nn.Linear(8, 2).cuda()
-        """, scaler="", forward='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = F.mse_loss(model(x), y)',
+        """, scaler="",
+            forward='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = F.mse_loss(model(x), y)',
             backward="loss.backward()", step="optimizer.step()",
             objects="ema = copy.deepcopy(model)",
             end="""
@@ -461,20 +462,32 @@ def normal(text: str) -> str:
     return "\n".join(f"{sign}{line}" for sign, line in zip(signs, code.splitlines(), strict=True))
 
 
+def joined(s: Slots, *parts: str) -> str:
+    """Return a script of the imports and some parts."""
+    return "\n".join([_at(s, ("imports",), 0), "", *parts, ""])
+
+
+LOADER = "     for i, (x, y) in enumerate(loader):"
+
+
 def function(s: Slots) -> str:
-    return f"{_at(s, ('imports',), 0)}\n\n def train(loader):\n{_at(s, SETUP, 1)}\n     for i, (x, y) in enumerate(loader):\n{_at(s, LOOP, 2)}\n{_at(s, ('after',), 1)}\n"  # fmt: skip
+    parts = (" def train(loader):", _at(s, SETUP, 1), LOADER, _at(s, LOOP, 2), _at(s, ("after",), 1))
+    return joined(s, *parts)
 
 
 def script(s: Slots) -> str:
-    return f"{_at(s, ('imports',), 0)}\n from data import loader\n\n{_at(s, SETUP, 0)}\n for i, (x, y) in enumerate(loader):\n{_at(s, LOOP, 1)}\n{_at(s, ('after',), 0)}\n"  # fmt: skip
+    parts = (" from data import loader", _at(s, SETUP, 0), LOADER[4:], _at(s, LOOP, 1), _at(s, ("after",), 0))
+    return joined(s, *parts)
 
 
 def helper(s: Slots) -> str:
-    made = "model, optimizer" + (", scaler" if s.get("scaler", "").startswith("scaler =") else "")
-    keep = "" if "scaler" in made.split(", ") or "initialize" in s.get("scaler", "") else "scaler"
-    first = tuple(name for name in SETUP if name not in ("objects", keep))
-    rest = _at(s, (keep, "objects"), 1) if keep else _at(s, ("objects",), 1)
-    return f"{_at(s, ('imports',), 0)}\n\n def make():\n{_at(s, first, 1)}\n     return {made}\n\n def train(loader):\n     {made} = make()\n{rest}\n     for i, (x, y) in enumerate(loader):\n{_at(s, LOOP, 2)}\n{_at(s, ('after',), 1)}\n"  # fmt: skip
+    scaler = s.get("scaler", "")
+    made = "model, optimizer" + (", scaler" if scaler.startswith("scaler =") else "")
+    kept = () if made.endswith("scaler") or "initialize" in scaler else ("scaler",)
+    first = _at(s, tuple(name for name in SETUP if name not in ("objects", *kept)), 1)
+    make = (" def make():", first, f"     return {made}\n")
+    parts = (" def train(loader):", f"     {made} = make()", _at(s, (*kept, "objects"), 1))
+    return joined(s, *make, *parts, LOADER, _at(s, LOOP, 2), _at(s, ("after",), 1))
 
 
 def owned(text: str) -> str:
@@ -487,25 +500,31 @@ def owned(text: str) -> str:
 
 def class_(s: Slots) -> str:
     first, second, after = (owned(_at(s, names, 2 + (names == LOOP))) for names in (SETUP, LOOP, ("after",)))
-    return f"{_at(s, ('imports',), 0)}\n\n class Trainer:\n     def __init__(self):\n{first}\n\n     def fit(self, loader):\n         for i, (x, y) in enumerate(loader):\n{second}\n{after}\n"  # fmt: skip
+    head = (" class Trainer:", "     def __init__(self):", first, "     def fit(self, loader):")
+    return joined(s, *head, f"    {LOADER}", second, after)
+
+
+def objects(s: Slots) -> str:
+    """Return the names of the objects of a script; "" if one of them is in one of its two texts alone."""
+    setup = _at(s, SETUP, 0)
+    names = ["model", "optimizer", *(n for n in ("scaler", "scheduler", "ema") if f"{n} = " in setup)]
+    return "" if "+" in s.get("scaler", "") and "scaler" in names else ", ".join(names)
 
 
 def arguments(s: Slots) -> str:
-    names = ["model", "optimizer"] + [n for n in ("scaler", "scheduler", "ema") if f"{n} = " in _at(s, SETUP, 0)]
-    if "+" in s.get("scaler", "") and "scaler" in names:  # it is there in one of the two scripts alone
+    given = objects(s)
+    if not given:
         return function(s)
-    given = ", ".join(names)
-    return f"{_at(s, ('imports',), 0)}\n\n def train_one_epoch({given}, loader):\n     for i, (x, y) in enumerate(loader):\n{_at(s, LOOP, 2)}\n{_at(s, ('after',), 1)}\n\n def main(loader):\n{_at(s, SETUP, 1)}\n     train_one_epoch({given}, loader)\n"  # fmt: skip
+    epoch = (f" def train_one_epoch({given}, loader):", LOADER, _at(s, LOOP, 2), _at(s, ("after",), 1))
+    return joined(s, *epoch, " def main(loader):", _at(s, SETUP, 1), f"     train_one_epoch({given}, loader)")
 
 
 def step_apart(s: Slots) -> str:
-    text = _at(s, LOOP, 0)
-    names = ["i", "x", "y", "loader", "model", "optimizer"]
-    names += [n for n in ("scaler", "scheduler", "ema") if f"{n} = " in _at(s, SETUP, 0)]
-    if "continue" in text or ("+" in s.get("scaler", "") and "scaler" in names):
+    given = f"i, x, y, loader, {objects(s)}"
+    if not objects(s) or "continue" in _at(s, LOOP, 0):
         return script(s)
-    given = ", ".join(names)
-    return f"{_at(s, ('imports',), 0)}\n\n def training_step({given}):\n{_at(s, LOOP, 1)}\n\n def run(loader):\n{_at(s, SETUP, 1)}\n     for i, (x, y) in enumerate(loader):\n         training_step({given})\n{_at(s, ('after',), 1)}\n"  # fmt: skip
+    step = (f" def training_step({given}):", _at(s, LOOP, 1), " def run(loader):", _at(s, SETUP, 1))
+    return joined(s, *step, LOADER, f"         training_step({given})", _at(s, ("after",), 1))
 
 
 HALVES = {"mine": (MINE, (function, script, helper)), "held out": (HELD, (class_, arguments, step_apart))}
@@ -577,8 +596,8 @@ def main() -> int:
         return 0
     rows = run()
     found = summary(rows)
-    for half, numbers in found.items():
-        print(f"{half}: recall {numbers['found']}/{numbers['scripts']} = {numbers['recall']:.2f}, precision "
+    for name, numbers in found.items():
+        print(f"{name}: recall {numbers['found']}/{numbers['scripts']} = {numbers['recall']:.2f}, precision "
               f"{numbers['right']}/{numbers['right'] + numbers['wrong']} = {numbers['precision']:.3f}")  # fmt: skip
     for kind, shapes in found["both"]["missed"].items():
         print(f"missed: {kind}: {', '.join(shapes)}")

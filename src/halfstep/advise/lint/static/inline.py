@@ -1,70 +1,73 @@
 """Functions of a file put in the place of their calls, so that rules see one training step in one function.
 
-``model, optimizer = make()`` becomes the statements of `make`, with the names of its results; a parameter becomes the
-argument. Lines stay those of the function. A function is put in place if all its calls allow it: it is defined once,
-returns at its end alone, and is called as a statement or for the value of an assignment.
+``model, optimizer = make()`` becomes the statements of `make` with the names of its results, and a parameter becomes
+the argument; lines stay those of the function. This is done with functions that are defined once, return at their end
+alone, and are called as a statement or for the value of an assignment.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Mapping
 from copy import deepcopy
 
 DEPTH = 3
 """Functions in functions that are followed."""
 
-LONGEST = 200
-"""Statements of a function that is put in place, with those in its own."""
+MOST_NODES = 8000
+"""Nodes of the syntax tree of a function that is put in place."""
 
-Defined = ast.FunctionDef
+ODD = (
+    ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
+    ast.Return,
+)  # fmt: skip
+"""What a function that is put in place does not have, but for a return at its end."""
 
 
 def inlined(tree: ast.Module) -> ast.Module:
     """Return the tree with calls of its own plain functions replaced by their statements."""
+    tree.body = [part for statement in tree.body for part in _unguarded(statement)]
     every = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     names = [node.name for node in every]
-    plain = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and names.count(node.name) == 1}
-    plain = {name: node for name, node in plain.items() if _is_plain(node)}
-    if not plain:
-        return tree
+    plain = {
+        n.name: n for n in tree.body if isinstance(n, ast.FunctionDef) and names.count(n.name) == 1 if _is_plain(n)
+    }
     walk = _Inliner(plain)
     for node in every:
         node.body = walk.block(node.body, {node.name})
     tree.body = walk.block(tree.body, set())
-    mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    tree.body = [s for s in tree.body if not (isinstance(s, Defined) and s.name in walk.done - mentioned)]
+    gone = walk.done - {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    tree.body = [s for s in tree.body if not (isinstance(s, ast.FunctionDef) and s.name in gone)]
     return tree
 
 
+def _unguarded(statement: ast.stmt) -> list[ast.stmt]:
+    """Return the statements under ``if __name__ == "__main__"``, which is no condition of a step."""
+    guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    return statement.body if guard and isinstance(statement, ast.If) else [statement]
+
+
 def _is_plain(node: ast.FunctionDef) -> bool:
-    """Return whether a function has named parameters, no decorators and no return but at its end."""
-    every = node.args
-    inner = [n for statement in node.body for n in ast.walk(statement)]
     last = node.body[-1]
-    returns = [n for n in inner if isinstance(n, ast.Return)]
-    odd = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return not (
-        every.vararg or every.kwarg or node.decorator_list or any(isinstance(n, odd) for n in inner)
-        or len(inner) > 40 * LONGEST or [n for n in returns if n is not last]
-    )  # fmt: skip
+    inner = [n for statement in node.body for n in ast.walk(statement) if n is not last]
+    odd = node.args.vararg or node.args.kwarg or node.decorator_list or any(isinstance(n, ODD) for n in inner)
+    return not odd and len(inner) <= MOST_NODES
 
 
 class _Inliner:
     """Replaces calls; `done` has the functions that were put in place."""
 
-    def __init__(self, functions: dict[str, ast.FunctionDef]) -> None:
+    def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
         self.functions, self.done = functions, set[str]()
 
     def block(self, body: list[ast.stmt], inside: set[str]) -> list[ast.stmt]:
         """Return the statements of a block with calls replaced; `inside`: the functions that it is part of."""
-        found: list[ast.stmt] = []
         for statement in body:
-            for field in ("body", "orelse", "finalbody"):
-                if isinstance(part := getattr(statement, field, None), list) and not _defines(statement):
-                    setattr(statement, field, self.block(part, inside))
-            found += self._replaced(statement, inside)
-        return found
+            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                for field in ("body", "orelse", "finalbody"):
+                    if part := getattr(statement, field, None):
+                        setattr(statement, field, self.block(part, inside))
+        return [part for statement in body for part in self._replaced(statement, inside)]
 
     def _replaced(self, statement: ast.stmt, inside: set[str]) -> list[ast.stmt]:
         match statement:
@@ -74,80 +77,56 @@ class _Inliner:
                 pass
             case _:
                 return [statement]
-        function = self.functions.get(name)
-        if function is None or name in inside or len(inside) > DEPTH:
-            return [statement]
-        given = _given(function, call)
-        if given is None:
+        function = self.functions.get(name) if name not in inside and len(inside) <= DEPTH else None
+        given = _given(function.args, call) if function is not None else None
+        if function is None or given is None:
             return [statement]
         self.done.add(name)
         return self.block(_placed(function, given, target), {*inside, name})
 
 
-def _defines(node: ast.stmt) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-
-
-def _given(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr] | None:
+def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | None:
     """Return parameter -> argument or default; None if that is not known."""
-    parameters = [*function.args.posonlyargs, *function.args.args]
-    if len(call.args) > len(parameters) or any(isinstance(a, ast.Starred) for a in call.args):
-        return None
-    found = dict(zip([p.arg for p in reversed(parameters)], reversed(function.args.defaults), strict=False))
-    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    found |= {p.arg: default for p, default in keywords if default is not None}
-    found |= {p.arg: value for p, value in zip(parameters, call.args, strict=False)}
-    found |= {k.arg: k.value for k in call.keywords if k.arg is not None}
-    wanted = {p.arg for p in (*parameters, *function.args.kwonlyargs)}
-    return found if found.keys() == wanted and all(k.arg for k in call.keywords) else None
+    places = [p.arg for p in (*declared.posonlyargs, *declared.args)]
+    others = [p.arg for p in declared.kwonlyargs]
+    found = dict(zip(reversed(places), reversed(declared.defaults), strict=False))
+    found |= {name: value for name, value in zip(others, declared.kw_defaults, strict=True) if value is not None}
+    found |= dict(zip(places, call.args, strict=False)) | {str(k.arg): k.value for k in call.keywords}
+    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return found if found.keys() == {*places, *others} and len(call.args) <= len(places) and not starred else None
 
 
-def _placed(function: ast.FunctionDef, given: dict[str, ast.expr], target: ast.expr | None) -> list[ast.stmt]:
+def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: ast.expr | None) -> list[ast.stmt]:
     """Return the statements of a function with its arguments, and its result in `target`."""
-    body = deepcopy(function.body)
+    *body, last = deepcopy(function.body)
+    result = last.value if isinstance(last, ast.Return) else None
+    body += [] if isinstance(last, ast.Return) else [last]
     stored = {n.id for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    end = body.pop() if isinstance(body[-1], ast.Return) else None
-    result = end.value if isinstance(end, ast.Return) else None
-    new: dict[str, ast.expr] = {}
-    for part, value in _pairs(target, result):
-        if isinstance(part, (ast.Name, ast.Attribute)) and isinstance(value, ast.Name) and value.id in stored:
-            new.setdefault(value.id, part)
-    first = [
-        ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), function.body[0])
-        for name, value in given.items()
-        if name in stored or not isinstance(value, (ast.Name, ast.Attribute, ast.Constant))
-    ]
-    assigned = {node.targets[0].id for node in first if isinstance(node.targets[0], ast.Name)}
-    new |= {name: value for name, value in given.items() if name not in assigned and name not in new}
-    rename = _Rename(new)
+    plain = {
+        n: v for n, v in given.items() if n not in stored and isinstance(v, (ast.Name, ast.Attribute, ast.Constant))
+    }
+    first: list[ast.stmt] = [ast.Assign([ast.Name(n, ast.Store())], v) for n, v in given.items() if n not in plain]
+    parts, values = (n.elts if isinstance(n, ast.Tuple) else [n] for n in (target, result))
+    pairs = zip(parts, values, strict=False) if len(parts) == len(values) else ()
+    results = {v.id: part for part, v in pairs if part is not None and isinstance(v, ast.Name) and v.id in stored}
+    rename = _Rename({**results, **plain})
     placed = [*first, *(rename.visit(statement) for statement in body)]
     if result is not None:
         value = rename.visit(result)
-        last: ast.stmt = ast.Expr(value) if target is None else ast.Assign([target], value)
-        if not (target is not None and ast.unparse(target) == ast.unparse(value)):
-            placed.append(ast.copy_location(last, end or function))
-    return [ast.fix_missing_locations(statement) for statement in placed]
-
-
-def _pairs(target: ast.expr | None, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield the parts of a target with the parts of the value that it is assigned."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        yield from zip(target.elts, value.elts, strict=True)
-    elif target is not None and value is not None:
-        yield target, value
+        if target is None or ast.unparse(target) != ast.unparse(value):
+            placed.append(ast.Expr(value) if target is None else ast.Assign([target], value))
+    return [ast.fix_missing_locations(ast.copy_location(s, s if hasattr(s, "lineno") else last)) for s in placed]
 
 
 class _Rename(ast.NodeTransformer):
     """Puts expressions in the place of names."""
 
-    def __init__(self, new: dict[str, ast.expr]) -> None:
+    def __init__(self, new: Mapping[str, ast.expr]) -> None:
         self.new = new
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return what stands for a name."""
-        if node.id not in self.new:
-            return node
-        made = deepcopy(self.new[node.id])
+        made = deepcopy(self.new.get(node.id, node))
         if isinstance(made, (ast.Name, ast.Attribute)):
             made.ctx = node.ctx
         return ast.copy_location(made, node)
