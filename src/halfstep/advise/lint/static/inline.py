@@ -105,11 +105,12 @@ def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: as
     plain = {
         n: v for n, v in given.items() if n not in stored and isinstance(v, (ast.Name, ast.Attribute, ast.Constant))
     }
-    first: list[ast.stmt] = [ast.Assign([ast.Name(n, ast.Store())], v) for n, v in given.items() if n not in plain]
     parts, values = (n.elts if isinstance(n, ast.Tuple) else [n] for n in (target, result))
     pairs = zip(parts, values, strict=False) if len(parts) == len(values) else ()
     results = {v.id: part for part, v in pairs if part is not None and isinstance(v, ast.Name) and v.id in stored}
     rename = _Rename({**results, **plain})
+    own = [n for n in given if n not in plain]
+    first: list[ast.stmt] = [ast.Assign([rename.visit(ast.Name(n, ast.Store()))], given[n]) for n in own]
     placed = [*first, *(rename.visit(statement) for statement in body)]
     if result is not None:
         value = rename.visit(result)
