@@ -110,6 +110,9 @@ bench-gpu:  ## the same as bench on a CUDA device -> benchmarks/results/gpu.json
 bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes on 2 cores -> benchmarks/results/lens.json
 	$(QUIET) $(BIN)/python -m benchmarks.lens --json benchmarks/results/lens.json
 
+bench-lint: $(READY)  ## seeded mistakes that the linter finds, 10 seconds -> benchmarks/results/lint_mistakes.json
+	$(BIN)/python -m benchmarks.lint_mistakes --json benchmarks/results/lint_mistakes.json
+
 bench-losses: $(READY)  ## cross entropy over a vocabulary, some 5 minutes on 2 quiet cores -> benchmarks/results/losses.json
 	$(QUIET) $(BIN)/python -m benchmarks.losses --json benchmarks/results/losses.json
 

@@ -150,7 +150,7 @@ def smaller(reports: Reports) -> str:
 def accurate(reports: Reports) -> str:
     tasks = [task for name in ("compare.json", "compare_resnet.json") for task in load(name)["tasks"]]
     verdicts = [found["difference"]["verdict"] for task in tasks for found in task["rows"] if found["label"] != "fp32"]
-    good = verdicts.count("within noise")
+    good = verdicts.count("within the margin")
     curves = [
         (own["curve"]["of_spread"], case["title"], label)
         for case in bf16_cases(reports.cpu).values()
@@ -168,7 +168,7 @@ def accurate(reports: Reports) -> str:
     zoo = load("zoo.json")["rows"]
     assert all(found.reason for name in zoo for found in deviations(name)), "a deviation without a known reason"
     return bullets(
-        f"**Final results.** LeNet-5, a ResNet and a GPT end within noise of fp32 in {good} of {len(verdicts)} "
+        f"**Final results.** LeNet-5, a ResNet and a GPT end within the margin of fp32 in {good} of {len(verdicts)} "
         f"comparisons over 5 seeds: torch.amp, `torch`, `O1`, `mixed` and `O2`, in bf16 and fp16 "
         f"({link('accuracy', 'accuracy')}).",
         f"**Loss curves.** Over 50 steps no preset is further from fp32 than {far:.1f} times torch.amp's own distance "
@@ -179,7 +179,7 @@ def accurate(reports: Reports) -> str:
         f"{'above' if lean['mean'] > 0 else 'below'} fp32's, "
         f"{lean['verdict']} ({link('fine-tuning', 'weights', 'fine-tuning')}).",
         f"**Undecided.** Training a GPT for 3,000 steps, with two seeds, does not decide whether "
-        f"{', '.join(f'`{name}`' for name in unsure)} end within noise "
+        f"{', '.join(f'`{name}`' for name in unsure)} end within the margin "
         f"({link('from the start', 'weights', 'from-the-start')}).",
     )
 

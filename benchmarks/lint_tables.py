@@ -16,7 +16,7 @@ from halfstep.mistakes import MISTAKES
 def lint_blocks() -> dict[str, str]:
     """Return the tables of static and of traced rules and of public scripts, by the names of their markers."""
     report = load("lint.json")
-    made = {"lint scripts": _scripts(report), "lint right": _right(report)}
+    made = {"lint scripts": _scripts(report), "lint right": _right(report), "lint missed": _missed()}
     mistakes = [[f"`{m.code}`", _cell(m.title), _cell(m.why), _cell(m.fix)] for m in MISTAKES.values()]
     made["loop mistakes"] = table(["number", "mistake", "what it does", "what to change"], mistakes)
     for name, traced in (("lint static", False), ("lint traced", True)):
@@ -47,6 +47,19 @@ def _right(report: dict[str, Any]) -> str:
         f"right; before false findings were mended it was {_of(first)}. Without names of torch.cuda.amp (`HS026`), "
         f"which are easy to find, it is {_of(now['without HS026'])}, and was {_of(first['without HS026'])}. What the "
         f"rules miss was not counted ([method and table](tables/lint_scripts.md))."
+    )
+
+
+def _missed() -> str:
+    """Return the sentences of docs/lint.md on seeded mistakes, and the kinds that are missed."""
+    found = load("lint_mistakes.json")["summary"]
+    shares = {name: f"{n['found']} of {n['scripts']} ({n['recall']:.0%})" for name, n in found.items()}
+    both, kinds = found["both"], found["both"]["missed"]
+    missed = [f"{kind} ({', '.join(shapes)})" for kind, shapes in kinds.items()]
+    return (
+        f"Of {both['scripts']} scripts with a seeded mistake, a finding points to it in {shares['both']}; in the half "
+        f"that was written before the rules for it and held out, in {shares['held out']}. {both['wrong']} of "
+        f"{both['right'] + both['wrong']} findings are wrong. Missed: {'; '.join(missed) or 'none of these kinds'}."
     )
 
 

@@ -67,7 +67,7 @@ def accuracy(dtype: str) -> DotChart:
                     low=ends[0],
                     high=ends[1],
                     key=Key(colour=HUES.get(policy, 0)),
-                    mark="full" if difference["verdict"] == "within noise" else "hollow",
+                    mark="full" if difference["verdict"] == "within the margin" else "hollow",
                 )
             )
     return DotChart(x_label=f"{dtype}: worse than fp32, in margins", dots=tuple(dots), margin=1.0)

@@ -5,35 +5,36 @@ One frozen `Policy` states in which number format every operator, module, parame
 `hs.lens`, `hs.formats`, `hs.errors`, `hs.trees`, `hs.integrations` and `halfstep.testing`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from halfstep import checkpoints as checkpoints
-from halfstep import errors as errors
-from halfstep import formats as formats
-from halfstep import policy as policy
-from halfstep import step as step
-from halfstep import trees as trees
-from halfstep.binding import edit_weights, exported, lowered, prepare, prepared_policy, shard, unprepare
-from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
-from halfstep.checkpoints import load, on_preemption, save
-from halfstep.errors import HalfstepError
-from halfstep.kernels.optimizers.lion import Lion
-from halfstep.policy import Policy, ScaleRule, resolve
-from halfstep.scale import GradScaler
-from halfstep.step import Loss, TrainStep, warm
-from halfstep.tasks import Task
-from halfstep.trees import map_tensors as map_tensors
+from halfstep.lazy import lazy
 
 if TYPE_CHECKING:
+    from halfstep import checkpoints as checkpoints
+    from halfstep import errors as errors
+    from halfstep import formats as formats
     from halfstep import integrations as integrations
     from halfstep import lens as lens
+    from halfstep import policy as policy
+    from halfstep import step as step
+    from halfstep import trees as trees
     from halfstep.advise.lint import lint
     from halfstep.advise.plan import plan
     from halfstep.advise.tune import tune
+    from halfstep.binding import edit_weights, exported, lowered, prepare, prepared_policy, shard, unprepare
+    from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
+    from halfstep.checkpoints import load, on_preemption
+    from halfstep.checkpoints.save import save
+    from halfstep.errors import HalfstepError
+    from halfstep.kernels.optimizers.lion import Lion
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
     from halfstep.lens.mismatch import mismatch
+    from halfstep.policy import Policy, ScaleRule, resolve
+    from halfstep.scale import GradScaler
+    from halfstep.step import Loss, TrainStep, warm
+    from halfstep.tasks import Task
+    from halfstep.trees import map_tensors as map_tensors
 
 __version__ = "0.1.0"
 
@@ -73,24 +74,28 @@ __all__ = [
     "warm",
 ]
 
-_LATER = {
-    "BlackBox": "lens",
-    "ExponentSketch": "lens",
-    "Monitor": "lens",
-    "SketchWriter": "lens",
-    "audit": "lens.audit.audit",
-    "mismatch": "lens.mismatch",
-    "plan": "advise.plan",
-    "tune": "advise.tune",
-    "lint": "advise.lint",
+_FILES = {
+    "advise.lint": "lint",
+    "advise.plan": "plan",
+    "advise.tune": "tune",
+    "binding": "edit_weights exported lowered prepare prepared_policy shard unprepare",
+    "cast": "autocast linear_cross_entropy operator suspended",
+    "checkpoints": "load on_preemption save",
+    "errors": "HalfstepError",
+    "kernels.optimizers.lion": "Lion",
+    "lens": "BlackBox ExponentSketch Monitor SketchWriter",
+    "lens.audit.audit": "audit",
+    "lens.mismatch": "mismatch",
+    "policy": "Policy ScaleRule resolve",
+    "scale": "GradScaler",
+    "step": "Loss TrainStep warm",
+    "tasks": "Task",
+    "trees": "map_tensors",
 }
-"""Name -> the module that is imported when the name is first used; training alone needs none of them."""
+"""File that is imported when one of its names is first used -> these names."""
+
+__getattr__ = lazy(__name__, _FILES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("integrations", "lens"):
-        return import_module(f"{__name__}.{name}")
-    if name in _LATER:
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.errors import HalfstepError, SettingError, did_you_mean
 
@@ -84,7 +81,7 @@ def shown(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print the longest
         return f"a number of {value.bit_length()} bits"
-    if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype)):
+    if isinstance(value, (str, bytes, int, float, complex, type(None))) or DTYPE.has(value):
         words = repr(value[:LONGEST] if isinstance(value, (str, bytes)) else value)
         return words if len(words) <= LONGEST else f"{words[:LONGEST]}..."
     if isinstance(value, (list, tuple)):
@@ -112,7 +109,9 @@ def listed(kind: Kind, words: str) -> Kind:
     """Return lists, tuples and other iterables of a kind, but no text, no mapping and no tensor."""
 
     def has(value: Any) -> bool:
-        if isinstance(value, (str, bytes, Mapping, Tensor, nn.Module)) or not isinstance(value, Iterable):
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            return False
+        if TENSOR.has(value) or MODEL.has(value):
             return False
         return isinstance(value, (range, map, filter)) or all(map(kind.has, value))
 
@@ -157,6 +156,15 @@ def _is_path(value: object) -> bool:
     return isinstance(text, str) and bool(text) and "\0" not in text
 
 
+def _of_torch(name: str, words: str) -> Kind:
+    """Return the instances of a class of torch; there are none before it is imported, which is not done for that."""
+
+    def has(value: object) -> bool:
+        return "torch" in sys.modules and isinstance(value, attrgetter(name)(sys.modules["torch"]))
+
+    return Kind(words, has)
+
+
 NONE = Kind("None", lambda value: value is None)
 FLAG = Kind("True or False", _is_flag)
 COUNT = whole(1)
@@ -168,9 +176,10 @@ FRACTION = Kind("a number from 0 to 1", number(0.0, 1.0).has)
 TEXT = a(str, words="a text")
 PATH = Kind("a path", _is_path)
 CALLABLE = Kind("callable", lambda value: callable(value) and not isinstance(value, type))
-MODEL = a(nn.Module, words="a torch.nn.Module")
-OPTIMIZER = a(Optimizer, words="a torch optimizer")
-TENSOR = a(Tensor, words="a tensor")
+MODEL = _of_torch("nn.Module", "a torch.nn.Module")
+OPTIMIZER = _of_torch("optim.Optimizer", "a torch optimizer")
+TENSOR = _of_torch("Tensor", "a tensor")
+DTYPE = _of_torch("dtype", "a torch.dtype")
 DEVICE_TYPE = a(str, words="a string such as 'cuda'")
 
 

@@ -11,10 +11,9 @@ import os
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from sys import _getframe
-
-import torch
 
 __all__ = [
     "AuditError",
@@ -34,12 +33,13 @@ __all__ = [
     "ScaleError",
     "SettingError",
     "StepError",
+    "TaskError",
     "UnbuiltError",
     "WeightsError",
     "did_you_mean",
 ]
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
+TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent) + os.sep
 HERE = str(Path(__file__).parent) + os.sep
 FOLDERS = (
     *("advise", "auto", "binding", "cast", "checkpoints", "compat", "kernels", "lens", "policy", "scale", "step"),
@@ -55,7 +55,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the plain Runti
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether `error` says that memory ran out: programs that search for a batch size wait for it unchanged."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
@@ -121,6 +121,10 @@ class AuditError(HalfstepError, ValueError):
 
 class LintError(HalfstepError, ValueError):
     """A target that the linter cannot check, or a rule that does not exist."""
+
+
+class TaskError(HalfstepError, ValueError):
+    """A task that does not exist, cannot be loaded or makes no sense."""
 
 
 class ScaleError(HalfstepError, RuntimeError):

@@ -184,6 +184,6 @@ def read_json(path: Path, error: type[HalfstepError], schema: Any, most: int) ->
     return found
 
 
-def packaged_toml(package: str, path: str) -> dict[str, Any]:
-    """Return the content of a TOML file that is part of a package."""
-    return tomllib.loads(files(package).joinpath(path).read_text(encoding="utf-8"))
+def packaged_toml(path: str) -> dict[str, Any]:
+    """Return the content of a TOML file of halfstep; `path` begins below the package's folder."""
+    return tomllib.loads(files("halfstep").joinpath(path).read_text(encoding="utf-8"))

@@ -20,13 +20,16 @@ FSDP = "start, and builds of torch without distributed: torch.distributed.fsdp"
 PAGE = "start: a program that writes no page needs no jinja2"
 SHARDS = "start: torch.distributed.checkpoint takes half a second"
 STORES = "builds of torch without distributed"
+TRACED = "start: a script is read without torch, which only a traced task needs"
 TASKS = "optional library: the extra halfstep[tasks]"
 
 LATE: Mapping[tuple[str, str], str] = {
+    ("advise.lint.run", "halfstep.advise"): TRACED,
     ("advise.plan.ranks", "torch"): "start, and builds of torch without distributed: a process group without processes",
     ("binding.shard", "torch"): FSDP,
     ("checkpoints.save", "halfstep.checkpoints"): SHARDS,
-    ("cli.options", "halfstep.advise"): COMPLETION,
+    ("cli.lint", "halfstep.tasks"): TRACED,
+    ("cli.options", "halfstep.tasks"): COMPLETION,
     ("cli.shim.sitecustomize", "halfstep.cli"): "start: every Python of a process tree runs this file",
     ("integrations.timm", "timm"): "optional library: of adaptive clipping alone",
     ("kernels.sharded", "torch"): "start: torch.distributed.tensor, which a model without DTensors does not need",

@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "meeting": 0, "mistakes": 0,
+    "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "lazy": 0, "meeting": 0, "mistakes": 0,
     "optimizers": 0, "schema": 0, "timing": 0, "torch_private": 0, "trees": 0,
     "kernels": 1, "policy": 1, "snapshot": 1,
     "cast": 2, "scale": 2, "weights": 2,
@@ -47,9 +47,11 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("advise", "tasks"): "what is decided is decided for a task, and measured with its tools",
     ("advise", "report"): "a decision, a plan and findings are written as pages",
     ("advise", "testing"): "a plan for a GPU is traced on the fake GPU",
+    ("integrations", "lazy"): "a library is imported when its part is first used",
     ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
+    ("cli", "schema"): "completion reads the names of presets and GPUs from their files",
     ("cli", "tasks"): "the command line works on tasks",
     ("cli", "report"): "the command line composes documents and has them rendered",
     ("__main__", "cli"): "python -m halfstep is the command line",
@@ -59,7 +61,8 @@ ARROWS: Mapping[tuple[str, str], str] = {
 FOR_ALL = "torch_private"
 """The part that every other part imports, those of its own layer too: torch's private names stand once."""
 
-ROOT_IMPORTS = frozenset({*PUBLIC, "advise", "cast", "integrations", "kernels", "scale", "tasks"}) - {"", "testing"}
+USED = {"advise", "cast", "integrations", "kernels", "lazy", "scale", "tasks"}
+ROOT_IMPORTS = frozenset(PUBLIC | USED) - {"", "testing"}
 """Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {

@@ -41,18 +41,19 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "policy": (330, "formats and rules as data"),
     "kernels": (680, "a reference, three backends"),
     "formats": (230, "number formats"),
-    "errors": (390, "cause and remedy"),
-    "events": (550, "results of a step"),
-    "trees": (710, "containers of tensors"),
-    "optimizers": (1990, "several as one"),
-    "timing": (870, "candidates in turns"),
+    "errors": (550, "cause and remedy"),
+    "events": (710, "results of a step"),
+    "trees": (870, "containers of tensors"),
+    "optimizers": (2150, "several as one"),
+    "timing": (1030, "candidates in turns"),
     "snapshot": (1030, "taking back"),
-    "mistakes": (1350, "orders of calls"),
-    "meeting": (1510, "what ranks tell"),
-    "schema": (1190, "what files must hold"),
-    "accelerators": (1030, "any device of torch"),
-    "arguments": (1670, "kinds of values"),
-    "torch_private": (1830, "names of torch"),
+    "lazy": (390, "names at first use"),
+    "mistakes": (1510, "orders of calls"),
+    "meeting": (1670, "what ranks tell"),
+    "schema": (1350, "what files must hold"),
+    "accelerators": (1190, "any device of torch"),
+    "arguments": (1830, "kinds of values"),
+    "torch_private": (1990, "names of torch"),
 }
 """Part -> the middle of its box, and a few words; a part that is not here is drawn at the right end."""
 
@@ -68,7 +69,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 2090, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 2250, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"

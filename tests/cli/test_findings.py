@@ -16,11 +16,11 @@ def words(fact: Fact) -> str:
     return " ".join([fact.text, *fact.more])
 
 
-def test_what_stayed_within_noise_and_what_did_not_is_said_by_name() -> None:
+def test_what_stayed_within_the_margin_and_what_did_not_is_said_by_name() -> None:
     rows = (row("a", SAFE, FAST, FAST), row("b", WILD, SAME, SAME), row("c", BAD, SAME, SAME))
     result, _, _ = findings(comparison(5, *rows, row("d", (float("nan"),) * 5, SAME, SAME)))
     assert result.heading == "Result (accuracy, %)" and result.tone == "bad"
-    assert result.text == "2 of 5 end within noise of fp32: torch.amp bf16 and a."
+    assert result.text == "2 of 5 end within the margin of 1 %: torch.amp bf16 and a."
     assert result.more[:3] == (
         "Worse than fp32: c.",
         "Diverged: d.",
@@ -29,9 +29,9 @@ def test_what_stayed_within_noise_and_what_did_not_is_said_by_name() -> None:
     assert result.more[3].startswith("Skipped steps whose gradients overflowed: torch.amp bf16")
 
 
-def test_all_within_noise_is_one_sentence() -> None:
+def test_all_within_the_margin_is_one_sentence() -> None:
     result, _, _ = findings(comparison(5, row("a", SAFE, FAST, FAST, skipped=(0,) * 5)))
-    assert (result.text, result.tone) == ("All 2 end within noise of fp32.", "good")
+    assert (result.text, result.tone) == ("All 2 end within the margin of 1 %.", "good")
 
 
 def test_one_seed_decides_nothing() -> None:
@@ -54,8 +54,8 @@ def test_a_fast_policy_that_spoilt_the_result_is_not_recommended() -> None:
     half = Ratio(median=0.5, low=0.49, high=0.51, rounds=100)
     _, time, memory = findings(comparison(5, row("a", SAFE, FAST, FAST), row("b", BAD, half, half, saved_bytes=500)))
     assert time.text.startswith("Fastest: b,")
-    assert "Its result is worse. First within noise of fp32: a." in time.more
-    assert "Its result is worse. First within noise of fp32: torch.amp bf16." in memory.more
+    assert "Its result is worse. First within the margin: a." in time.more
+    assert "Its result is worse. First within the margin: torch.amp bf16." in memory.more
 
 
 def test_what_the_machine_cannot_resolve_is_undecided() -> None:

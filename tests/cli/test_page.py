@@ -116,6 +116,6 @@ def test_all_pictures_have_words_with_numbers() -> None:
     assert len(alts) == 6
     assert alts[0] == (
         "Difference of accuracy, % from fp32, margin ±1: "
-        "fp32 reference, 97.00; torch.amp bf16 0.00 within noise; O2 fp16 −7.00 worse."
+        "fp32 reference, 97.00; torch.amp bf16 0.00 within the margin; O2 fp16 −7.00 worse."
     )
     assert alts[1].startswith("Time of a step over that of torch.amp bf16: fp32 undecided (1.008);")

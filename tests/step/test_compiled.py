@@ -276,6 +276,47 @@ def test_a_graph_break_of_the_users_own_works_in_the_same_region_and_is_told_onc
         trained(loss=branching, compile={**AOT, "fullgraph": True})(*batch(0))
 
 
+class Tagger(nn.Module):
+    """A model whose middle Dynamo does not trace."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(20, 8), middle, nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.middle(self.embed(x))
+        return self.head(found[0] if isinstance(found, tuple) else found)  # type: ignore[no-any-return]
+
+
+class Outside(nn.Module):
+    """Reads attributes of a tensor where torch.compile is off."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones(x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+
+@BETWEEN_GRAPHS
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O2"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "Outside"])
+def test_a_layer_that_runs_between_two_graphs_trains_as_eager(kind: str, policy: str) -> None:
+    def losses(**named: Any) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Tagger(Outside() if kind == "Outside" else getattr(nn, kind)(8, 8, batch_first=True))
+        x = torch.randint(0, 20, (4, 5))
+        step = hs.TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten()),
+            policy=hs.Policy.of(policy, dtype="bf16"),
+            **named,
+        )
+        return [float(step(x).host().loss) for _ in range(4)]
+
+    assert losses(compile=AOT) == pytest.approx(losses(), rel=0.01)
+
+
 def test_a_step_called_in_a_compiled_function_runs_as_it_does_outside() -> None:
     for options in (False, AOT):
         plain, step = trained(), trained(compile=options)

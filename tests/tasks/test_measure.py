@@ -37,7 +37,7 @@ def test_student_quantiles_are_scipys(freedom: int, probability: float) -> None:
 @pytest.mark.parametrize(
     ("values", "higher", "verdict"),
     [
-        ([97.0, 97.1, 96.9, 97.0, 97.1], True, "within noise"),
+        ([97.0, 97.1, 96.9, 97.0, 97.1], True, "within the margin"),
         ([95.0, 95.1, 94.9, 95.0, 95.1], True, "worse"),  # the seeded fault: a real loss is never noise
         ([95.0, 95.1, 94.9, 95.0, 95.1], False, "better"),
         ([99.0, 99.1, 98.9, 99.0, 99.1], True, "better"),

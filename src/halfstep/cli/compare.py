@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
 
-import typer
 from rich.console import Console
 
-from halfstep.cli import options
-from halfstep.cli.options import TASK, Device, Html, Json, split
+from halfstep.cli.options import split
 from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
 from halfstep.cli.terminal import (
@@ -32,30 +30,10 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 
 
 def run_compare(
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task),
-    ] = None,
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Presets, torch.amp or policy files (.toml), each with :bf16 or :fp16 for another format; with commas "
-            "between them, or the option again. fp32 and torch.amp always run.",
-            autocompletion=options.policies,
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: the task's.")] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each policy. Default: 5, the fewest for a verdict.")
-    ] = None,
-    json: Json = None,
-    html: Html = None,
-    device: Device = "",
-) -> int:
-    """Train each policy from the same weights on the same batches, in turns, beside fp32 and torch.amp at its best.
-
-    Prints what each did to the result, to the time of a step and to memory.
-    """
+    task: list[str] | None, policies: list[str] | None, steps: int | None, seeds: int | None, json: Path | None,
+    html: Path | None, device: str,
+) -> int:  # fmt: skip
+    """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     where = device_type(device)
     loaded, labels = _load(task or (), err), split(policies)

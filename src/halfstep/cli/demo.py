@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.options import Device, Html, Json
 from halfstep.cli.pages.comparison import result_table, setting
 from halfstep.cli.pages.demo import demo_page, pace_table
 from halfstep.cli.pages.facts import Demo, conclusions
@@ -54,11 +54,8 @@ Part = tuple[str, float, Callable[[OnShare], Section]]
 """Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns what is printed."""
 
 
-def run_demo(html: Html = None, json: Json = None, device: Device = "") -> int:
-    """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
-
-    Ctrl-C keeps the finished parts: they are printed and written, and the exit code is 130.
-    """
+def run_demo(html: Path | None, json: Path | None, device: str) -> int:
+    """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     where = device_type(device)
     files = Files(json=json, html=html)

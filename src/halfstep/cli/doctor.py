@@ -6,14 +6,13 @@ import dataclasses
 import os
 import platform
 from collections.abc import Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.options import Json
 from halfstep.cli.terminal import Files, command_line, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
@@ -24,17 +23,8 @@ from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threa
 from halfstep.tasks.speed import DeviceSpeed, Speed, measure_speed, sizes_for
 
 
-def run_doctor(
-    device: Annotated[
-        str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: an indication.")] = False,
-    json: Json = None,
-) -> int:
-    """Measure what this machine gains from each format, and say which preset to use, and why.
-
-    Also: which optimizers make a step wait for the device, and which settings of this machine stand in the way.
-    """
+def run_doctor(device: str, quick: bool, json: Path | None) -> int:
+    """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     main, files = device_type(device), Files(json=json)
     load = load_average()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 import halfstep as hs
-from halfstep.cli.options import PolicyLabel, split
-from halfstep.cli.terminal import WRONG_USE
+from halfstep.cli.options import split
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 from halfstep.tasks.candidates import policy_named
@@ -20,19 +17,15 @@ WRITERS = {
 }
 
 
-def run_engine(
-    name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
-    policy: PolicyLabel = "mixed",
-    accept: Annotated[str, typer.Option(help="Fields of the policy that the engine may leave out, with commas.")] = "",
-) -> int:
-    """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
+def run_engine(name: str, policy: str, accept: str) -> int:
+    """Run the command; return its exit code."""
     try:
         if name not in WRITERS:
             raise TaskError(f"unknown engine {name!r}{did_you_mean(name, WRITERS)}; there are {', '.join(WRITERS)}")
         made = WRITERS[name](policy_named(policy, "cpu"), accept=split(accept))
     except hs.errors.PolicyError as error:
         typer.echo(f"error: {error}", err=True)  # a line for each field
-        return WRONG_USE
+        return 2
     typer.echo(str(made))
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)

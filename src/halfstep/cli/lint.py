@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
 from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
-from halfstep.cli import options
-from halfstep.cli.options import Json, PolicyLabel, Sarif, split
+from halfstep.advise.lint.run import POLICY, is_source
+from halfstep.cli.options import split
 from halfstep.cli.terminal import Files, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, counted, sarif_log, strict_json
-from halfstep.tasks.candidates import policy_named
 
 FOUND = 1
 """Exit code for findings that are severe enough."""
@@ -25,31 +24,10 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def run_lint(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="A .py file, a folder, path/to/file.py:function, which returns an hs.Task (its file is read, and one "
-            "step of it traced), or lenet5, resnet, gpt.",
-        ),
-    ] = None,
-    policy: PolicyLabel = "mixed",
-    severity: Annotated[
-        str,
-        typer.Option(
-            help="The least severity for exit code 1: note, warning or error.",
-            autocompletion=options.among(lambda: SEVERITIES[::-1]),
-        ),
-    ] = "warning",
-    ignore: Annotated[str, typer.Option(help="Codes of rules to leave out, with commas.")] = "",
-    explain: Annotated[str, typer.Option(help="Show a rule with an example, such as HS001.")] = "",
-    json: Json = None,
-    sarif: Sarif = None,
-) -> int:
-    """Find mistakes of mixed precision in scripts and tasks, before they run.
-
-    Scripts are read and not run. A line's comment `# halfstep: ignore[HS012]` silences that rule there.
-    """
+    targets: list[str] | None, policy: str, severity: str, ignore: str, explain: str, json: Path | None,
+    sarif: Path | None,
+) -> int:  # fmt: skip
+    """Run the command; return its exit code."""
     out = console()
     if explain:
         say(out, explained(explain))
@@ -60,7 +38,8 @@ def run_lint(
         words = f"expected {', '.join(SEVERITIES)}"
         raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
     files = Files(json=json, sarif=sarif)
-    chosen, left_out = policy_named(policy, "cpu"), split(ignore)
+    chosen = policy if policy == POLICY and all(map(is_source, targets)) else _named(policy)
+    left_out = split(ignore)
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     _print(out, found)
     again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))
@@ -71,6 +50,12 @@ def run_lint(
     )
     severe = SEVERITIES[: SEVERITIES.index(severity) + 1]
     return FOUND if any(finding.severity in severe for finding in found) else 0
+
+
+def _named(policy: str) -> hs.Policy:
+    from halfstep.tasks.candidates import policy_named
+
+    return policy_named(policy, "cpu")
 
 
 def _print(out: Console, found: Sequence[LintFinding]) -> None:

@@ -11,16 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.cli import options
-from halfstep.cli.options import Device, Json, PolicyLabel
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.formats import DTYPE_NAMES, DTYPES, LOW_DTYPES
 from halfstep.lens import Sink, Tracer
@@ -52,30 +49,8 @@ class Ruled:
     gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
 
-def run_ops(
-    patterns: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PATTERN",
-            help="Operators, such as softmax or 'conv*'. Default: all with a rule.",
-            autocompletion=options.OPERATORS,
-        ),
-    ] = None,
-    policy: PolicyLabel = "mixed",
-    diff: Annotated[
-        str,
-        typer.Option(help="Show what differs from this policy instead.", autocompletion=options.policy),
-    ] = "",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
-        ),
-    ] = "",
-    device: Device = "",
-    json: Json = None,
-) -> int:
-    """Show the rule of every operator under a policy: which part of the policy decides, why, and from which source."""
+def run_ops(patterns: list[str] | None, policy: str, diff: str, model: str, device: str, json: Path | None) -> int:
+    """Run the command; return its exit code."""
     out, where = console(), device or device_type("")
     if diff and model:
         raise TaskError("--diff compares two policies and --model shows one; leave one of them out")

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 import halfstep as hs
-from halfstep.tasks import task_names
-from halfstep.tasks.machine import device_types
+from halfstep.schema import packaged_toml
 
 FORMATS = ("bf16", "fp16")
 
@@ -32,9 +31,10 @@ def among(values: Callable[[], Iterable[str]]) -> Completion:
 def policy(incomplete: str) -> list[str]:
     """Return presets, policy files (.toml) and folders; behind a colon the formats."""
     name, colon, _ = incomplete.partition(":")
-    if colon and name in hs.policy.PRESETS:
+    presets = packaged_toml("policy/tables/presets.toml")
+    if colon and name in presets:
         return among(lambda: (f"{name}:{each}" for each in FORMATS))(incomplete)
-    return among(lambda: hs.policy.PRESETS)(incomplete) + _paths(incomplete, ".toml")
+    return among(lambda: presets)(incomplete) + _paths(incomplete, ".toml")
 
 
 def policies(incomplete: str) -> list[str]:
@@ -45,16 +45,17 @@ def policies(incomplete: str) -> list[str]:
 
 def task(incomplete: str) -> list[str]:
     """Return the tasks that halfstep brings, Python files and folders."""
-    return among(task_names)(incomplete) + _paths(incomplete, ".py")
+    return among(lambda: TASKS)(incomplete) + _paths(incomplete, ".py")
 
 
-def _gpus() -> Iterable[str]:
-    from halfstep.advise.plan import gpu_names
+def _devices() -> Iterable[str]:
+    from halfstep.tasks.machine import device_types
 
-    return gpu_names()
+    return device_types()
 
 
-GPUS, OPERATORS = among(_gpus), among(lambda: hs.policy.operator_names("*"))
+GPUS = among(lambda: packaged_toml("advise/plan/gpus.toml"))
+DEVICES, OPERATORS = among(_devices), among(lambda: hs.policy.operator_names("*"))
 
 
 def _paths(incomplete: str, suffix: str) -> list[str]:
@@ -68,15 +69,16 @@ def _paths(incomplete: str, suffix: str) -> list[str]:
     return among(lambda: (f"{folder}{slash}{e.name}{'/' if e.is_dir() else ''}" for e in shown))(incomplete)
 
 
-TASK = "lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task."
+TASKS = ("lenet5", "resnet", "gpt")
+TASK = f"{', '.join(TASKS)} or path/to/file.py:function, which returns an hs.Task."
 
 Device = Annotated[
     str,
-    typer.Option(
-        help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=among(device_types)
-    ),
+    typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=DEVICES),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write everything found to this file; - is the standard output.")
+]
 Html = Annotated[
     Path | None, typer.Option("--html", help="Write a report with pictures: one file, to look at and to send.")
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
 
-import typer
 from rich.console import Console
 
 import halfstep as hs
@@ -21,8 +20,7 @@ from halfstep.advise.plan.page import (
     sent_table,
     verdict,
 )
-from halfstep.cli import options
-from halfstep.cli.options import Html, Json, PolicyLabel, TaskName, split
+from halfstep.cli.options import split
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
 from halfstep.tasks import load_task
@@ -36,46 +34,10 @@ MODULES = 8
 
 
 def run_plan(
-    task: TaskName,
-    policy: PolicyLabel = "mixed",
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="More of them, side by side, with commas between; 'all': every preset.",
-            autocompletion=options.policies,
-        ),
-    ] = None,
-    devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
-    shard: Annotated[
-        str,
-        typer.Option(
-            help="How they share the work: ddp or fsdp2.",
-            autocompletion=options.among(lambda: ("ddp", "fsdp2")),
-        ),
-    ] = "",
-    units: Annotated[
-        list[str] | None,
-        typer.Option(help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
-    ] = None,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
-            autocompletion=options.GPUS,
-        ),
-    ] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,
-    largest: Annotated[
-        bool, typer.Option("--largest/--no-largest", help="With --gpu: look for the largest batch that fits.")
-    ] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda: whose operators are planned.")] = "",
-    json: Json = None,
-    html: Html = None,
-) -> int:
-    """Plan the memory of a training step, before training and without that memory.
-
-    Prints whether it fits a GPU, what the bytes are for, which modules weigh most, and where the peak is.
-    """
+    task: str, policy: str, policies: list[str] | None, devices: int, shard: str, units: list[str] | None, gpu: str,
+    batch: int | None, largest: bool, device: str, json: Path | None, html: Path | None,
+) -> int:  # fmt: skip
+    """Run the command; return its exit code."""
     out, files = console(), Files(json=json, html=html)
     card = gpu_named(gpu) if gpu else None
     # fully_shard needs streams, which the fake GPU does not have

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 import halfstep as hs
-from halfstep.cli.options import Html, Json, Sarif
 from halfstep.cli.terminal import STYLES, Files, console, say
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.registry import load_model
 
 
-def run_replay(
-    file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
-    model: Annotated[str, typer.Option(help="path/to/file.py:function, which returns the hs.Task of that run.")],
-    json: Json = None,
-    sarif: Sarif = None,
-    html: Html = None,
-) -> int:
-    """Replay a step that was not finite, from its evidence, and show its cause, its place and what to change."""
+def run_replay(file: Path, model: str, json: Path | None, sarif: Path | None, html: Path | None) -> int:
+    """Run the command; return its exit code."""
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise TaskError(f"file {str(file)!r} {what}; expected a halfstep-blackbox-STEP.pt")

@@ -15,18 +15,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 from unittest import mock
 
 import typer
 
 import halfstep as hs
-from halfstep.cli import options
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, TaskError
 from halfstep.tasks.candidates import policy_named
-from halfstep.tasks.task import TaskError
 
 APEX = str(Path(apex.__file__).parent / "shim")
 """A folder with a package `apex` for processes that the script starts."""
@@ -43,26 +40,8 @@ PREPARE = (
 )
 
 
-def run_run(
-    script: Annotated[Path, typer.Argument(help="A Python file; with --policy also a program, such as torchrun.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
-            "for another format. Before the script.",
-            autocompletion=options.policy,
-        ),
-    ] = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="Use halfstep even if an apex with amp is installed. Before the script.")
-    ] = False,
-) -> int:
-    """Run a script unchanged: one written for NVIDIA Apex, or with --policy one written for torch.amp.
-
-    Without --policy, `apex`, `apex.amp` and the rest are halfstep's in it. With it, regions of torch.autocast follow
-    the policy, and GradScaler is halfstep's, also in processes that the script starts.
-    """
+def run_run(script: Path, args: list[str] | None, policy: str, force: bool) -> int:
+    """Run the command; return its exit code."""
     if policy and force:
         raise typer.BadParameter("--force is about Apex; leave it out with --policy")
     return run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich import box
@@ -15,10 +18,9 @@ from rich.text import Text
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.tasks import TaskError
+from halfstep.errors import TaskError
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
-WRONG_USE = 2  # exit code for bad input
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 STYLES = {
@@ -28,8 +30,15 @@ STYLES = {
 """Tone of a cell or line, or the rule in it -> style of its text."""
 
 
+DASH = Path("-")
+"""The file that is the standard output."""
+
+
 class Files:
-    """The files that a command is to write, option -> path: checked when it begins, written when it ends."""
+    """The files that a command is to write, option -> path: checked when it begins, written when it ends.
+
+    If one is "-", the standard output is kept for it: what else the command prints goes to stderr.
+    """
 
     def __init__(self, **paths: Path | None) -> None:
         self.paths = {name: path for name, path in paths.items() if path is not None}
@@ -38,7 +47,12 @@ class Files:
             first = options.setdefault(path.resolve(), name)
             if first != name:
                 raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
+        self._stdout, self._redirected = sys.stdout, ExitStack()
+        if DASH in self.paths.values():
+            self._redirected.enter_context(redirect_stdout(sys.stderr))
         for name, path in self.paths.items():
+            if path == DASH:
+                continue
             new = not path.exists()
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +65,15 @@ class Files:
     def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
         """Call the writers of those that were asked for with their paths, and print these."""
         for name, write in writers.items():
-            if name in self.paths:
-                write(self.paths[name])
-                say(out, f"written: {self.paths[name]}")
+            path = self.paths.get(name)
+            if path == DASH:
+                with TemporaryDirectory() as folder:
+                    write(Path(folder, name))
+                    self._stdout.write(Path(folder, name).read_text(encoding="utf-8"))
+            elif path is not None:
+                write(path)
+                say(out, f"written: {path}")
+        self._redirected.close()
 
 
 def record(command: str, **facts: object) -> Callable[[Path], object]:
@@ -111,12 +131,6 @@ def print_section(out: Console, section: doc.Section) -> None:
                 show(out, block)
             case _:
                 pass
-
-
-def complain(error: BaseException) -> int:
-    """Print an error in red, on one line of stderr; return the exit code for bad input."""
-    say(console(stderr=True), " ".join(f"error: {error}".split()), style="red")
-    return WRONG_USE
 
 
 def command_line(*words: str, **options: object) -> str:

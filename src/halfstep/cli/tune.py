@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 import halfstep as hs
 from halfstep.advise.tune import Tuning
-from halfstep.cli.options import Device, Html, Json, TaskName, split
+from halfstep.cli.options import split
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, record, say
 from halfstep.tasks import TaskError, load_task
@@ -19,38 +17,10 @@ from halfstep.tasks.machine import device_type
 
 
 def run_tune(
-    task: TaskName,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
-    target: Annotated[str, typer.Option(help="time, memory, or the weights of both, such as 0.7:0.3.")] = "time",
-    max_loss_rise: Annotated[
-        float | None,
-        typer.Option(
-            help="How much higher than fp32's the loss may end, as a fraction (0.01: one per cent). Default: the "
-            "spread of fp32 from seed to seed.",
-        ),
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Time for measuring.")] = 10.0,
-    seeds: Annotated[
-        int, typer.Option(min=0, help="Pairs of trainings of the test at the end, at least. Default: what it takes.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and orders.")] = 0,
-    dtypes: Annotated[
-        str,
-        typer.Option(help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
-    ] = "",
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether compiled steps are tried.")] = True,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what an earlier search for this file measured.")
-    ] = False,
-    device: Device = "",
-    html: Html = None,
-    json: Json = None,
-) -> int:
-    """Find the cheapest policy for a task on this machine, and test whether it trains as fp32 does.
-
-    Measures presets, exceptions, weight strategies and compiled steps beside fp32; writes the policy with its reasons.
-    Ctrl-C writes the best safe policy so far; --resume goes on from there.
-    """
+    task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
+    dtypes: str, compile: bool, resume: bool, device: str, html: Path | None, json: Path | None,
+) -> int:  # fmt: skip
+    """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     state = output.with_name(output.name + ".state.json")
     where = device_type(device)

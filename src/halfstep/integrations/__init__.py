@@ -5,8 +5,9 @@ library's; a module here prepares model and optimizer at the right moment, and c
 black box. A module is imported when it is first used; without its library that is an `IntegrationError`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from halfstep.lazy import lazy
 
 if TYPE_CHECKING:
     from halfstep.integrations import accelerate as accelerate
@@ -17,8 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate", "lightning", "loggers", "timm", "transformers"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+__getattr__ = lazy(__name__, {})

@@ -9,9 +9,9 @@ that a block calls to a `Sink`: an `OperatorSink` receives each `OperatorCall` w
 A name is imported when it is first used, because training alone needs none of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from halfstep.lazy import lazy
 from halfstep.lens.verdict import Cure, Magnitude, Verdict
 
 if TYPE_CHECKING:
@@ -27,26 +27,14 @@ __all__ = [
     "SketchWriter", "Tracer", "Verdict", "raised_at", "replay", "user_frame", "user_line",
 ]  # fmt: skip
 
-_MODULES = {
-    "Audit": "lens.audit.table",
-    "BlackBox": "lens.box.blackbox",
-    "ExponentSketch": "lens.sketch",
-    "Monitor": "lens.monitor.monitor",
-    "OperatorCall": "lens.tracing",
-    "OperatorSink": "lens.tracing",
-    "Sink": "lens.tracing",
-    "SketchWriter": "lens.monitor.records",
-    "Tracer": "lens.tracing",
-    "raised_at": "lens.tracing",
-    "replay": "lens.box.blackbox",
-    "user_frame": "lens.tracing",
-    "user_line": "lens.tracing",
-}
-"""Name -> the module that is imported when the name is first used."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"halfstep.{_MODULES[name]}"), name)
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "audit.table": "Audit",
+        "box.blackbox": "BlackBox replay",
+        "monitor.monitor": "Monitor",
+        "monitor.records": "SketchWriter",
+        "sketch": "ExponentSketch",
+        "tracing": "OperatorCall OperatorSink Sink Tracer raised_at user_frame user_line",
+    },
+)

@@ -39,7 +39,7 @@ class OperatorRow:
 @cache
 def data(path: str) -> dict[str, Any]:
     """Return the content of a TOML file of this package."""
-    return packaged_toml("halfstep.policy", path)
+    return packaged_toml(f"policy/{path}")
 
 
 @cache

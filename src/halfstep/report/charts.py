@@ -11,9 +11,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from halfstep.formats import Format
+if TYPE_CHECKING:
+    from halfstep.formats import Format
 
 __all__ = [
     "COLOURS", "AreaChart", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Point",

@@ -19,7 +19,7 @@ __all__ = [
 
 TONES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("within noise", "equivalent", "better", "fits", "chosen", "within"), "good"),
+        **dict.fromkeys(("within the margin", "equivalent", "better", "fits", "chosen", "within"), "good"),
         **dict.fromkeys(("worse", "diverged", "failed", "does not fit"), "bad"),
         "undecided": "open",
     }

@@ -37,7 +37,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 def render(document: Document) -> str:
     """Return `document` as one HTML file; text is escaped, equal documents give equal files."""
-    import jinja2  # here: importing halfstep imports torch and little else
+    import jinja2  # here: a program that writes no page needs none
     from markupsafe import Markup
 
     def picture(chart: Chart, alt: str) -> Any:

@@ -10,7 +10,7 @@ from halfstep.step.loss import Loss
 from halfstep.step.part import Part
 from halfstep.step.parts.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.train_step import TrainStep
-from halfstep.step.warm import warm
+from halfstep.step.warming import warm
 
 __all__ = [
     "HostStepResult",

@@ -64,7 +64,7 @@ class Loss(NamedTuple):
         if isinstance(self.weight, Tensor) and self.weight.numel() == 1 and not self.weight.is_complex():
             weight = self.weight.detach().to(self.sum.device, torch.float32).reshape(())
         elif type(self.weight) in (int, float) and 0.0 <= self.weight < math.inf:
-            weight = torch.full((), self.weight, dtype=torch.float32, device=self.sum.device)
+            weight = torch.full((), float(self.weight), dtype=torch.float32, device=self.sum.device)
         else:
             raise StepError(
                 f"hs.Loss: weight must be a finite number from 0 or a tensor of one, and is {shown(self.weight)}"

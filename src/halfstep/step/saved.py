@@ -20,7 +20,6 @@ from halfstep.arguments import LARGEST, Kind, number, shown, whole
 from halfstep.binding.bindable import first_wrong
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
-from halfstep.kernels.sharded import local
 from halfstep.optimizers import check_names, members
 from halfstep.scale.state import OWN_COUNTERS
 from halfstep.schema import Each, check, text

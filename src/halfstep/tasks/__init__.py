@@ -1,7 +1,8 @@
 """Tasks: real training problems small enough for any machine, and the measurements on them."""
 
+from halfstep.errors import TaskError
 from halfstep.tasks.machine import machine
 from halfstep.tasks.registry import load_task, task_names
-from halfstep.tasks.task import Task, TaskError
+from halfstep.tasks.task import Task
 
 __all__ = ["Task", "TaskError", "load_task", "machine", "task_names"]

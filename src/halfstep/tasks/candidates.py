@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import halfstep as hs
-from halfstep.errors import did_you_mean
+from halfstep.errors import TaskError, did_you_mean
 from halfstep.formats import DTYPES, LOW_DTYPES
-from halfstep.tasks.task import TaskError
 
 SUFFIXES = ("bf16", "fp16", "fp32")  # behind the colon of a label
 AMP, FP32 = "torch.amp", "fp32"

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from halfstep.tasks.task import STEPS_OF_A_SEED, Task, TaskError
+from halfstep.errors import TaskError
+from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 
 BATCH = 64
 SPLIT_SEED = 5  # the same images in every run

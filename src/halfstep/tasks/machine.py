@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.errors import did_you_mean
-from halfstep.tasks.task import TaskError
+from halfstep.errors import TaskError, did_you_mean
 from halfstep.torch_private.devices import has_mkldnn
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")

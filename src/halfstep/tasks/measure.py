@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from halfstep.timing import CONFIDENCE
 
 SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, shared by all
+WITHIN = "within the margin"
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 
 
@@ -29,8 +30,7 @@ class Difference:
     mean: float  # mean of candidate minus fp32
     low: float | None  # lower end of the 90 % interval of that mean (Student's t); None with one seed
     high: float | None  # upper end
-    # "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or "diverged"
-    # (the metric is not finite)
+    # WITHIN (the interval lies inside it), "better" or "worse" (outside), "undecided", or "diverged" (not finite)
     verdict: str
     enough: bool  # whether there were enough seeds for a verdict; with fewer it is an indication
 
@@ -47,7 +47,7 @@ def difference(values: Sequence[float], reference: Sequence[float], margin: floa
     half = student_quantile(0.5 + CONFIDENCE / 2, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
     low, high = mean - half, mean + half
     if -margin <= low and high <= margin:
-        verdict = "within noise"
+        verdict = WITHIN
     elif low > margin:
         verdict = "better" if higher else "worse"
     elif high < -margin:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from halfstep.errors import did_you_mean
-from halfstep.tasks.task import Task, TaskError
+from halfstep.errors import TaskError, did_you_mean
+from halfstep.tasks.task import Task
 
 TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "images", "resnet": "images", "gpt": "gpt"})
 """Name of a task -> the module with its function NAME_task; imported when it is loaded."""

@@ -11,17 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.arguments import COUNT, FLAG, NONE, POSITIVE, TEXT, Kind, check
-from halfstep.errors import HalfstepError
+from halfstep.errors import TaskError
 from halfstep.torch_private.trees import tree_map
 
 STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
 
 FUNCTION = Kind("callable", callable)  # a class too: it returns a model or an optimizer
-
-
-class TaskError(HalfstepError, ValueError):
-    """A task that does not exist, cannot be loaded or makes no sense."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from halfstep.advise.tune import TuneError
 from halfstep.advise.tune.calibration import applied, calibration_of, differences, exceptions, savings
 from halfstep.advise.tune.lab import Lab
 from halfstep.advise.tune.race import RaceResult, Reference, race
+from halfstep.errors import TaskError
 from halfstep.tasks.candidates import FP32, Candidate
-from halfstep.tasks.task import TaskError
 from tests.advise.tune.clocks import WorkClock, batches, loss_fn, work_task
 
 MIXED = Candidate(label="mixed bf16", dtype="bf16", policy=hs.Policy.of("mixed", dtype="bf16"))

@@ -76,7 +76,7 @@ def test_the_spread_of_the_first_pairs_decides_how_many_seeds_there_are() -> Non
     own = [1.0 + x for x in noise] * 8
     from_five = given(fp32[:5], own[:5])
     found = from_five.difference
-    assert found is not None and found.verdict == "within noise" and from_five.verdict == "undecided"
+    assert found is not None and found.verdict == "within the margin" and from_five.verdict == "undecided"
     assert from_five.seeds_more == seeds_needed(torch.tensor(noise).std().item(), MARGIN) - 5 > 0
     assert f"a verdict needs {from_five.seeds_more} more seeds" in from_five.reason
     enough = given(fp32, own)

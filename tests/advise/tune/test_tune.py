@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.advise.tune import TuneError, Tuning
 from halfstep.advise.tune.tuner import low_formats, weights_of
-from halfstep.tasks.task import TaskError
+from halfstep.errors import TaskError
 from tests.advise.tune.clocks import WorkClock, loss_fn, work_task
 from tests.tasks.small import small_task
 

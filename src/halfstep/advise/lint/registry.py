@@ -1,4 +1,4 @@
-"""Every rule of the linter by its code: checks from `static` and `tracing`, words and examples from ``rules.toml``."""
+"""Every rule of the linter by its code: words and examples, from ``rules.toml``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from halfstep.advise.lint.rule import CHECKS, Rule
-from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill CHECKS
-    loops,
-    low_values,
-    numerics,
-    region_rules,
-    scaling,
-    weights,
-)  # fmt: skip
-from halfstep.advise.lint.tracing import rules  # noqa: F401
+from halfstep.advise.lint.rule import Rule
 from halfstep.errors import LintError, did_you_mean
 from halfstep.mistakes import MISTAKES
 from halfstep.schema import packaged_toml
 
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 
-DATA = packaged_toml("halfstep.advise.lint", "rules.toml")
+DATA = packaged_toml("advise/lint/rules.toml")
 
 
 def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:
@@ -44,8 +35,7 @@ def task(**changed: str) -> str:
 
 
 def _rules() -> Iterator[Rule]:
-    # a script that was parsed has no mistake HS000: `run.py` reports the others
-    for code, check in sorted({"HS000": lambda script: (), **CHECKS}.items()):
+    for code in sorted(code for code in DATA if code.startswith("HS")):
         given = {"good": {}} | DATA[code]
         if code in MISTAKES:
             given |= dataclasses.asdict(MISTAKES[code])
@@ -53,7 +43,7 @@ def _rules() -> Iterator[Rule]:
             if not isinstance(given[example], str):
                 values = dict(given[example])
                 given[example] = task(**values) if code >= "HS100" else loop(*values.pop("loop", RIGHT), **values)
-        yield Rule(**given | {"code": code}, check=check)
+        yield Rule(**given | {"code": code})
 
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in _rules()})

@@ -78,13 +78,17 @@ class Rule:
     fix: str
     bad: str  # a script with the mistake; of a traced rule, a file whose function `task` returns the hs.Task
     good: str  # the same without it
-    check: Check
     under: str = "mixed"  # of a traced rule, the policy under which `bad` has the mistake
 
     @property
     def traced(self) -> bool:
         """Whether the rule looks at a traced step, not at source."""
         return self.code >= "HS100"
+
+    @property
+    def check(self) -> Check:
+        """What finds it; a script that was parsed has no mistake HS000, and `run.py` reports the others."""
+        return CHECKS.get(self.code, lambda script: ())
 
     def finding(self, hit: Hit, file: str = "") -> LintFinding:
         """Return `hit` as a finding of this rule; `file` is that of a hit without one."""

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
+import halfstep as hs
 from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
+from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill CHECKS
+    apex,
+    loops,
+    low_values,
+    numerics,
+    region_rules,
+    scaling,
+    weights,
+)  # fmt: skip
 from halfstep.advise.lint.static.script import Script
-from halfstep.advise.lint.tracing.trace import trace_step
-from halfstep.arguments import PATH, TEXT, a, check, listed
+from halfstep.arguments import PATH, TEXT, Kind, check, listed
 from halfstep.errors import LintError
-from halfstep.policy import Policy
-from halfstep.tasks import Task, load_task, task_names
+
+if TYPE_CHECKING:
+    from halfstep.policy import Policy
+    from halfstep.tasks import Task
+
+POLICY = "mixed"
+"""What a task is traced under, unless it is told."""
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
-FUNCTION = re.compile(r".*\.py:[^\W\d]\w*", re.DOTALL)
+FUNCTION = re.compile(r"(.*\.py):[^\W\d]\w*", re.DOTALL)
 """The target that is a function of a file."""
 
 LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
@@ -26,7 +42,7 @@ LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-pack
 
 
 def lint(
-    target: str | Path | Task, *, policy: Policy | str | Path = "mixed", ignore: Iterable[str] = ()
+    target: str | Path | Task, *, policy: Policy | str | Path = POLICY, ignore: Iterable[str] = ()
 ) -> list[LintFinding]:
     """Find mistakes of mixed precision before a run.
 
@@ -52,29 +68,28 @@ def lint(
     check(
         "hs.lint",
         LintError,
-        target=(target, PATH | a(Task, words="an hs.Task")),
+        target=(target, PATH | Kind("an hs.Task", lambda one: isinstance(one, hs.Task))),
         ignore=(ignore, listed(TEXT, "a list of codes of rules")),
     )
-    policy = Policy.of(policy)
     left_out = {rule_of(code).code for code in ignore}
-    if isinstance(target, Task):
-        found = check_task(target, policy)
-    elif str(target) in task_names() and not Path(target).exists():
-        found = check_task(load_task(str(target)), policy)
-    elif FUNCTION.fullmatch(str(target)):
-        task = load_task(str(target))
-        found = [*_in_file(Path(str(target).rpartition(":")[0])), *check_task(task, policy)]
-    else:
+    if policy != POLICY:
+        policy = hs.Policy.of(policy)
+    if is_source(target):
         files = _python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
+    else:
+        from halfstep.advise.lint.tracing.check import check_task, task_of
+
+        traced = task_of(target)
+        script = FUNCTION.fullmatch(str(target))
+        found = [*(_in_file(Path(script[1])) if script else ()), *check_task(traced, hs.Policy.of(policy))]
     kept = [_relative(f) for f in found if f.code not in left_out and not _ignored(f)]
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
-def check_task(task: Task, policy: Policy) -> list[LintFinding]:
-    """Return what the traced rules find in one step of `task` under `policy`; an error of the task is a finding."""
-    trace = trace_step(task, policy)
-    return [rule.finding(hit) for rule in RULES.values() if rule.traced for hit in rule.check(trace)]
+def is_source(target: str | Path | Task) -> TypeGuard[str | Path]:
+    """Return whether a target is a file or a folder: it is read without torch, and under no policy."""
+    return isinstance(target, (str, os.PathLike)) and Path(target).exists()
 
 
 def _python_files(path: Path) -> list[Path]:
@@ -85,11 +100,6 @@ def _python_files(path: Path) -> list[Path]:
         if not files:
             raise LintError(f"folder {str(path)!r} holds no Python files")
         return files
-    if not path.exists():
-        raise LintError(
-            f"target {str(path)!r} does not exist; expected a .py file, a folder, path/to/file.py:function "
-            f"or one of {', '.join(task_names())}"
-        )
     if path.suffix == ".ipynb":
         raise LintError(f"{str(path)!r} is a notebook; `jupyter nbconvert --to script {path}` makes a .py file of it")
     if path.suffix not in (".py", ".pyi"):

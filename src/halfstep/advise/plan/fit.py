@@ -55,7 +55,7 @@ class Gpu:
 
 @cache
 def _table() -> dict[str, Gpu]:
-    rows = packaged_toml("halfstep.advise.plan", "gpus.toml")
+    rows = packaged_toml("advise/plan/gpus.toml")
     return {name: Gpu(name=name, **{**row, "formats": tuple(row["formats"])}) for name, row in rows.items()}
 
 

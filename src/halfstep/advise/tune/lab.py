@@ -28,12 +28,13 @@ from halfstep.advise.tune.proof import Proof, Run, error_line, prove
 from halfstep.advise.tune.race import BASELINE, RaceResult, Reference, race
 from halfstep.advise.tune.result import TuneError
 from halfstep.arguments import number
+from halfstep.errors import TaskError
 from halfstep.schema import Each, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
 from halfstep.tasks.loops import TorchLoop, make_loop
 from halfstep.tasks.machine import machine
-from halfstep.tasks.task import Task, TaskError
+from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP
 from halfstep.trees import tensors
 

@@ -22,7 +22,7 @@ from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import evaluated, started, thinned
 from halfstep.tasks.loops import Training, make_loop
 from halfstep.tasks.machine import generators_kept
-from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, finite_mean, student_quantile
+from halfstep.tasks.measure import ENOUGH_SEEDS, WITHIN, Difference, difference, finite_mean, student_quantile
 
 POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
 LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
@@ -313,7 +313,7 @@ class _Pairs:
         if found.verdict == "undecided":
             needed = seeds_needed(self.spread(), self.margin, found.mean)
             return self.undecided(numbers, max(1, needed - len(self.own)), found)
-        return self._proof("equivalent" if found.verdict == "within noise" else found.verdict, numbers, 0, found)
+        return self._proof("equivalent" if found.verdict == WITHIN else found.verdict, numbers, 0, found)
 
     def _proof(self, verdict: str, reason: str, more: int, found: Difference | None) -> Proof:
         pairs = self.reference[: len(self.own) or None]

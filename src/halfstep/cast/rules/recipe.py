@@ -129,6 +129,9 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
         set_code_exec_strategy(function.__code__, skip)
 
 
+run_eagerly(RuleMode.__torch_function__)  # a frame by itself where a layer runs eagerly between two graphs: an RNN
+
+
 # ------------------------------------------------------------------ the table callable -> handler
 
 

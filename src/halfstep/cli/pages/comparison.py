@@ -102,7 +102,7 @@ def comparison_section(comparison: Comparison) -> doc.Section:
         doc.Facts(findings(comparison)),
         *galleries(comparison),
         result_table(comparison),
-        doc.Paragraph(f"Within noise: the 90 % interval of the difference lies inside ±{margin}, fixed beforehand."),
+        doc.Paragraph(f"Within the margin: the difference's 90 % interval lies inside ±{margin}, fixed beforehand."),
         cost_table(comparison.rows, control),
         doc.Paragraph(times),
     ]
@@ -132,7 +132,7 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
         "same random numbers. The policies take their steps in turns, in an order shuffled anew for every batch, so "
         "that whatever disturbs the machine disturbs all of them alike.",
         "Result: the final metric of each run minus that of fp32 with the same seed; the mean over the seeds and its "
-        "90 % interval (Student's t). Within noise: the whole interval lies inside the margin, which was fixed "
+        "90 % interval (Student's t). Within the margin: the whole interval lies inside it; it was fixed "
         "beforehand. Better or worse: all of it lies outside. Anything else is undecided.",
         f"Time: the median over all steps of a policy's time divided by that of fp32 or {amp} on the same batch, and "
         f"its 90 % interval; the first steps of a run are not counted. {amp} runs twice: what the two differ by is "

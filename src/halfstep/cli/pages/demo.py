@@ -24,7 +24,7 @@ METHOD = (
     "Bytes are counted, not sampled. Between steps: parameters, buffers, optimizer states, fp32 masters and "
     "gradients that stay. Saved for backward: what autograd keeps in one step, parameters excepted.",
     "Accuracy: the final metric of each run minus that of fp32 with the same seed, mean and 90 % interval "
-    "(Student's t). Within noise: the whole interval lies inside a margin fixed beforehand. Runs are short; "
+    "(Student's t). Within the margin: the whole interval lies inside it; it was fixed beforehand. Runs are short; "
     "halfstep compare trains the full length.",
     "Models to time are fed random data of a few batches; their loss has no meaning.",
 )

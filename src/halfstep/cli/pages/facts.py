@@ -13,6 +13,7 @@ from halfstep.report import Fact, sentence
 from halfstep.report.numbers import Size, listed
 from halfstep.tasks.candidates import AMP, FP32
 from halfstep.tasks.compare import CandidateRow, Comparison, Cost, Pace
+from halfstep.tasks.measure import WITHIN
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.workloads import Workload
 from halfstep.timing import Ratio
@@ -53,19 +54,20 @@ def _result(comparison: Comparison) -> Fact:
     groups: dict[str, list[str]] = {}
     for row in others:
         groups.setdefault(row.difference.verdict, []).append(row.label)
-    same = groups.pop("within noise", [])
+    same = groups.pop(WITHIN, [])
+    near = f"{WITHIN} of {comparison.margin:.3g}{comparison.metric.partition(',')[2]}"
     if len(same) == len(others) == 1:
-        text = f"{same[0]} ends within noise of fp32."
+        text = f"{same[0]} ends {near}."
     elif len(same) == len(others):
-        text = f"All {len(others)} end within noise of fp32."
+        text = f"All {len(others)} end {near}."
     elif same:
-        text = f"{len(same)} of {len(others)} end within noise of fp32: {listed(same)}."
+        text = f"{len(same)} of {len(others)} end {near}: {listed(same)}."
     elif set(groups) == {"undecided"}:
         del groups["undecided"]
         one = len(comparison.seeds) == 1
         text = f"Undecided: {'one seed has no interval' if one else 'the intervals cross the margin'}."
     else:
-        text = "None is within noise of fp32."
+        text = f"None is {near}."
     words = {
         "better": "Better than fp32",
         "worse": "Worse than fp32",
@@ -147,10 +149,10 @@ def _demo_time(workload: Workload, made: Pace, units: hs.policy.Units) -> Fact:
 
 def _caution(best: CandidateRow, costs: Sequence[tuple[CandidateRow, float]]) -> list[str]:
     """Return a warning if the cheapest row did not keep the result, with the cheapest that did; `costs`: of each."""
-    if best.difference.verdict in ("within noise", "better"):
+    if best.difference.verdict in (WITHIN, "better"):
         return []
-    safe = [(cost, row.label) for row, cost in costs if row.difference.verdict == "within noise"]
-    first = f" First within noise of fp32: {min(safe, key=lambda pair: pair[0])[1]}." if safe else ""
+    safe = [(cost, row.label) for row, cost in costs if row.difference.verdict == WITHIN]
+    first = f" First {WITHIN}: {min(safe, key=lambda pair: pair[0])[1]}." if safe else ""
     return [f"Its result is {best.difference.verdict}.{first}"]
 
 

@@ -12,7 +12,7 @@ from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio
 
-MARKS = {"within noise": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
+MARKS = {"within the margin": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
 SMOOTHED = 20  # the curve of differences is a moving mean over one part in this many of its points
 MOST_MARKS = 40  # crosses on one curve; a run that skips more is better told by its number
 

@@ -19,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Wait for the first import of torch, or of halfstep, which imports torch; then put the names in place."""
+    """Wait for the first import of torch, or of halfstep, whose files import torch; then put the names in place."""
 
     def __init__(self) -> None:
         self.names = {"torch", "halfstep"}

@@ -35,9 +35,9 @@ from halfstep.errors import HalfstepError, StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.optimizers import Optimizers, clipped_together
 from halfstep.lens.calls import extremes, writes
 from halfstep.lens.tracing import Sink, Tracer
+from halfstep.optimizers import Optimizers, clipped_together
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of
@@ -83,7 +83,7 @@ class Trials:
         self.subject = subject
         self.fp32 = (subject.policy or Policy.of("O0")).replace(dtype="fp32", scale="none")
         self._known: dict[Policy | None, Trial] = {}
-        self._random: list[dict[str, Tensor]] = []  # states of the generators at each step after the first
+        self._random: list[dict[str, torch.Generator]] = []  # states of the generators at each step after the first
 
     @cached_property
     def wide(self) -> Trial:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.numerics import operand, squared
+from halfstep.advise.lint.static.numerics import operand, raised, squared
 from halfstep.advise.lint.static.regions import Placed, argument, placed
 from halfstep.advise.lint.static.script import Script, method, stored, walked
 
@@ -26,6 +26,9 @@ KEEPING = frozenset(
     "flatten mul div add sub neg clamp t mT T".split()
 )
 """Methods and functions whose result has the format of their first operand."""
+
+REDUCING = frozenset("mean var std pow sqrt square sum norm rsqrt".split())
+"""The same, where nothing in the file autocasts: a region computes some of them in fp32."""
 
 LOSSES = re.compile(
     r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|l1_loss|smooth_l1_loss|huber_loss|kl_div|ctc_loss"
@@ -58,6 +61,8 @@ class _Formats:
         if isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.MatMult):
                 return where.place.low
+            if isinstance(node.op, ast.Pow):
+                return self.of(node.left, where) if "autocast" not in self.script.text else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not _is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
         if not isinstance(node, ast.Call):
@@ -68,7 +73,10 @@ class _Formats:
             return where.place.low
         if form := self.script.low_format(node):
             return form
-        if method(node) in KEEPING and isinstance(node.func, ast.Attribute):
+        keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
+        if method(node) in keeping and isinstance(node.func, ast.Attribute):
+            if any(keyword.arg == "dtype" for keyword in node.keywords):
+                return ""
             if not of_torch:
                 return self.of(node.func.value, where)
             return self.of(node.args[0], where) if node.args else ""
@@ -78,12 +86,18 @@ class _Formats:
         """Note what a statement assigns."""
         statement = where.node
         if isinstance(statement, ast.Assign):
-            form = self.of(statement.value, where)
-            names = {target.id for target in statement.targets if isinstance(target, ast.Name)}
-            for name in stored(*statement.targets):
-                self.known[name] = form if name in names else ""
+            parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
+            forms = {part.id: self.of(value, where) for part, value in parts if isinstance(part, ast.Name)}
+            self.known |= dict.fromkeys(stored(*statement.targets), "") | forms
         elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)) and isinstance(statement.target, ast.Name):
             self.known.pop(statement.target.id, None)
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        yield from zip(target.elts, value.elts, strict=True)
+    else:
+        yield target, value
 
 
 def _is_number(node: ast.AST) -> bool:
@@ -145,7 +159,8 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 @check_of("HS043")
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        base = squared(script, operand(script, node, "mean", "sum"))
+        inner = operand(script, node, "mean", "sum")
+        base = squared(script, inner) or (raised(script, inner) if "autocast" not in script.text else None)
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 

@@ -164,10 +164,15 @@ def squared(script: Script, node: ast.expr | None) -> ast.expr | None:
     return operand(script, node, "square")
 
 
-def _is_square(script: Script, node: ast.expr) -> bool:
+def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
+    """Return x of ``x ** 2`` or ``pow(x, 2)``, which autocast computes in fp32; None for other expressions."""
     match node:
-        case ast.Call(args=[*_, exponent]) if operand(script, node, "pow") is not None:
-            return ast.unparse(exponent) in ("2", "2.0")
-        case ast.BinOp(op=ast.Pow(), right=exponent):
-            return ast.unparse(exponent) in ("2", "2.0")
-    return squared(script, node) is not None
+        case ast.Call(args=[*_, exponent]) if ast.unparse(exponent) in ("2", "2.0"):
+            return operand(script, node, "pow")
+        case ast.BinOp(op=ast.Pow(), left=base, right=exponent) if ast.unparse(exponent) in ("2", "2.0"):
+            return base
+    return None
+
+
+def _is_square(script: Script, node: ast.expr) -> bool:
+    return (raised(script, node) or squared(script, node)) is not None

@@ -22,6 +22,9 @@ BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
 OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"}
+SIZES = frozenset({"norm", "abs", "max", "mean", "std", "square", "pow", "histc"})
+"""Methods and functions that take the size of gradients."""
+
 HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")
 
 
@@ -31,8 +34,8 @@ class Op:
 
     Its kind is "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update"
     or "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients
-    changed by hand; "read": a scaled loss's value on the host; "escape": another function may do anything with `scaler`
-    or `target`; "iteration": a loop begins anew.
+    changed by hand; "grads_read": their size is taken; "read": a scaled loss's value on the host; "escape": another
+    function may do anything with `scaler` or `target`; "iteration": a loop begins anew; "continue": it is made to.
     """
 
     kind: str
@@ -181,6 +184,8 @@ class _Walk:
                 state.ops += (Op("grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
                 state.ops += (Op("grads", node, place),)
+            case ast.Assign() | ast.Expr() if any(_takes_size(n) for n in walked(node)):
+                state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
         """Yield what a call is."""
@@ -234,6 +239,7 @@ class _Walk:
         root = name.partition(".")[0]
         for key in self.keys:
             inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local
+            inside = inside and name not in self.script.models  # self.net(x) is no method of self
             if key in given or key in local or inside or (root == "super" and key.startswith("self.")):
                 versioned = self._versioned(key, state)
                 scaler = versioned if key in self.script.scalers else ""
@@ -303,6 +309,8 @@ class _Walk:
         if isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             for state in states:
                 self.expression(node, state, place)
+                if isinstance(node, ast.Continue):
+                    state.ops += (Op("continue", node, place),)
                 state.ended = "loop" if isinstance(node, (ast.Break, ast.Continue)) else "function"
             return states
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
@@ -373,6 +381,11 @@ class _Walk:
 
 def _has_grad(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
+
+
+def _takes_size(node: ast.AST) -> bool:
+    """Return whether a call takes the size of a gradient: ``p.grad.norm()``."""
+    return method(node) in SIZES and _has_grad(node) and not re.search(r"isfinite|isnan|isinf", ast.unparse(node))
 
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:

@@ -5,11 +5,26 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, Verdicts, ends_window, in_each, judged, on_paths, plain
+from halfstep.advise.lint.static.paths import (
+    BACKWARDS,
+    CLIPPING,
+    WINDOW,
+    Op,
+    Verdicts,
+    ends_window,
+    in_each,
+    judged,
+    on_paths,
+    plain,
+)
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, method, walked
+
+SKIPS = re.compile(r"skip|scale|inf|finite|overflow|stepped|applied|update|success|\bsync|\bdid_")
+"""Words of a condition that may be about skipped steps."""
 
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
@@ -187,9 +202,10 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             step = None
         elif op.kind == "schedule" and step is not None:
             name = plain(op.target)
-            same = op.place.loops == step.place.loops and set(op.place.branches) <= set(step.place.branches)
+            more = set(op.place.branches) - set(step.place.branches)
+            told = any(o.kind == "get_scale" for o in path) or any(SKIPS.search(ast.unparse(c.test)) for c, _ in more)
             what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
-            yield op, what if same and op.place.loops else ""
+            yield op, what if op.place.loops and op.place.loops == step.place.loops and not told else ""
 
 
 # ------------------------------------------------------------------ the scaler's life
@@ -327,3 +343,88 @@ def _read(path: Sequence[Op]) -> Verdicts:
     for op in path:
         if op.kind == "read":
             yield op, "" if divided else f"`{op.target}` is the loss times the scale of `{plain(op.scaler)}`"
+
+
+# ------------------------------------------------------------------ windows, and gradients that are still scaled
+
+
+@check_of("HS051")
+def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        calls = [s for s in sites(script, function) if script.scalers.get(script.owner(s.call)) == "torch"]
+        for site in [s for s in calls if method(s.call) == "update" and s.place.loops and not s.call.args]:
+            owner, outer = script.owner(site.call), set(site.place.branches)
+            tried = [s for s in calls if script.owner(s.call) == owner and method(s.call) in ("step", "unscale_")]
+            inner = [[c for c, _ in s.place.branches if (c, True) not in outer] for s in tried]
+            if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner):
+                if all(s.place.loops == site.place.loops for s in tried) and not WINDOW.search(_tests(outer)):
+                    yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
+
+
+def _tests(branches: Collection[tuple[ast.If, bool]]) -> str:
+    return " ".join(ast.unparse(choice.test) for choice, _ in branches)
+
+
+@on_paths("HS052", library="torch")
+def _left_unscaled(path: Sequence[Op]) -> Verdicts:
+    unscaled: Op | None = None
+    for op in path:
+        if op.kind == "unscale":
+            unscaled = op
+        elif op.kind in ("update", "escape", "new_scaler", "iteration"):
+            unscaled = None
+        elif op.kind == "continue" and unscaled is not None:
+            name = plain(unscaled.scaler)
+            what = f"the loop goes on behind `{name}.unscale_`, with no `{name}.update()`"
+            yield replace(op, scaler=unscaled.scaler), what
+
+
+@check_of("HS053")
+def _raises_instead(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        calls = [site.call for site in sites(script, function)]
+        if any(_is_call(script, call, script.scalers, "step") for call in calls):
+            for call in calls:
+                match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
+                    case ast.Constant(value=True):
+                        yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
+
+
+@on_paths("HS054")
+def _scaled_changed(path: Sequence[Op]) -> Verdicts:
+    return _while_scaled(path, "grads", "gradients are changed while they are multiplied by the scale of `{}`")
+
+
+@on_paths("HS055")
+def _scaled_read(path: Sequence[Op]) -> Verdicts:
+    return _while_scaled(path, "grads_read", "these are gradients times the scale of `{}`")
+
+
+def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
+    """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
+    scaler = ""
+    waiting: list[tuple[Op, bool]] = []
+    for op in path:
+        if op.kind == "scaled_backward":
+            scaler = op.scaler
+        elif op.kind in ("unscale", "plain_backward", "zero", "update", *UNKNOWN - {"grads"}):
+            scaler = ""
+        elif op.kind == kind and (kind == "grads_read" or _is_shift(op.call)):
+            waiting.append((op, bool(scaler)))
+        elif op.kind == "scaler_step":
+            yield from ((each, what.format(plain(op.scaler)) if bad else "") for each, bad in waiting)
+            scaler, waiting = "", []
+
+
+def _is_shift(node: ast.AST) -> bool:
+    """Return whether a change of gradients is another one at another scale: it adds what is no gradient, or clamps."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=args):
+            return "clamp" in name or (name in ("add_", "sub_") and "grad" not in " ".join(map(ast.unparse, args)))
+        case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
+            return "grad" not in ast.unparse(value)
+        case ast.Assign(value=ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right)):
+            return not ("grad" in ast.unparse(left) and "grad" in ast.unparse(right))
+        case ast.Assign(value=value):
+            return "clamp" in method(value)
+    return False

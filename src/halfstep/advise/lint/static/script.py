@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from halfstep.advise.lint.static.inline import inlined
 from halfstep.errors import LintError
 
 FORMATS = {
@@ -89,7 +90,7 @@ class Script:
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text
         try:
-            self.tree = ast.parse(text)
+            self.tree = inlined(ast.parse(text))
         except (SyntaxError, ValueError) as error:
             line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             reason = error.msg if isinstance(error, SyntaxError) else str(error)

@@ -65,11 +65,11 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
             for site in calls:
                 form = script.low_format(site.call) or _low_when_loaded(script, site.call)
                 before = site.call.lineno < min(used, default=math.inf) and not site.place.branches
-                if form and before and _made_low(script, site) == model:
+                if form and before and made_low(script, site) == model:
                     yield _LowModel(model, site.call, form, optimizer, made.call)
 
 
-def _made_low(script: Script, site: Site) -> str:
+def made_low(script: Script, site: Site) -> str:
     """Return the object that a call makes low: the one it is called on, or that its result is assigned to."""
     statement = site.statement
     value = getattr(statement, "value", None)
