@@ -43,7 +43,7 @@ USERS = {
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},
     "step/parts/verdicts.py": {"Snapshot", "scheduler_state"},
-    "step/warm.py": {"Snapshot", "optimizer_state"},
+    "step/warming.py": {"Snapshot", "optimizer_state"},
     "auto/trial.py": {
         "Loan", "Modules", "Snapshot", "attributes", "cloned", "generators_of", "gradients", "noted", "optimizer_state",
     },

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
-from halfstep.cli.demo import TIMED, run_demo
+from halfstep.cli.demo import TIMED, carry_out
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
@@ -77,7 +77,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     html, record = tmp_path / "new" / "report.html", tmp_path / "demo.json"
-    assert run_demo(html, record, "cpu") == 0
+    assert carry_out(html, record, "cpu") == 0
     shown = capsys.readouterr()
     last = shown.out[shown.out.index("\nConclusions\n") :]
     assert last.count("\n- ") == 7 and last.endswith(f"written: {html}\n") and "\x1b" not in shown.out
@@ -104,7 +104,7 @@ def test_ctrl_c_keeps_the_finished_parts_and_names_the_others(
 
     monkeypatch.setattr(command, "rescue", interrupted)
     html, record = tmp_path / "report.html", tmp_path / "demo.json"
-    assert run_demo(html, record, "cpu") == 130
+    assert carry_out(html, record, "cpu") == 130
     shown = capsys.readouterr()
     assert "Not finished: a run in fp16 that goes NaN (interrupted) and accuracy of gpt beside fp32" in shown.out
     assert "Bound by its tail" in shown.out and "Traceback" not in shown.out + shown.err
@@ -124,7 +124,7 @@ def test_ctrl_c_before_anything_is_measured_leaves_a_report_without_numbers(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "pace", interrupted)
-    assert run_demo(tmp_path / "r.html", None, "cpu") == 130
+    assert carry_out(tmp_path / "r.html", None, "cpu") == 130
     assert "Not finished: time and bytes of a model bound by products (interrupted)" in capsys.readouterr().out
     assert Page((tmp_path / "r.html").read_text(encoding="utf-8")).pictures() == []
 

@@ -83,7 +83,7 @@ def test_doctor_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_without_quick_it_is_no_indication(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run_doctor("cpu", quick=False, json=None) == 0
+    assert command.carry_out("cpu", quick=False, json=None) == 0
     shown = capsys.readouterr().out
     assert "16 x 16 x 16" in shown and "an indication" not in shown
 
@@ -113,5 +113,5 @@ def test_on_a_terminal_it_has_colours_and_lines(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         command, "console", lambda stderr=False: Console(file=file, force_terminal=True, width=100, stderr=stderr)
     )
-    assert command.run_doctor("cpu", quick=False, json=None) == 0
+    assert command.carry_out("cpu", quick=False, json=None) == 0
     assert "╭" in file.getvalue() and "\x1b[1;32mUse on cpu" in file.getvalue()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import ops as command
-from halfstep.cli.ops import run_ops
+from halfstep.cli.ops import carry_out
 
 SOURCE = """
 import dataclasses
@@ -217,7 +217,7 @@ def test_on_a_terminal_operators_of_one_reason_share_a_row(monkeypatch: pytest.M
     file = io.StringIO()
     monkeypatch.setattr(command, "console", lambda: Console(file=file, force_terminal=True, width=200))
     words = {"policy": "mixed", "patterns": (), "diff": "", "model": "", "device": "cpu", "json": None}
-    assert run_ops(**words) == 0  # type: ignore[arg-type]
+    assert carry_out(**words) == 0  # type: ignore[arg-type]
     assert "addbmm, addmm, baddbmm, bmm, conv1d" in file.getvalue() and "╭" in file.getvalue()
-    assert run_ops(**{**words, "diff": "torch"}) == 0  # type: ignore[arg-type]
+    assert carry_out(**{**words, "diff": "torch"}) == 0  # type: ignore[arg-type]
     assert "operators with another rule on cpu" in file.getvalue()

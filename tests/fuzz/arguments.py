@@ -207,6 +207,11 @@ ENTRIES: Mapping[str, Entry] = {
             "sampler": frozenset(), "clip": POSITIVE,
         },
     ),
+    "hs.warm": Entry(
+        call=hs.warm,
+        right=lambda: {"model": (m := _model()), "optimizer": _adam(m), "policy": "O0"},
+        may={"model": frozenset(), "optimizer": frozenset(), "policy": frozenset(), "clip_norm": NONE | POSITIVE},
+    ),
     "hs.Monitor": Entry(
         call=hs.Monitor,
         right=lambda: {"target": (m := _model()), "optimizer": _adam(m), "format": "bf16"},

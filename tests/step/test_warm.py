@@ -117,13 +117,12 @@ def test_it_changes_no_bit(preset: str, fields: Any, optimizer: str, clip: float
     assert ends[0] == ends[1]
 
 
-def test_it_names_each_operator_once_and_a_second_call_does_it_again() -> None:
+def test_it_says_how_long_it_took_and_a_second_call_does_it_again() -> None:
     model, optimizer = made("AdamW")
     policy = hs.Policy.of("O2", dtype="fp16")
     first, second = hs.warm(model, optimizer, policy), hs.warm(model, optimizer)
     assert list(first) == list(second)
-    operators = {"halfstep::norms", "halfstep::judge", "halfstep::adam_", "halfstep::advance_"}
-    assert set(first) in ({"load"}, {"load", *operators})
+    assert set(first) in ({"load"}, {"load", "update"})
 
 
 def test_an_update_that_runs_out_of_memory_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

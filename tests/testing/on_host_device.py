@@ -351,7 +351,7 @@ def doctor() -> dict[str, Any]:
         path = Path(folder, "doctor.json")
         tiny = mock.patch.object(command, "sizes_for", lambda kind, quick: sizes)
         with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()), tiny:
-            code = command.run_doctor(NAME, quick=True, json=path)
+            code = command.carry_out(NAME, quick=True, json=path)
         report = json.loads(path.read_text(encoding="utf-8"))
     return {
         "code": code,

@@ -36,14 +36,14 @@ def main(
 
 
 def command(declared: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of its options: it calls ``run_NAME`` in the file NAME with them."""
+    """Make a command of its options: it calls `carry_out` of the file NAME with them."""
     name = declared.__name__
 
     @app.command(name, context_settings=SETTINGS.get(name))
     @functools.wraps(declared)
     def run(**given: Any) -> None:
         try:
-            code = getattr(import_module(f"halfstep.cli.{name}"), f"run_{name}")(**given)
+            code = import_module(f"halfstep.cli.{name}").carry_out(**given)
         except hs.HalfstepError as error:
             if name in SETTINGS:
                 raise  # it is the script's, whose errors are shown as Python shows them

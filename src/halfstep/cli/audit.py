@@ -21,7 +21,7 @@ HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 
 
-def run_audit(
+def carry_out(
     task: str, policy: str, steps: int, after: int, rows: int, sort: str, module: str, role: str,
     what_if: list[str] | None, device: str, json: Path | None, html: Path | None,
 ) -> int:  # fmt: skip

@@ -29,7 +29,7 @@ from halfstep.tasks.machine import device_type
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
 
-def run_compare(
+def carry_out(
     task: list[str] | None, policies: list[str] | None, steps: int | None, seeds: int | None, json: Path | None,
     html: Path | None, device: str,
 ) -> int:  # fmt: skip

@@ -54,7 +54,7 @@ Part = tuple[str, float, Callable[[OnShare], Section]]
 """Title, seconds it takes, roughly, and what it does: it adds to what was measured, and returns what is printed."""
 
 
-def run_demo(html: Path | None, json: Path | None, device: str) -> int:
+def carry_out(html: Path | None, json: Path | None, device: str) -> int:
     """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     where = device_type(device)

@@ -23,7 +23,7 @@ from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threa
 from halfstep.tasks.speed import DeviceSpeed, Speed, measure_speed, sizes_for
 
 
-def run_doctor(device: str, quick: bool, json: Path | None) -> int:
+def carry_out(device: str, quick: bool, json: Path | None) -> int:
     """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     main, files = device_type(device), Files(json=json)

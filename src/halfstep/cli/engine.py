@@ -17,7 +17,7 @@ WRITERS = {
 }
 
 
-def run_engine(name: str, policy: str, accept: str) -> int:
+def carry_out(name: str, policy: str, accept: str) -> int:
     """Run the command; return its exit code."""
     try:
         if name not in WRITERS:

@@ -23,7 +23,7 @@ FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def run_lint(
+def carry_out(
     targets: list[str] | None, policy: str, severity: str, ignore: str, explain: str, json: Path | None,
     sarif: Path | None,
 ) -> int:  # fmt: skip

@@ -49,7 +49,7 @@ class Ruled:
     gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
 
-def run_ops(patterns: list[str] | None, policy: str, diff: str, model: str, device: str, json: Path | None) -> int:
+def carry_out(patterns: list[str] | None, policy: str, diff: str, model: str, device: str, json: Path | None) -> int:
     """Run the command; return its exit code."""
     out, where = console(), device or device_type("")
     if diff and model:

@@ -33,7 +33,7 @@ MODULES = 8
 """Rows of the table of modules, so that the answer stays on the screen."""
 
 
-def run_plan(
+def carry_out(
     task: str, policy: str, policies: list[str] | None, devices: int, shard: str, units: list[str] | None, gpu: str,
     batch: int | None, largest: bool, device: str, json: Path | None, html: Path | None,
 ) -> int:  # fmt: skip

@@ -10,7 +10,7 @@ from halfstep.tasks import Task, TaskError
 from halfstep.tasks.registry import load_model
 
 
-def run_replay(file: Path, model: str, json: Path | None, sarif: Path | None, html: Path | None) -> int:
+def carry_out(file: Path, model: str, json: Path | None, sarif: Path | None, html: Path | None) -> int:
     """Run the command; return its exit code."""
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"

@@ -40,7 +40,7 @@ PREPARE = (
 )
 
 
-def run_run(script: Path, args: list[str] | None, policy: str, force: bool) -> int:
+def carry_out(script: Path, args: list[str] | None, policy: str, force: bool) -> int:
     """Run the command; return its exit code."""
     if policy and force:
         raise typer.BadParameter("--force is about Apex; leave it out with --policy")

@@ -16,7 +16,7 @@ from halfstep.tasks import TaskError, load_task
 from halfstep.tasks.machine import device_type
 
 
-def run_tune(
+def carry_out(
     task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
     dtypes: str, compile: bool, resume: bool, device: str, html: Path | None, json: Path | None,
 ) -> int:  # fmt: skip

@@ -130,7 +130,7 @@ def mismatch(
         tokens=difference.numel(),
         mean=_mean(difference),
         largest=float(difference.abs().max()),
-        place=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), difference.shape)),
+        place=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), difference.shape)),
         ratio=(float(ratio.min()), float(ratio.mean()), float(ratio.max())),
         clipped=float(((ratio - 1).abs() > clip).double().mean()),
         effective=float(ratio.sum() ** 2 / ratio.square().sum() / ratio.numel()),

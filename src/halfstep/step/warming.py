@@ -17,31 +17,14 @@ from halfstep.kernels.sharded import local
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, optimizer_state
 from halfstep.step.train_step import TrainStep
-from halfstep.torch_private.modes import TorchDispatchMode
 
 LOG = logging.getLogger("halfstep")
-
-
-class _Clock(TorchDispatchMode):
-    """Adds up the seconds that the host spends in each operator of halfstep."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
-        self.seconds: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        begun = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "halfstep":
-            name = func.name()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
-        return result
 
 
 def warm(
     model: nn.Module, optimizer: Optimizer, policy: Policy | str | Path | None = None, *, clip_norm: float | None = None
 ) -> dict[str, float]:
-    """Compile or load the kernels of an update before the first step; return the seconds of each operator.
+    """Compile or load the kernels of an update before the first step; return how many seconds it took.
 
     On CUDA these are Triton's kernels for the formats of these parameters, on a CPU the native extension. It prepares
     what is not prepared, as `TrainStep`, and makes an update whose gradients are infinite, which writes nothing: no
@@ -56,7 +39,7 @@ def warm(
         clip_norm: as the step will have it: clipping is a kernel of its own.
 
     Returns:
-        "load" and the names of operators -> seconds of the host; "load" alone where no kernels run.
+        "load" and "update" -> seconds of the host; "load" alone where no kernels run.
 
     Raises:
         StepError, BindError, PolicyError, UnbuiltError: as `TrainStep`; policy="auto" has not chosen yet.
@@ -67,21 +50,21 @@ def warm(
     step = TrainStep(model, optimizer, _no_loss, policy=policy, clip_norm=clip_norm, blackbox=False)
     parameters = [p for group in step.optimizer.param_groups for p in group["params"] if p.requires_grad]
     step.parts  # noqa: B018  # policy="auto" has none before its first call
-    clock = _Clock()
     begun = time.perf_counter()
     reason = why_no_kernels(local(parameters[0]))
-    clock.seconds["load"] = time.perf_counter() - begun
+    loaded = time.perf_counter()
+    seconds = {"load": loaded - begun}
     if not reason:
         drop = step._updater.begin_window
         drop()
-        with Snapshot(optimizer_state(step.optimizer), drop).returning(), clock:
+        with Snapshot(optimizer_state(step.optimizer), drop).returning():
             for parameter in parameters:
                 dtype = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.full_like(parameter.detach(), math.inf, dtype=dtype)
             step._update(step.accumulate)
-    for name, seconds in clock.seconds.items():
-        LOG.info("hs.warm: %s took %.3f s", name, seconds)
-    return clock.seconds
+        seconds["update"] = time.perf_counter() - loaded
+    LOG.info("hs.warm: %s", ", ".join(f"{name} took {one:.3f} s" for name, one in seconds.items()))
+    return seconds
 
 
 def _no_loss(model: nn.Module, *batch: Any) -> Tensor:

@@ -42,8 +42,9 @@ def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]],
     squares.square_()
     foreach_mul_(list(squares.unbind()), [1 / mesh.size() if key is None else _share(mesh, *key) for key in keys])
     for group in around:
-        reached = torch.distributed.get_backend_config(group)  # such as "cuda:nccl", also where parts are on the host
-        squares = squares.to(device if f"{device.type}:" in reached else mesh.device_type)
+        if device.type != mesh.device_type:  # parts are on the host, which a backend such as "cuda:nccl" may not reach
+            reached = f"{device.type}:" in torch.distributed.get_backend_config(group)
+            squares = squares.to(device if reached else mesh.device_type)
         torch.distributed.all_reduce(squares, group=group)
     return squares.sqrt_().float().to(device)
 

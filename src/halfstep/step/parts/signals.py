@@ -141,6 +141,7 @@ class Signals:
             for name in sorted(self._finite.intersection(self._buffers) - finite):
                 LOG.warning("buffer %s is not finite any more before step %d: %s", name, number, BUFFER)
             self._finite = finite
+            self._landing, self._buffers = Landing(), []
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
         """Take the largest magnitudes of a batch, that of micro-batch `number`; waits for nothing."""
