@@ -27,7 +27,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import halfstep as hs
+from benchmarks.markdown import table
 from benchmarks.stamp import write
+from halfstep.tasks import machine
 from halfstep.trees import tensors
 
 PRESETS = ("mixed", "O2", "pure", "lean")
@@ -172,6 +174,21 @@ def cell(make: Made, preset: str, wide: list[float]) -> dict[str, Any]:
     }
 
 
+def optimizers_table(report: dict[str, Any]) -> str:
+    """Return a row for each optimizer: under which presets it trains, resumes and skips; else what it does."""
+    words = ("trains", "resumes", "skips")
+    rows = []
+    for row in report["rows"]:
+        cells = []
+        for preset in PRESETS:
+            found = row["cells"][preset]
+            lacking = [word for word in words if not found.get(word)]
+            refused = "refused" if "refused" in found else "fails"
+            cells.append("all three" if not lacking else f"not: {', '.join(lacking)}" if "loss" in found else refused)
+        rows.append([row["optimizer"], f"{row['library']} {row['version'].partition('+')[0]}", *cells])
+    return table(["optimizer", "library", *(f"`{preset}`" for preset in PRESETS)], rows)
+
+
 def main() -> None:
     """Run every cell and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -208,7 +225,7 @@ def main() -> None:
         given.json,
         {
             "command": "python -m benchmarks.optimizers",
-            "torch": torch.__version__,
+            "machine": machine(),
             "steps": STEPS,
             "near": NEAR,
             "rows": rows,

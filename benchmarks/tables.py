@@ -32,6 +32,7 @@ from benchmarks.losses import losses_table, moved_table
 from benchmarks.markdown import fill, names
 from benchmarks.matrix import matrix_table
 from benchmarks.memory_tables import counted, faults, memory, process_memory, task_memory
+from benchmarks.optimizers import optimizers_table
 from benchmarks.pictures import picture_blocks, pictures
 from benchmarks.reliability_tables import reliability_blocks
 from benchmarks.reports import Reports, committed, load
@@ -71,6 +72,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses, auto = reports.cpu, reports.serving, load("losses.json"), load("auto.json")
+    optimizers = load("optimizers.json")
     wheel, plan, tune = load("wheel.json"), load("plan.json"), load("tune.json")
     return {
         **concepts.blocks(),
@@ -112,6 +114,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "tune": tune_table(tune),
         "source serving": source(serving),
         "serving": serving_table(serving),
+        "source optimizers": source(optimizers),
+        "optimizers": optimizers_table(optimizers),
         "source losses": source(losses),
         "losses": losses_table(losses),
         "losses moved": moved_table(losses),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.binding.bindable import first_wrong
 from halfstep.errors import HalfstepError, StepError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -339,3 +340,38 @@ def test_random_bits_begin_again_with_a_state_from_before_the_first_update() -> 
     step.load_state_dict(state)
     again = [step(X).host().loss for _ in range(5)]
     assert again == [result.loss for result in first]
+
+
+class Packed(Tensor):
+    """A state that stores its values its own way, as torchao's 8-bit states do, and knows no comparison."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, more: Any, size: Any, stride: Any) -> Packed:
+        return cls(parts["values"])
+
+    def dequantize(self) -> Tensor:
+        return self.values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise NotImplementedError(str(func))
+
+
+@pytest.mark.parametrize(("value", "wrong"), [(1.0, ""), (math.nan, "state")])
+def test_states_of_a_tensor_subclass_are_looked_at_in_its_values(value: float, wrong: str) -> None:
+    assert first_wrong([("state", Packed(torch.full((3,), value)))], infinities=True) == wrong
