@@ -345,30 +345,32 @@ def test_random_bits_begin_again_with_a_state_from_before_the_first_update() -> 
 class Packed(Tensor):
     """A state that stores its values its own way, as torchao's 8-bit states do, and knows no comparison."""
 
-    values: Tensor
+    kept: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Packed:
-        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
         return made
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
+        self.kept = values
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values"], None
+        return ["kept"], None
 
     @classmethod
     def __tensor_unflatten__(cls, parts: Any, more: Any, size: Any, stride: Any) -> Packed:
-        return cls(parts["values"])
+        return cls(parts["kept"])
 
     def dequantize(self) -> Tensor:
-        return self.values
+        return self.kept
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].values)
+            return cls(args[0].kept)
         raise NotImplementedError(str(func))
 
 

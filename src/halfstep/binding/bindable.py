@@ -20,7 +20,6 @@ from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.compiler import detect_fake_mode
 from halfstep.torch_private.fake import is_fake
-from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond
@@ -161,9 +160,9 @@ def first_wrong(given: Iterable[tuple[str, Tensor]], *, infinities: bool) -> str
         part = local(tensor).detach()
         if part.is_sparse:
             part = part.coalesce()._values()
-        if is_traceable_wrapper_subclass(part):  # which stores its values its own way, such as torchao's 8-bit states
-            if type(part).dequantize is Tensor.dequantize:
-                continue
+        if (
+            type(part).dequantize is not Tensor.dequantize
+        ):  # it stores its values its own way, as torchao's 8-bit states
             part = part.dequantize()
         if (part.is_floating_point() or part.is_complex()) and not (part.is_meta or is_fake(part)):
             wrong = part.isnan().any() if infinities else ~part.isfinite().all()
