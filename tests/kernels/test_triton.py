@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from halfstep.kernels import triton as triton_kernels
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.optimizers import SPECS
 from halfstep.kernels.triton import tables
@@ -73,6 +74,20 @@ def check_compiled(tmp_path: Path, *arguments: str) -> dict[str, dict[str, int]]
 def test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once(tmp_path: Path) -> None:
     found = check_compiled(tmp_path)
     assert sum("registers" in counts for counts in found.values()) == 5
+
+
+@needs_triton
+def test_kernels_compile_for_an_amd_device(tmp_path: Path) -> None:
+    script = str(HERE / "triton_compiled.py")
+    assert "hsaco" in json.loads(output_of(script, "amd", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
+
+
+def test_amd_devices_need_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    missing = triton_kernels.missing.__wrapped__
+    assert "HALFSTEP_ROCM=1 uses them" in missing()
+    monkeypatch.setenv("HALFSTEP_ROCM", "1")
+    assert "HALFSTEP_ROCM" not in missing()
 
 
 @needs_triton

@@ -36,6 +36,7 @@ KINDS = {
     **{"ALIGNED": True, "CHUNK": 8 * updates.BLOCK, "BLOCK": updates.BLOCK, "rate": None},
 }
 SIMPLE = {"SECOND": "none", "corrections": None, "draws": None}
+AMD = "gfx942"
 CASES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("adam", 80, 4, {"draws": None}),
     ("adam", 90, 4, {"draws": None}),
@@ -50,7 +51,7 @@ CASES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 
 def compiled(
     kernel: Any,
-    capability: int,
+    capability: int | str,
     warps: int,
     constants: dict[str, Any],
     pointers: dict[str, str] = POINTERS,
@@ -63,7 +64,8 @@ def compiled(
     signature = {name: "constexpr" if name in constants else pointers[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     options = {"num_warps": warps, **FAITHFUL, **({"maxnreg": most} if most else {})}
-    made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    target = GPUTarget("hip", capability, 64) if isinstance(capability, str) else GPUTarget("cuda", capability, 32)
+    made: dict[str, Any] = triton.compile(source, target=target, options=options).asm
     return made
 
 
@@ -163,5 +165,15 @@ def some() -> dict[str, dict[str, int]]:
     return found
 
 
+def amd() -> list[str]:
+    """Compile a kernel of each file for an AMD device; return the stages of one that all have."""
+    made = [compiled(updates.update_kernel, AMD, 8, {**KINDS, **kinds}) for _, _, _, kinds in CASES]
+    squares = {"KIND": "bf16", "ALIGNED": True, "CHUNK": 8 * norms.BLOCK, "BLOCK": norms.BLOCK}
+    made.append(compiled(norms.squares_kernel, AMD, 8, squares))
+    made.append(compiled(norms.norms_kernel, AMD, 4, {"MANY": norms.MANY}))
+    made.append(compiled(norms.check_kernel, AMD, 4, {"CLIPS": True, "MANY": norms.MANY}))
+    return sorted(set.intersection(*(set(stages) for stages in made)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(every() if "every" in sys.argv else some()))
+    print(json.dumps(amd() if "amd" in sys.argv else every() if "every" in sys.argv else some()))

@@ -29,8 +29,8 @@ def missing() -> str:
     """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
     if os.environ.get("HALFSTEP_TRITON") == "0":
         return "the environment variable HALFSTEP_TRITON is 0"
-    if torch.version.hip is not None:
-        return "the kernels were never tried on AMD's devices"
+    if torch.version.hip is not None and os.environ.get("HALFSTEP_ROCM") != "1":
+        return "the kernels have run on no AMD device; HALFSTEP_ROCM=1 uses them, without a promise of bits"
     return "" if find_spec("triton") is not None else "the package triton is not installed"
 
 
@@ -43,7 +43,7 @@ def unsupported(device: torch.device) -> str:
     if reason := missing():
         return reason
     found = torch.cuda.get_device_capability(device)
-    if found < OLDEST:
+    if torch.version.hip is None and found < OLDEST:
         return f"{device} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"
     try:
         import_module("halfstep.kernels.triton.words").launch(device)

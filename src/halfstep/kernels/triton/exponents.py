@@ -29,7 +29,7 @@ BLOCK = 2048
 
 THREADS = 256
 
-OPTIONS = {**FAITHFUL, "num_warps": THREADS // 32, "maxnreg": 64}
+OPTIONS = {**FAITHFUL, "num_warps": THREADS // 32, **({} if torch.version.hip else {"maxnreg": 64})}  # NVIDIA's
 """Histograms of Triton 3.6 would take 80 registers; with 64 up to 40 bytes of a thread are spilled."""
 
 SPECIALS = tl.constexpr(ZEROS)
