@@ -120,7 +120,7 @@ def ranks() -> dict[str, list[Any]]:
 
 def without_triton() -> list[Any]:
     """Train where no Triton kernel can be launched: return why torch's operators updated, and how often it waited."""
-    with mock.patch.object(triton, "missing", lambda: "no compiler"):
+    with mock.patch.object(triton, "refused", lambda: "no compiler"):
         model = net()
         step = hs.TrainStep(
             model,

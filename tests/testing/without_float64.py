@@ -104,7 +104,7 @@ def refused() -> dict[str, str]:
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(formats, "WITHOUT_FLOAT64", {"cuda": lambda device: True}))
-        stack.enter_context(mock.patch.object(triton, "missing", lambda: "there is none"))
+        stack.enter_context(mock.patch.object(triton, "refused", lambda: "there is none"))
         stack.enter_context(Refuses())  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         for function in functions:
             try:

@@ -151,8 +151,8 @@ def _imported_when_called(path: str) -> Callable[..., Any]:
 def why_no_kernels(tensor: Tensor) -> str:
     """Return why there are no kernels on the device of `tensor`, in one sentence; "" if there are, loaded."""
     device = tensor.device
-    if type(tensor) is FakeTensor and device.type == "cuda":  # nothing runs, so no device is needed
-        return triton.missing()
+    if type(tensor) is FakeTensor and device.type == "cuda":  # nothing runs: the machine that will has Triton
+        return triton.refused()
     return load_kernels(device.type, device.index)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from halfstep.errors import lacks_memory
 
-__all__ = ["missing", "unsupported"]
+__all__ = ["missing", "refused", "unsupported"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -25,13 +25,19 @@ OLDEST = (7, 5)
 
 
 @cache
-def missing() -> str:
-    """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
+def refused() -> str:
+    """Return why Triton kernels are not wanted on CUDA devices, in one sentence; "" if they are."""
     if os.environ.get("HALFSTEP_TRITON") == "0":
         return "the environment variable HALFSTEP_TRITON is 0"
     if torch.version.hip is not None and os.environ.get("HALFSTEP_ROCM") != "1":
         return "the kernels have run on no AMD device; HALFSTEP_ROCM=1 uses them, without a promise of bits"
-    return "" if find_spec("triton") is not None else "the package triton is not installed"
+    return ""
+
+
+@cache
+def missing() -> str:
+    """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
+    return refused() or ("" if find_spec("triton") is not None else "the package triton is not installed")
 
 
 @cache
