@@ -99,7 +99,9 @@ def test_the_base_is_stored_once_and_only_adapters_have_something_behind_them(na
     assert low == {"mixed": 0, "pure": everything, "split": everything}.get(name, everything - norms)
     kept = 0 if store is None else sum(t.nbytes for t in store.kept())
     adapters = sum(p.numel() for p in trained(model))
-    assert kept == {"mixed": 0, "O2, fp32 adapters": 0, "O2, mixed adapters": 0, "split": 2 * adapters}.get(name, 4 * adapters)
+    assert kept == {"mixed": 0, "O2, fp32 adapters": 0, "O2, mixed adapters": 0, "split": 2 * adapters}.get(
+        name, 4 * adapters
+    )
     assert {p.dtype for p in trained(model)} == {FP32 if not kept else BF16 if policy.dtype == "bf16" else torch.half}
 
 

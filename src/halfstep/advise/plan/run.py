@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 GRANULE = {"cpu": 1, "cuda": 512}  # bytes to whose multiples the device's allocator rounds
 STRETCHES = 400  # of a timeline, at most
 
+RECURRENT = (
+    "nn.LSTM, nn.GRU and nn.RNN on a CPU hold more than is counted here, what their kernels keep for each time step: "
+    "the peak may be twice as high"
+)
+
 
 def plan_step(
     make: Callable[[], nn.Module],
@@ -101,6 +106,8 @@ def plan_step(
         count = sum(p.numel() for p in model.parameters())
         seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
         notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
+        if device == "cpu" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            notes += (RECURRENT,)
     return MemoryPlan(
         policy=step.policy, device=device, parameters=count, persistent=persistent, notes=notes, devices=devices,
         shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
