@@ -12,7 +12,7 @@ import halfstep as hs
 class Tagger(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.rnn = kind(4, 8)  # type: ignore[call-arg]
+        self.rnn = kind(4, 8)  # type: ignore[call-arg, arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.rnn(x)[0]
@@ -20,7 +20,8 @@ class Tagger(nn.Module):
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).float().square().mean()
+    loss: Tensor = model(x).float().square().mean()
+    return loss
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

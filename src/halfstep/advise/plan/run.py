@@ -105,7 +105,9 @@ def plan_step(
         persistent = _rows(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
-        notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
+        notes: tuple[str, ...] = (
+            (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
+        )
         if device == "cpu" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
             notes += (RECURRENT,)
     return MemoryPlan(
