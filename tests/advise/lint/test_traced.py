@@ -15,7 +15,7 @@ import halfstep as hs
 from halfstep.advise.lint.registry import RULES
 from halfstep.advise.lint.registry import task as example
 from halfstep.advise.lint.rule import LintFinding, Rule
-from halfstep.advise.lint.tracing.check import check_task as run_checks
+from halfstep.advise.lint.tracing.rules import check_task as run_checks
 from halfstep.tasks import load_task
 
 COUNT = itertools.count(1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from halfstep.advise.lint.rule import Rule
 from halfstep.errors import LintError, did_you_mean
@@ -17,11 +18,11 @@ RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 DATA = packaged_toml("advise/lint/rules.toml")
 
 
-def loop(*lines: str, before: str = "scaler = torch.amp.GradScaler()") -> str:
+def loop(lines: Sequence[str] = RIGHT, *, before: str = "scaler = torch.amp.GradScaler()", after: str = "") -> str:
     """Return a script with a training loop of these lines; ``[lines]`` in ``rules.toml`` has names of some."""
     body = textwrap.indent("\n".join(DATA["lines"].get(line, line).strip() for line in lines), " " * 4)
     head = "for i, (x, y) in enumerate(loader):" if "i + 1" in body else "for x, y in loader:"
-    return "\n".join(["import torch", "", *before.strip().splitlines(), head, body])
+    return "\n".join(["import torch", "", *before.strip().splitlines(), head, body, after]).rstrip()
 
 
 def task(**changed: str) -> str:
@@ -34,16 +35,30 @@ def task(**changed: str) -> str:
     return made if "F." in made else made.replace("import torch.nn.functional as F\n", "")
 
 
+def _example(code: str, given: str | dict[str, Any], bad: str = "") -> str:
+    """Return an example in full: the head of ``rules.toml`` says how it is written."""
+    if isinstance(given, str):
+        return given
+    parts = dict(given)
+    replaced, of = parts.pop("replace", ()), parts.pop("of", "")
+    if of or (replaced and not parts):
+        text: str = DATA["scripts"][of] if of else bad
+    elif code >= "HS100":
+        text = task(**parts)
+    else:
+        text = loop(parts.pop("loop", RIGHT), **parts)
+    for old, new in replaced:
+        text = text.replace(old, new)
+    return text
+
+
 def _rules() -> Iterator[Rule]:
     for code in sorted(code for code in DATA if code.startswith("HS")):
         given = {"good": {}} | DATA[code]
         if code in MISTAKES:
             given |= dataclasses.asdict(MISTAKES[code])
-        for example in ("bad", "good"):
-            if not isinstance(given[example], str):
-                values = dict(given[example])
-                given[example] = task(**values) if code >= "HS100" else loop(*values.pop("loop", RIGHT), **values)
-        yield Rule(**given | {"code": code})
+        bad = _example(code, given["bad"])
+        yield Rule(**given | {"code": code, "bad": bad, "good": _example(code, given["good"], bad)})
 
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in _rules()})

@@ -78,7 +78,7 @@ def lint(
         files = _python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
     else:
-        from halfstep.advise.lint.tracing.check import check_task, task_of
+        from halfstep.advise.lint.tracing.rules import check_task, task_of
 
         traced = task_of(target)
         script = FUNCTION.fullmatch(str(target))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.paths import CLIPPING
 from halfstep.advise.lint.static.regions import Site, all_sites, argument
+from halfstep.advise.lint.static.scaling import holds_optimizer
 from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
 from halfstep.advise.lint.static.weights import made_low
 
@@ -67,18 +68,11 @@ def _state(script: Script) -> Iterator[Hit]:
         return
     for call in script.calls:
         own = script.owner(call) in script.optimizers
-        saves = script.called(call) == "torch.save" and _holds_optimizer(script, call)
+        saves = script.called(call) == "torch.save" and call.args and holds_optimizer(script, call.args[0])
         if saves and "state_dict" not in used:
             yield Hit(call.lineno, "the optimizer's state is saved here, and `amp.state_dict()` nowhere")
         elif own and method(call) == "load_state_dict" and "load_state_dict" not in used:
             yield Hit(call.lineno, "the optimizer's state is loaded here, and that of amp nowhere")
-
-
-def _holds_optimizer(script: Script, call: ast.Call) -> bool:
-    """Return whether what a call of torch.save is given has an optimizer's state."""
-    given = [call.args[0], *(v.node for v in script.assigned.get(script.key(call.args[0]), []))] if call.args else []
-    calls = [n for part in given for n in walked(part) if method(n) == "state_dict"]
-    return any(script.owner(n) in script.optimizers for n in calls)
 
 
 @check_of("HS059")

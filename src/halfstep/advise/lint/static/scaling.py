@@ -254,10 +254,15 @@ def _saved_without(script: Script) -> Iterator[Hit]:
             if (text := ast.unparse(node.args[0])) in seen:
                 continue
             seen.add(text)
-            saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
-            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in walked(part)):
+            if holds_optimizer(script, node.args[0]):
                 name = next(iter(script.scalers))
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
+
+
+def holds_optimizer(script: Script, saved: ast.expr) -> bool:
+    """Return whether what is saved has an optimizer's state."""
+    given = [saved, *(value.node for value in script.assigned.get(script.key(saved), []))]
+    return any(_is_call(script, n, script.optimizers, "state_dict") for part in given for n in walked(part))
 
 
 @check_of("HS013")

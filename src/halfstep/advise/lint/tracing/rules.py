@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfstep.advise.lint.rule import Check, Hit, check_of
+from halfstep.advise.lint.registry import RULES
+from halfstep.advise.lint.rule import Check, Hit, LintFinding, check_of
 from halfstep.advise.lint.tracing import calls
 from halfstep.advise.lint.tracing.calls import TracedCall
-from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of
-from halfstep.errors import BindError
+from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of, trace_step
+from halfstep.errors import BindError, LintError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
+from halfstep.policy import Policy
+from halfstep.tasks import Task, load_task, task_names
 
 LOST = 0.25
 """Share of weights that have a gradient and do not move, from which it is reported."""
@@ -345,3 +349,24 @@ for code, word, text in (
     ("HS125", calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
 ):
     by_line(code)(partial(_shows, word=word, text=text))
+
+
+# ------------------------------------------------------------------ a task
+
+
+def task_of(target: str | Path | Task) -> Task:
+    """Return a task, the one of this name, or the one that ``path/to/file.py:function`` returns."""
+    if isinstance(target, Task):
+        return target
+    if ".py:" not in str(target) and str(target) not in task_names():
+        raise LintError(
+            f"target {str(target)!r} does not exist; expected a .py file, a folder, path/to/file.py:function "
+            f"or one of {', '.join(task_names())}"
+        )
+    return load_task(str(target))
+
+
+def check_task(task: Task, policy: Policy) -> list[LintFinding]:
+    """Return what the traced rules find in one step of `task` under `policy`; an error of the task is a finding."""
+    trace = trace_step(task, policy)
+    return [rule.finding(hit) for rule in RULES.values() if rule.traced for hit in rule.check(trace)]
