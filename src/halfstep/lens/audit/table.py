@@ -205,10 +205,7 @@ class Audit:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON, nan and inf as null; also write it to `path`, if given."""
-        text = strict_json(self.to_dict())
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return strict_json(self.to_dict(), path)
 
     @property
     def headline(self) -> str:
