@@ -68,6 +68,8 @@ def unpacked(text: str) -> dict[int, int]:
     return counts
 
 
+TWO = Fraction(2)
+
 Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype
 
@@ -131,9 +133,7 @@ class ExponentSketch:
             raise FormatError(f"ExponentSketch.of takes a tensor and got {type(tensor).__name__}")
         if tensor.is_meta:
             raise FormatError("a tensor on meta has a shape and no numbers; sketch it where its numbers are")
-        found = Sketches(1, tensor.device)
-        found.add_([tensor])
-        return found.read()[0]
+        return Sketches.of(tensor).read()[0]
 
     @classmethod
     def from_rows(cls, rows: Tensor) -> list[ExponentSketch]:
@@ -159,8 +159,8 @@ class ExponentSketch:
                     infs=infs,
                     nans=nans,
                     negatives=negatives,
-                    largest=_number(largest),
-                    smallest=_number(layout.TOP - smallest),
+                    largest=number_of(largest),
+                    smallest=number_of(layout.TOP - smallest),
                 )
             )
         return sketches
@@ -269,7 +269,7 @@ class ExponentSketch:
             return 1.0
         top, closed = _limit(format)
         most = _floor_log2(top / Fraction(self.largest))
-        if closed and Fraction(self.largest) * _power(most) == top:
+        if closed and Fraction(self.largest) * TWO**most == top:
             most -= 1
         low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
         wanted = self._lost(format, most)
@@ -299,7 +299,7 @@ class ExponentSketch:
         beyond = self._beyond(format, factor)
         top, _ = _limit(format)
         for exponent, count in self.exponents.items():
-            begin = _power(exponent) * factor
+            begin = TWO**exponent * factor
             if exponent == layout.LOWEST:
                 begin = Fraction(self.smallest) * factor
             upper += count * _worst(format, begin)
@@ -324,7 +324,7 @@ class ExponentSketch:
 
     def _lost(self, format: Format, power: int) -> tuple[int, int]:
         """Return how many numbers round to zero at a scale of ``2**power``, and how many may become subnormal."""
-        return self._zeroed(format, _power(power))[1], self._lowered(format, _power(power))[1]
+        return self._zeroed(format, TWO**power)[1], self._lowered(format, TWO**power)[1]
 
     def _beyond(self, format: Format, scale: Fraction) -> tuple[int, int]:
         top, closed = _limit(format)
@@ -347,7 +347,7 @@ class ExponentSketch:
         cut = max(min(_floor_log2(limit), layout.HIGHEST), layout.LOWEST)
         below = sum(count for exponent, count in self.exponents.items() if exponent < cut)
         here, powers = self.exponents.get(cut, 0), self.powers.get(cut, 0)
-        if layout.LOWEST < cut < layout.HIGHEST and limit == _power(cut):
+        if layout.LOWEST < cut < layout.HIGHEST and limit == TWO**cut:
             return (below + powers,) * 2 if closed else (below,) * 2
         lower = max(below + powers, 1)  # the smallest is inside, the largest is not
         return lower, min(below + here, total - 1)
@@ -366,7 +366,7 @@ class ExponentSketch:
         if not isinstance(form, BlockFormat) or not self.largest:
             return form, factor
         power = _floor_log2(Fraction(self.largest) * factor) - _floor_log2(Fraction(form.element.max))
-        return form.element, factor / _power(power)
+        return form.element, factor / TWO**power
 
     # ------------------------------------------------------------------ keeping
 
@@ -426,6 +426,13 @@ class Sketches:
     def __init__(self, count: int, device: torch.device | str) -> None:
         self.rows = layout.rows(count, device)
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Sketches:
+        """Return the sketch of one tensor."""
+        made = cls(1, tensor.device)
+        made.add_([tensor])
+        return made
+
     def add_(self, tensors: Iterable[Tensor], first: int = 0) -> None:
         """Count the n-th tensor's elements in the sketch ``first + n``; waits for nothing.
 
@@ -465,7 +472,7 @@ def _worst(format: Format, begin: Fraction) -> float:
     A number of spacing s errs by s / 2 at most, worst next to the lower end: s / 2 over ``begin + s / 2``.
     """
     spacing = Fraction(format.smallest_subnormal)
-    power = _power(_floor_log2(begin))
+    power = TWO ** _floor_log2(begin)
     if power < spacing:
         return 1.0
     half = (power * Fraction(format.eps) if power >= format.smallest_normal else spacing) / 2
@@ -477,16 +484,13 @@ def _cut(format: Format, value: Fraction) -> float:
     return math.inf if format.has_inf else float((value - Fraction(format.max)) / value)
 
 
-def _power(exponent: int) -> Fraction:
-    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
-
-
 def _floor_log2(value: Fraction) -> int:
     guess = value.numerator.bit_length() - value.denominator.bit_length()
-    return guess if value >= _power(guess) else guess - 1
+    return guess if value >= TWO**guess else guess - 1
 
 
-def _number(bits: int) -> float:
+def number_of(bits: int) -> float:
+    """Return the float64 number that has these bits."""
     value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value
 
