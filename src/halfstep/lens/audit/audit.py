@@ -42,6 +42,7 @@ from halfstep.lens.calls import copied
 from halfstep.lens.tracing import OperatorCall, Tracer
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
+from halfstep.report import listed
 from halfstep.scale.scaler import GradScaler
 from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, norm_limit
@@ -233,7 +234,9 @@ class Run:
                     f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
                     f"{', '.join(result.culprits[:3]) or 'no parameter'}"
                 )
-                self.bad_in_fp32 += self._twin_is_bad()
+                if self.twin is not None:
+                    first = torch.tensor(self.twin.loss, device="cpu"), *self.twin.weights.values()
+                    self.bad_in_fp32 += not all(bool(t.isfinite().all()) for t in first)
                 return
             self.skipped += 1
             self.recorder.tallies = before
@@ -257,14 +260,6 @@ class Run:
             loss, result = result.loss, self.train.flush() or result
             return replace(result.host(), loss=float(loss))
         return result.host()
-
-    def _twin_is_bad(self) -> bool:
-        """Return whether the first micro-batch is not finite in fp32 either."""
-        if self.twin is None:
-            return False
-        return not all(
-            bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss, device="cpu"), *self.twin.weights.values())
-        )
 
     # ------------------------------------------------------------------ the fp32 twin
 
@@ -484,14 +479,11 @@ def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[st
             "load_state_dict)"
         )
     if places and found and (not places & found or (META in found and META not in places)):
+        batch, own = (listed(sorted(map(str, devices))) for devices in (found, places))
         raise AuditError(
-            f"the batch is on {_listed(found)} and the model on {_listed(places)}; move one of them, e.g. "
+            f"the batch is on {batch} and the model on {own}; move one of them, e.g. "
             f"hs.trees.map_tensors(batch, lambda t: t.to({str(next(iter(places)))!r}))"
         )
-
-
-def _listed(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(map(str, devices)))
 
 
 def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:

@@ -252,8 +252,9 @@ class Monitor:
 
     def _send(self) -> None:
         load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
-        for device, shelf in self._sampler.take().items():
-            gathered = shelf.tensors()
+        taken, self._sampler.shelves = self._sampler.shelves, {}
+        for device, shelf in taken.items():
+            gathered = [shelf.gradients.rows, shelf.weights.rows, shelf.sums, shelf.outputs.rows]
             if self._scale is not None and self._scale.device == device:
                 gathered.append(self._scale)
             landing = Landing()

@@ -56,10 +56,6 @@ class Shelf:
     sums: Tensor  # (parameters, STATES + KEPT) fp64, fp32 on a device without
     outputs: Sketches  # of each leaf module
 
-    def tensors(self) -> list[Tensor]:
-        """Return gradients, weights, sums and outputs as tensors."""
-        return [self.gradients.rows, self.weights.rows, self.sums, self.outputs.rows]
-
 
 class Sampler:
     """Gathers samples of one model and its optimizer, without a wait, and makes records of them."""
@@ -88,11 +84,6 @@ class Sampler:
         self._tops: dict[int, float] = {}
         self._largest: dict[str, float] = {}
         self._silent: dict[str, int] = {}
-
-    def take(self) -> dict[torch.device, Shelf]:
-        """Return what has gathered and begin anew."""
-        taken, self.shelves = self.shelves, {}
-        return taken
 
     def _shelf(self, device: torch.device) -> Shelf:
         if device not in self.shelves:
