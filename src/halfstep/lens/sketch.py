@@ -117,8 +117,6 @@ class ExponentSketch:
         ends = {"largest": (self.largest, NOT_NEGATIVE), "smallest": (self.smallest, NOT_NEGATIVE | INFINITY)}
         check("ExponentSketch", FormatError, **bars, **counts, **ends)
 
-    # ------------------------------------------------------------------ making
-
     @classmethod
     def of(cls, tensor: Tensor) -> ExponentSketch:
         """Return the sketch of a tensor in one pass over it; waits for its device. `Sketches` does not.
@@ -192,8 +190,6 @@ class ExponentSketch:
             return NotImplemented
         return ExponentSketch().merge_(self).merge_(other)
 
-    # ------------------------------------------------------------------ counts
-
     @property
     def count(self) -> int:
         """Numbers seen; a complex number is two."""
@@ -214,8 +210,6 @@ class ExponentSketch:
         first, last = min(self.exponents), max(self.exponents)
         counts = [self.exponents.get(e, 0) for e in range(first, last + 1)]
         return counts, [float(e) for e in range(first, last + 2)]
-
-    # ------------------------------------------------------------------ answers
 
     def underflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return the (least, largest possible) share that rounds to zero in `format` when multiplied by `scale`.
@@ -368,8 +362,6 @@ class ExponentSketch:
         power = _floor_log2(Fraction(self.largest) * factor) - _floor_log2(Fraction(form.element.max))
         return form.element, factor / TWO**power
 
-    # ------------------------------------------------------------------ keeping
-
     def to_dict(self) -> dict[str, Any]:
         """Return the sketch as JSON's values; under 3 KB as JSON, some hundred bytes as a rule.
 
@@ -445,9 +437,6 @@ class Sketches:
     def read(self) -> list[ExponentSketch]:
         """Return what was counted; waits for the device."""
         return ExponentSketch.from_rows(self.rows.cpu())
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def _given(format: AnyFormat, scale: float) -> tuple[Format, Fraction]:

@@ -340,9 +340,6 @@ def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> st
     return f"{what}{'s' if len(numbers) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")
 
 
-# ------------------------------------------------------------------ the page
-
-
 def _page(verdict: Verdict) -> doc.Document:
     """Return the page of a verdict."""
     rank = f" on rank {verdict.rank}" if verdict.rank or verdict.ranks else ""

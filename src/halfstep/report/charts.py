@@ -322,9 +322,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
 
 
-# ------------------------------------------------------------------ curves
-
-
 def _lines(chart: LineChart) -> _Axes:
     finite = [y for s in chart.series for y in s.y if math.isfinite(y)]
     log = chart.log and bool(finite) and min(finite) > 0
@@ -517,9 +514,6 @@ def _exponents(chart: HeatMap) -> tuple[int, int]:
     first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
     last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
     return first, max(last, first + 8)
-
-
-# ------------------------------------------------------------------ points
 
 
 def _points(chart: PointChart) -> _Axes:

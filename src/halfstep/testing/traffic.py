@@ -227,9 +227,6 @@ def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
     return launches + (chunks > 0)
 
 
-# ------------------------------------------------------------------ halfstep's own operators
-
-
 def declare_own() -> None:
     """Declare halfstep's own operators where their schemas do not suffice.
 

@@ -261,8 +261,6 @@ class Run:
             return replace(result.host(), loss=float(loss))
         return result.host()
 
-    # ------------------------------------------------------------------ the fp32 twin
-
     def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         twin = self.twin
         if twin is None:
@@ -363,8 +361,6 @@ class Run:
             tally.local.add(low, precise, form)
             if form.is_narrow:
                 tally.wide = tally.wide or tally.sketch
-
-    # ------------------------------------------------------------------ what comes out
 
     def result(self, *, steps: int) -> Audit:
         """Return the audit of `steps` steps."""

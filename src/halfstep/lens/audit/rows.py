@@ -138,9 +138,6 @@ def _ratio(difference: float, reference: float) -> float:
     return math.inf if difference else 0.0
 
 
-# ------------------------------------------------------------------ rows
-
-
 def form_of(tensor: Tensor) -> Format:
     """Return the format whose numbers `tensor` holds; fp32 for float64, which has none here."""
     return FP32 if tensor.dtype is torch.float64 else format_of(tensor.dtype)

@@ -103,8 +103,6 @@ class Audit:
     def __iter__(self) -> Iterator[AuditRow]:
         return iter(self.rows)
 
-    # ------------------------------------------------------------------ choosing
-
     def filter(
         self,
         where: Callable[[AuditRow], bool] | None = None,
@@ -155,8 +153,6 @@ class Audit:
             raise AuditError(f"worst({count!r}): expected a whole number of rows from 0")
         ranked = sorted(self.rows, key=badness, reverse=True)
         return dataclasses.replace(self, rows=tuple(ranked[:count]))
-
-    # ------------------------------------------------------------------ questions
 
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.

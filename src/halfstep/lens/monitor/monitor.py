@@ -151,8 +151,6 @@ class Monitor:
             handle.remove()
         self._hooks = self._sampler.hooks() if self.wants_update() else []
 
-    # ------------------------------------------------------------------ a sample
-
     @torch.no_grad()
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""

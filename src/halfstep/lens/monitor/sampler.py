@@ -97,8 +97,6 @@ class Sampler:
             )
         return self.shelves[device]
 
-    # ------------------------------------------------------------------ outputs
-
     def hooks(self) -> list[RemovableHandle]:
         """Hook every leaf module, so that what it returns is counted."""
         return [m.register_forward_hook(self._hook(n)) for n, (_, m) in enumerate(self.leaves)]
@@ -114,8 +112,6 @@ class Sampler:
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
         return look
-
-    # ------------------------------------------------------------------ an update
 
     def before(self, parameters: Sequence[nn.Parameter], factor: Tensor | None) -> None:
         """Count gradients, times `factor`, and copy what the update will change."""
@@ -202,8 +198,6 @@ class Sampler:
                         top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
                         self.paces[number] = float(rate * decay), rate / top if top else 0.0
         return rates
-
-    # ------------------------------------------------------------------ records
 
     def record(self, load: Load) -> MonitorRecord:
         """Return the record of `load`, whose tensors have arrived."""
