@@ -69,6 +69,7 @@ def unpacked(text: str) -> dict[int, int]:
 
 
 TWO = Fraction(2)
+COUNTED = ("zeros", "infs", "nans", "negatives")  # in the order of a row of `layout`
 
 Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype
@@ -112,7 +113,7 @@ class ExponentSketch:
     smallest: float = math.inf
 
     def __post_init__(self) -> None:
-        counts = {name: (getattr(self, name), WHOLE) for name in ("zeros", "infs", "nans", "negatives")}
+        counts = {name: (getattr(self, name), WHOLE) for name in COUNTED}
         bars = {name: (getattr(self, name), a(dict)) for name in ("exponents", "powers")}
         ends = {"largest": (self.largest, NOT_NEGATIVE), "smallest": (self.smallest, NOT_NEGATIVE | INFINITY)}
         check("ExponentSketch", FormatError, **bars, **counts, **ends)
@@ -145,20 +146,16 @@ class ExponentSketch:
             entries[row][place] = count
         sketches = []
         for counts in entries:
-            zeros, infs, nans, negatives, largest, smallest = (
-                counts.pop(n, 0) for n in range(layout.ZEROS, layout.ROW)
-            )
+            plain = {name: counts.pop(place, 0) for place, name in enumerate(COUNTED, layout.ZEROS)}
+            largest, smallest = counts.pop(layout.LARGEST, 0), counts.pop(layout.SMALLEST, 0)
             first, powers = layout.LOWEST, layout.POWERS
             sketches.append(
                 cls(
                     exponents={place + first: count for place, count in counts.items() if place < powers},
                     powers={place - powers + first: count for place, count in counts.items() if place >= powers},
-                    zeros=zeros,
-                    infs=infs,
-                    nans=nans,
-                    negatives=negatives,
                     largest=number_of(largest),
                     smallest=number_of(layout.TOP - smallest),
+                    **plain,
                 )
             )
         return sketches
@@ -176,10 +173,8 @@ class ExponentSketch:
         for mine, more in ((self.exponents, other.exponents), (self.powers, other.powers)):
             for exponent, count in list(more.items()):
                 mine[exponent] = mine.get(exponent, 0) + count
-        self.zeros += other.zeros
-        self.infs += other.infs
-        self.nans += other.nans
-        self.negatives += other.negatives
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
         self.smallest = min(self.smallest, other.smallest)
         return self
@@ -401,7 +396,7 @@ class ExponentSketch:
         parts = [f"{self.count:,} numbers"]
         if self.nonzero:
             parts[0] += f", {self.smallest:.3g} to {self.largest:.3g}"
-        for name in ("zeros", "infs", "nans"):
+        for name in COUNTED[:3]:
             if number := getattr(self, name):
                 parts.append(f"{number:,} {name}")
         return ", ".join(parts)
