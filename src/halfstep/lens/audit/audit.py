@@ -265,7 +265,7 @@ class Run:
         twin = self.twin
         if twin is None:
             return
-        before = None if self._twice else self._first_loss(twin.model, args, kwargs)
+        before = math.nan if self._twice else self._first_loss(twin.model, args, kwargs)
         self._twice = True
         self._follow(twin.model)
         twin.begin()
@@ -274,7 +274,7 @@ class Run:
                 with Tracer(twin, twin.model):
                     loss = self._loss(twin.model, args, kwargs)
                 now = twin.loss = float(loss.detach())
-                if before is not None and abs(now - before) > SAME * abs(before):
+                if abs(now - before) > SAME * abs(before):
                     self.twin = None
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
@@ -299,15 +299,14 @@ class Run:
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
         return loss
 
-    def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return the loss of the fp32 twin that a second run is compared with."""
+    def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of the fp32 twin that a second run is compared with; nan if there is none."""
         self._follow(twin)
         try:
             with Snapshot(noted()).returning(), suspended(), torch.no_grad():
-                loss = float(self._loss(twin, args, kwargs))
+                return float(self._loss(twin, args, kwargs))
         except Exception:  # the following run reports it
-            return None
-        return loss if math.isfinite(loss) else None
+            return math.nan
 
     @torch.no_grad()
     def _follow(self, twin: nn.Module) -> None:
@@ -417,13 +416,9 @@ def _averages(model: nn.Module) -> dict[str, Tensor]:
 
 def _widened(model: nn.Module) -> nn.Module:
     """Bring low parameters and buffers of `model` to fp32, in place."""
-    for parameter in model.parameters():
-        if parameter.dtype in LOW_DTYPES:
-            parameter.data = parameter.data.float()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in LOW_DTYPES:
-                module._buffers[name] = buffer.float()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in LOW_DTYPES:
+            tensor.data = tensor.data.float()
     return model
 
 
