@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.report.numbers import Decimals, Size, counted, listed, minus
+from halfstep.report import Decimals, Size, counted, listed, minus
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from halfstep.cli.terminal import (
     say,
 )
 from halfstep.report import Code, Facts, Paragraph, Section, write_page
-from halfstep.report.numbers import counted
+from halfstep.report.document import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare, pace

@@ -46,7 +46,7 @@ def carry_out(
     files.write(
         out,
         json=record(again, findings=[finding.record() for finding in found]),
-        sarif=lambda path: path.write_text(strict_json(_sarif(found)), encoding="utf-8"),
+        sarif=lambda path: strict_json(_sarif(found), path),
     )
     severe = SEVERITIES[: SEVERITIES.index(severity) + 1]
     return FOUND if any(finding.severity in severe for finding in found) else 0

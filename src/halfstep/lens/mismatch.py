@@ -25,8 +25,8 @@ from halfstep.policy.policy import Policy
 from halfstep.step.arguments import LOSS
 from halfstep.step.train_step import TrainStep
 
-PLAIN = {"bf16": "bf16", "fp16": "fp16"}
-"""What a sampler is called that is the model in a low format, as inference engines run it -> the format of `O3`."""
+PLAIN = frozenset({"bf16", "fp16"})
+"""What a sampler is called that is the model in a low format (`O3`), as inference engines run it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +116,10 @@ def mismatch(
         return _computed(made if wanted is None else prepare(made, policy=wanted), batch, log_probs)
 
     exact, mine = under(None), under(policy)
-    wanted = None if isinstance(sampler, nn.Module) else _policy(sampler)
-    theirs = under(wanted) if wanted is not None else _computed(sampler, batch, log_probs)
+    wanted: Policy | None = None
+    if not isinstance(sampler, nn.Module):
+        wanted = Policy.of("O3", dtype=sampler) if sampler in PLAIN else Policy.of(sampler)
+    theirs = _computed(sampler, batch, log_probs) if wanted is None else under(wanted)
     if theirs.shape != mine.shape:
         raise AuditError(
             f"hs.mismatch: log_probs has {tuple(theirs.shape)} tokens of the sampler, and "
@@ -139,10 +141,6 @@ def mismatch(
         sampler_error=_mean(theirs - exact),
         without=() if wanted is None else _without(wanted, wide, lambda policy: _mean(mine - under(policy))),
     )
-
-
-def _policy(sampler: Policy | str) -> Policy:
-    return Policy.of("O3", dtype=PLAIN[sampler]) if sampler in PLAIN else Policy.of(sampler)
 
 
 def _mean(difference: Tensor) -> float:

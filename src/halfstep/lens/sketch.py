@@ -68,6 +68,9 @@ def unpacked(text: str) -> dict[int, int]:
     return counts
 
 
+TWO = Fraction(2)
+COUNTED = ("zeros", "infs", "nans", "negatives")  # in the order of a row of `layout`
+
 Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype
 
@@ -110,12 +113,10 @@ class ExponentSketch:
     smallest: float = math.inf
 
     def __post_init__(self) -> None:
-        counts = {name: (getattr(self, name), WHOLE) for name in ("zeros", "infs", "nans", "negatives")}
+        counts = {name: (getattr(self, name), WHOLE) for name in COUNTED}
         bars = {name: (getattr(self, name), a(dict)) for name in ("exponents", "powers")}
         ends = {"largest": (self.largest, NOT_NEGATIVE), "smallest": (self.smallest, NOT_NEGATIVE | INFINITY)}
         check("ExponentSketch", FormatError, **bars, **counts, **ends)
-
-    # ------------------------------------------------------------------ making
 
     @classmethod
     def of(cls, tensor: Tensor) -> ExponentSketch:
@@ -131,9 +132,7 @@ class ExponentSketch:
             raise FormatError(f"ExponentSketch.of takes a tensor and got {type(tensor).__name__}")
         if tensor.is_meta:
             raise FormatError("a tensor on meta has a shape and no numbers; sketch it where its numbers are")
-        found = Sketches(1, tensor.device)
-        found.add_([tensor])
-        return found.read()[0]
+        return Sketches.of(tensor).read()[0]
 
     @classmethod
     def from_rows(cls, rows: Tensor) -> list[ExponentSketch]:
@@ -147,20 +146,16 @@ class ExponentSketch:
             entries[row][place] = count
         sketches = []
         for counts in entries:
-            zeros, infs, nans, negatives, largest, smallest = (
-                counts.pop(n, 0) for n in range(layout.ZEROS, layout.ROW)
-            )
+            plain = {name: counts.pop(place, 0) for place, name in enumerate(COUNTED, layout.ZEROS)}
+            largest, smallest = counts.pop(layout.LARGEST, 0), counts.pop(layout.SMALLEST, 0)
             first, powers = layout.LOWEST, layout.POWERS
             sketches.append(
                 cls(
                     exponents={place + first: count for place, count in counts.items() if place < powers},
                     powers={place - powers + first: count for place, count in counts.items() if place >= powers},
-                    zeros=zeros,
-                    infs=infs,
-                    nans=nans,
-                    negatives=negatives,
-                    largest=_number(largest),
-                    smallest=_number(layout.TOP - smallest),
+                    largest=number_of(largest),
+                    smallest=number_of(layout.TOP - smallest),
+                    **plain,
                 )
             )
         return sketches
@@ -178,10 +173,8 @@ class ExponentSketch:
         for mine, more in ((self.exponents, other.exponents), (self.powers, other.powers)):
             for exponent, count in list(more.items()):
                 mine[exponent] = mine.get(exponent, 0) + count
-        self.zeros += other.zeros
-        self.infs += other.infs
-        self.nans += other.nans
-        self.negatives += other.negatives
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
         self.smallest = min(self.smallest, other.smallest)
         return self
@@ -191,8 +184,6 @@ class ExponentSketch:
         if not isinstance(other, ExponentSketch):
             return NotImplemented
         return ExponentSketch().merge_(self).merge_(other)
-
-    # ------------------------------------------------------------------ counts
 
     @property
     def count(self) -> int:
@@ -214,8 +205,6 @@ class ExponentSketch:
         first, last = min(self.exponents), max(self.exponents)
         counts = [self.exponents.get(e, 0) for e in range(first, last + 1)]
         return counts, [float(e) for e in range(first, last + 2)]
-
-    # ------------------------------------------------------------------ answers
 
     def underflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return the (least, largest possible) share that rounds to zero in `format` when multiplied by `scale`.
@@ -269,7 +258,7 @@ class ExponentSketch:
             return 1.0
         top, closed = _limit(format)
         most = _floor_log2(top / Fraction(self.largest))
-        if closed and Fraction(self.largest) * _power(most) == top:
+        if closed and Fraction(self.largest) * TWO**most == top:
             most -= 1
         low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
         wanted = self._lost(format, most)
@@ -299,7 +288,7 @@ class ExponentSketch:
         beyond = self._beyond(format, factor)
         top, _ = _limit(format)
         for exponent, count in self.exponents.items():
-            begin = _power(exponent) * factor
+            begin = TWO**exponent * factor
             if exponent == layout.LOWEST:
                 begin = Fraction(self.smallest) * factor
             upper += count * _worst(format, begin)
@@ -324,7 +313,7 @@ class ExponentSketch:
 
     def _lost(self, format: Format, power: int) -> tuple[int, int]:
         """Return how many numbers round to zero at a scale of ``2**power``, and how many may become subnormal."""
-        return self._zeroed(format, _power(power))[1], self._lowered(format, _power(power))[1]
+        return self._zeroed(format, TWO**power)[1], self._lowered(format, TWO**power)[1]
 
     def _beyond(self, format: Format, scale: Fraction) -> tuple[int, int]:
         top, closed = _limit(format)
@@ -347,7 +336,7 @@ class ExponentSketch:
         cut = max(min(_floor_log2(limit), layout.HIGHEST), layout.LOWEST)
         below = sum(count for exponent, count in self.exponents.items() if exponent < cut)
         here, powers = self.exponents.get(cut, 0), self.powers.get(cut, 0)
-        if layout.LOWEST < cut < layout.HIGHEST and limit == _power(cut):
+        if layout.LOWEST < cut < layout.HIGHEST and limit == TWO**cut:
             return (below + powers,) * 2 if closed else (below,) * 2
         lower = max(below + powers, 1)  # the smallest is inside, the largest is not
         return lower, min(below + here, total - 1)
@@ -366,9 +355,7 @@ class ExponentSketch:
         if not isinstance(form, BlockFormat) or not self.largest:
             return form, factor
         power = _floor_log2(Fraction(self.largest) * factor) - _floor_log2(Fraction(form.element.max))
-        return form.element, factor / _power(power)
-
-    # ------------------------------------------------------------------ keeping
+        return form.element, factor / TWO**power
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sketch as JSON's values; under 3 KB as JSON, some hundred bytes as a rule.
@@ -409,7 +396,7 @@ class ExponentSketch:
         parts = [f"{self.count:,} numbers"]
         if self.nonzero:
             parts[0] += f", {self.smallest:.3g} to {self.largest:.3g}"
-        for name in ("zeros", "infs", "nans"):
+        for name in COUNTED[:3]:
             if number := getattr(self, name):
                 parts.append(f"{number:,} {name}")
         return ", ".join(parts)
@@ -426,6 +413,13 @@ class Sketches:
     def __init__(self, count: int, device: torch.device | str) -> None:
         self.rows = layout.rows(count, device)
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Sketches:
+        """Return the sketch of one tensor."""
+        made = cls(1, tensor.device)
+        made.add_([tensor])
+        return made
+
     def add_(self, tensors: Iterable[Tensor], first: int = 0) -> None:
         """Count the n-th tensor's elements in the sketch ``first + n``; waits for nothing.
 
@@ -438,9 +432,6 @@ class Sketches:
     def read(self) -> list[ExponentSketch]:
         """Return what was counted; waits for the device."""
         return ExponentSketch.from_rows(self.rows.cpu())
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def _given(format: AnyFormat, scale: float) -> tuple[Format, Fraction]:
@@ -465,7 +456,7 @@ def _worst(format: Format, begin: Fraction) -> float:
     A number of spacing s errs by s / 2 at most, worst next to the lower end: s / 2 over ``begin + s / 2``.
     """
     spacing = Fraction(format.smallest_subnormal)
-    power = _power(_floor_log2(begin))
+    power = TWO ** _floor_log2(begin)
     if power < spacing:
         return 1.0
     half = (power * Fraction(format.eps) if power >= format.smallest_normal else spacing) / 2
@@ -477,16 +468,13 @@ def _cut(format: Format, value: Fraction) -> float:
     return math.inf if format.has_inf else float((value - Fraction(format.max)) / value)
 
 
-def _power(exponent: int) -> Fraction:
-    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
-
-
 def _floor_log2(value: Fraction) -> int:
     guess = value.numerator.bit_length() - value.denominator.bit_length()
-    return guess if value >= _power(guess) else guess - 1
+    return guess if value >= TWO**guess else guess - 1
 
 
-def _number(bits: int) -> float:
+def number_of(bits: int) -> float:
+    """Return the float64 number that has these bits."""
     value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value
 

@@ -226,7 +226,7 @@ class Verdict:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the verdict as JSON, and write it to `path` if one is given; numbers that are not finite are null."""
-        return _written(path, strict_json(self.record()))
+        return strict_json(self.record(), path)
 
     def to_sarif(self, path: str | Path | None = None) -> str:
         """Return the verdict as a SARIF 2.1.0 log, which editors and code hosts show beside the line.
@@ -243,7 +243,7 @@ class Verdict:
             line=int(number) if number.isdigit() else 0,
         )
         rules = {**CAUSES, "unknown": "the cause is not known"}
-        return _written(path, strict_json(sarif_log(rules, "docs/verdicts/{}.md", [result])))
+        return strict_json(sarif_log(rules, "docs/verdicts/{}.md", [result]), path)
 
     def save_html(self, path: str | Path) -> None:
         """Write the verdict as one HTML file with pictures that needs nothing else."""
@@ -299,12 +299,6 @@ class Verdict:
         return "\n".join(line for line, _ in self.lines())
 
 
-def _written(path: str | Path | None, text: str) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
-
-
 def _cause(verdict: Verdict) -> str:
     return f"{verdict.cause} ({'shown' if verdict.sure == 'shown' else 'most likely'})"
 
@@ -344,9 +338,6 @@ def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> st
     text = ", ".join(map(str, numbers[:most]))
     more = len(numbers) - most
     return f"{what}{'s' if len(numbers) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")
-
-
-# ------------------------------------------------------------------ the page
 
 
 def _page(verdict: Verdict) -> doc.Document:

@@ -297,10 +297,6 @@ def _plain(number: float, form: str = ".6g") -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(SUPERSCRIPTS)
-
-
 def _ends(values: Iterable[float], room: float) -> tuple[float, float]:
     """Return the ends of an axis: those of the finite values, and this share of their range as room."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
@@ -326,9 +322,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
 
 
-# ------------------------------------------------------------------ curves
-
-
 def _lines(chart: LineChart) -> _Axes:
     finite = [y for s in chart.series for y in s.y if math.isfinite(y)]
     log = chart.log and bool(finite) and min(finite) > 0
@@ -343,7 +336,7 @@ def _lines(chart: LineChart) -> _Axes:
     most = max(map(abs, finite), default=0.0)
     power = math.floor(math.log10(most)) if most and not (log or 0.01 <= most < 10_000) else 0
     if power:
-        axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{_superscript(power)}", "muted")
+        axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{str(power).translate(SUPERSCRIPTS)}", "muted")
     if finite:
         ticks = _log_ticks(10 ** ends[0], 10 ** ends[1]) if log else _ticks(ends, 5)
         axes.y_ticks([height(tick) for tick in ticks], [_plain(tick / 10**power) for tick in ticks])
@@ -483,7 +476,7 @@ def _heat(chart: HeatMap) -> _Axes:
     room = (last - gone) / POWERS
     step = next(step for step in (8, 16, 32, 64) if step >= room)
     powers = [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
-    axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{_superscript(power)}" for power in powers)])
+    axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{str(power).translate(SUPERSCRIPTS)}" for power in powers)])
     for place, strip in enumerate(chart.strips):
         top = _middle(place) - STRIP / 2
 
@@ -521,9 +514,6 @@ def _exponents(chart: HeatMap) -> tuple[int, int]:
     first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
     last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
     return first, max(last, first + 8)
-
-
-# ------------------------------------------------------------------ points
 
 
 def _points(chart: PointChart) -> _Axes:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SarifResult", "sarif_log", "strict_json"]
-
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -61,9 +59,12 @@ def _location(result: SarifResult) -> dict[str, Any]:
     return {"physicalLocation": place}
 
 
-def strict_json(value: Any) -> str:
-    """Return a tree of dicts, lists, tuples and plain values as JSON text, in which nan and infinity are null."""
-    return json.dumps(_plain(value), indent=1) + "\n"
+def strict_json(value: Any, path: str | Path | None = None) -> str:
+    """Return dicts, lists, tuples and plain values as JSON, nan and inf as null; also write it to `path`, if given."""
+    text = json.dumps(_plain(value), indent=1) + "\n"
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
 
 
 def _plain(value: Any) -> Any:

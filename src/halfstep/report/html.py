@@ -16,8 +16,6 @@ from typing import Any
 from halfstep.report.charts import Chart, draw
 from halfstep.report.document import Document
 
-__all__ = ["DARK", "LIGHT", "picture_file", "picture_style", "render", "style_sheet", "write_page"]
-
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
 
 LIGHT: Mapping[str, str] = {

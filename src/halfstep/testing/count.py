@@ -157,11 +157,6 @@ def cells(name: str, counts: Counts) -> tuple[str, ...]:
     )
 
 
-def programs() -> list[str]:
-    """Return the programs that are counted by default."""
-    return [f"{name}:{form}" for form in LOW_FORMATS for name in ("torch.amp", *POLICIES, LIMIT)]
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m halfstep.testing.count", description=__doc__)
@@ -184,10 +179,11 @@ def main(words: Sequence[str]) -> int:
         "clip_norm": not options.no_clip,
         "models": {},
     }
+    programs = [f"{name}:{form}" for form in LOW_FORMATS for name in ("torch.amp", *POLICIES, LIMIT)]
     for model in options.model or MODELS:
         made = {}
         print(f"\n{model}\n| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
-        for program in options.program or programs():
+        for program in options.program or programs:
             with fake_cuda():
                 counts = made[program] = count_program(model, program, clip=not options.no_clip)
             print(f"| {' | '.join(cells(program, counts))} |", flush=True)

@@ -75,8 +75,6 @@ class Counter(Sink):
         self._saved: dict[int, Any] = {}  # storages
         self._exits = ExitStack()
 
-    # ------------------------------------------------------------------ opening and closing
-
     def __enter__(self) -> Counter:
         """Begin to count."""
         self._exits.callback(register_optimizer_step_pre_hook(self._stepped).remove)
@@ -155,8 +153,6 @@ class Counter(Sink):
             self._gradients = {_storage(g): g for g in found if g is not None and g.layout is torch.strided}
         return self._phase
 
-    # ------------------------------------------------------------------ operators
-
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and count it."""
         phase, name = self._where(), schema_of(func).name
@@ -205,8 +201,6 @@ class Counter(Sink):
         if not keys.isdisjoint(self._gradients):
             return "gradient"
         return "down" if target.element_size() <= source.element_size() else "up"
-
-    # ------------------------------------------------------------------ syncs
 
     def _read_scalar(self, phase: str, func: Any, tensor: Tensor) -> Any:
         fake = isinstance(tensor, FakeTensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,15 +92,15 @@ class Counts:
 
     def bytes(self, *phases: str) -> int:
         """Return the bytes read and written: in these phases, or in all."""
-        return self._sum(lambda row: row.bytes, phases)
+        return sum(row.bytes for row in self.rows if row.phase in (phases or PHASES))
 
     def launches(self, *phases: str) -> int:
         """Return the calls that start work on a device: in these phases, or in all."""
-        return self._sum(lambda row: row.launches, phases)
+        return sum(row.launches for row in self.rows if row.phase in (phases or PHASES))
 
     def kernels(self, *phases: str) -> int:
         """Return the launches with multi-tensor functions counted as often as they launch on CUDA."""
-        return self._sum(lambda row: row.kernels, phases)
+        return sum(row.kernels for row in self.rows if row.phase in (phases or PHASES))
 
     def syncs_in(self, *phases: str) -> int:
         """Return how often the host waited: in these phases, or in all."""
@@ -174,9 +174,6 @@ class Counts:
     def _cast_rows(self, kinds: Iterable[str]) -> list[Row]:
         wanted = tuple(kinds) or CASTS
         return [row for row in self.rows if row.kind in wanted]
-
-    def _sum(self, value: Callable[[Row], int], phases: tuple[str, ...]) -> int:
-        return sum(value(row) for row in self.rows if row.phase in (phases or PHASES))
 
 
 def _line(name: str, *cells: object) -> str:

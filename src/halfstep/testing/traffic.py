@@ -169,8 +169,7 @@ def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost
 
 def _kernels(schema: Any, short: str, call: Arguments) -> int:
     """Return the launches of one call on CUDA."""
-    multi = short.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
-    if not multi:
+    if not short.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 1
     named = ((a.name, call.get(a.name)) for a in schema.arguments if a.name not in COUNTERS)
     lists = [value for _, value in named if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
@@ -226,9 +225,6 @@ def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
                 launches += 1
                 chunks, tensors = 0, 0 if last else 1  # a tensor cut in two goes on in the next launch
     return launches + (chunks > 0)
-
-
-# ------------------------------------------------------------------ halfstep's own operators
 
 
 def declare_own() -> None:

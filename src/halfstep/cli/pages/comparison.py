@@ -13,7 +13,7 @@ from halfstep import report as doc
 from halfstep.cli.pages.facts import findings
 from halfstep.cli.pages.figures import amp_label, galleries, left_out, ratio_text
 from halfstep.cli.terminal import machine_line
-from halfstep.report.numbers import Decimals, Size, counted, listed
+from halfstep.report.document import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from halfstep import report as doc
-from halfstep.report.numbers import Decimals, Size, minus
+from halfstep.report.document import Decimals, Size, minus
 from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio

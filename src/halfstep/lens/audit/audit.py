@@ -42,6 +42,7 @@ from halfstep.lens.calls import copied
 from halfstep.lens.tracing import OperatorCall, Tracer
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
+from halfstep.report import listed
 from halfstep.scale.scaler import GradScaler
 from halfstep.snapshot import Snapshot, generators_of, noted
 from halfstep.step.arguments import LOSS, norm_limit
@@ -233,7 +234,9 @@ class Run:
                     f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
                     f"{', '.join(result.culprits[:3]) or 'no parameter'}"
                 )
-                self.bad_in_fp32 += self._twin_is_bad()
+                if self.twin is not None:
+                    first = torch.tensor(self.twin.loss, device="cpu"), *self.twin.weights.values()
+                    self.bad_in_fp32 += not all(bool(t.isfinite().all()) for t in first)
                 return
             self.skipped += 1
             self.recorder.tallies = before
@@ -258,21 +261,11 @@ class Run:
             return replace(result.host(), loss=float(loss))
         return result.host()
 
-    def _twin_is_bad(self) -> bool:
-        """Return whether the first micro-batch is not finite in fp32 either."""
-        if self.twin is None:
-            return False
-        return not all(
-            bool(t.isfinite().all()) for t in (torch.tensor(self.twin.loss, device="cpu"), *self.twin.weights.values())
-        )
-
-    # ------------------------------------------------------------------ the fp32 twin
-
     def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         twin = self.twin
         if twin is None:
             return
-        before = None if self._twice else self._first_loss(twin.model, args, kwargs)
+        before = math.nan if self._twice else self._first_loss(twin.model, args, kwargs)
         self._twice = True
         self._follow(twin.model)
         twin.begin()
@@ -281,7 +274,7 @@ class Run:
                 with Tracer(twin, twin.model):
                     loss = self._loss(twin.model, args, kwargs)
                 now = twin.loss = float(loss.detach())
-                if before is not None and abs(now - before) > SAME * abs(before):
+                if abs(now - before) > SAME * abs(before):
                     self.twin = None
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
@@ -306,15 +299,14 @@ class Run:
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
         return loss
 
-    def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return the loss of the fp32 twin that a second run is compared with."""
+    def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of the fp32 twin that a second run is compared with; nan if there is none."""
         self._follow(twin)
         try:
             with Snapshot(noted()).returning(), suspended(), torch.no_grad():
-                loss = float(self._loss(twin, args, kwargs))
+                return float(self._loss(twin, args, kwargs))
         except Exception:  # the following run reports it
-            return None
-        return loss if math.isfinite(loss) else None
+            return math.nan
 
     @torch.no_grad()
     def _follow(self, twin: nn.Module) -> None:
@@ -368,8 +360,6 @@ class Run:
             tally.local.add(low, precise, form)
             if form.is_narrow:
                 tally.wide = tally.wide or tally.sketch
-
-    # ------------------------------------------------------------------ what comes out
 
     def result(self, *, steps: int) -> Audit:
         """Return the audit of `steps` steps."""
@@ -426,13 +416,9 @@ def _averages(model: nn.Module) -> dict[str, Tensor]:
 
 def _widened(model: nn.Module) -> nn.Module:
     """Bring low parameters and buffers of `model` to fp32, in place."""
-    for parameter in model.parameters():
-        if parameter.dtype in LOW_DTYPES:
-            parameter.data = parameter.data.float()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in LOW_DTYPES:
-                module._buffers[name] = buffer.float()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in LOW_DTYPES:
+            tensor.data = tensor.data.float()
     return model
 
 
@@ -484,14 +470,11 @@ def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[st
             "load_state_dict)"
         )
     if places and found and (not places & found or (META in found and META not in places)):
+        batch, own = (listed(sorted(map(str, devices))) for devices in (found, places))
         raise AuditError(
-            f"the batch is on {_listed(found)} and the model on {_listed(places)}; move one of them, e.g. "
+            f"the batch is on {batch} and the model on {own}; move one of them, e.g. "
             f"hs.trees.map_tensors(batch, lambda t: t.to({str(next(iter(places)))!r}))"
         )
-
-
-def _listed(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(map(str, devices)))
 
 
 def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:

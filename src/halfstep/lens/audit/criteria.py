@@ -83,8 +83,6 @@ class Examination:
         severity = min(max(severity, 0.0), 1.0)
         return Finding(kind=kind, severity=severity, cause=cause, remedy=remedy, policy=policy, diff=diff, **place)
 
-    # ------------------------------------------------------------------ remedies
-
     def wider(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to keep an operator out of the low format."""
         cast = row.op == "to"
@@ -143,9 +141,6 @@ def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroo
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-
-
-# ---------------------------------------------------------------------- rules
 
 
 def _overflow(exam: Examination) -> Iterator[Finding]:

@@ -57,9 +57,6 @@ def audit_page(audit: Audit) -> doc.Document:
     )
 
 
-# ------------------------------------------------------------------ findings
-
-
 def _findings(audit: Audit) -> doc.Section:
     facts = []
     for finding, places in audit.groups():
@@ -77,9 +74,6 @@ def _findings(audit: Audit) -> doc.Section:
         facts = [doc.Fact("Healthy", "Nothing underflows, overflows, is swallowed or far off.", tone="good")]
     notes = [doc.Bullets(audit.notes)] if audit.notes else []
     return doc.Section("Findings", (doc.Facts(tuple(facts)), *notes))
-
-
-# ------------------------------------------------------------------ pictures
 
 
 def _pictures(audit: Audit) -> doc.Section:
@@ -140,9 +134,6 @@ def _largest_loss(row: AuditRow) -> str:
     if row.subnormal >= 0.001:
         return f", {percent(row.subnormal)} subnormal"
     return f", error {percent(row.error)}" if percent(row.error) else ""
-
-
-# ------------------------------------------------------------------ tables
 
 
 HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "accumulated", "headroom", "amax", "zero",

@@ -87,9 +87,6 @@ def widened_dtypes(
     )
 
 
-# ------------------------------------------------------------------ the fp32 run
-
-
 @dataclass(slots=True)
 class TwinResult:
     """A result of the fp32 twin: its value, its version when it was made, and its gradient."""
@@ -149,9 +146,6 @@ class Reference(OperatorSink):
         if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
             args, kwargs = widened_dtypes(args, kwargs, torch.float32)
         return func(*args, **kwargs)
-
-
-# ------------------------------------------------------------------ the audited run
 
 
 @dataclass(slots=True)

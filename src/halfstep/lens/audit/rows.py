@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
-from halfstep.lens.sketch import ExponentSketch, Sketches
+from halfstep.lens.sketch import ExponentSketch, Sketches, number_of
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -28,9 +27,6 @@ ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
 
 HUGE = 1e30
 """From here on a constant is a mask also where it is not the end of a format."""
-
-SUSPECT = frozenset(struct.unpack("<q", struct.pack("<d", end))[0] for end in ENDS)
-HUGE_BITS: int = struct.unpack("<q", struct.pack("<d", HUGE))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +138,6 @@ def _ratio(difference: float, reference: float) -> float:
     return math.inf if difference else 0.0
 
 
-# ------------------------------------------------------------------ rows
-
-
 def form_of(tensor: Tensor) -> Format:
     """Return the format whose numbers `tensor` holds; fp32 for float64, which has none here."""
     return FP32 if tensor.dtype is torch.float64 else format_of(tensor.dtype)
@@ -239,23 +232,16 @@ class Tally:
 def _merged(sketch: Sketches | None, tensor: Tensor) -> tuple[Sketches, Hidden | None, int]:
     """Return `sketch`, made if there is none, with `tensor` added but for its masks; these; and how many they are."""
     tensor = tensor.detach()
-    made, hidden, count = _sketch(tensor), None, 0
-    bits = int(made.rows[0, LARGEST])
-    if (bits in SUSPECT or bits >= HUGE_BITS) and tensor.dtype in MASKED_DTYPES and tensor.layout is torch.strided:
-        hidden = hidden_in(tensor, struct.unpack("<d", struct.pack("<q", bits))[0])
-        if hidden is not None:
-            seen = tensor[~hidden.of(tensor)]
-            made, count = _sketch(seen), tensor.numel() - seen.numel()
+    made, hidden, count = Sketches.of(tensor), None, 0
+    if tensor.dtype in MASKED_DTYPES and tensor.layout is torch.strided:
+        hidden = hidden_in(tensor, number_of(int(made.rows[0, LARGEST])))
+    if hidden is not None:
+        seen = tensor[~hidden.of(tensor)]
+        made, count = Sketches.of(seen), tensor.numel() - seen.numel()
     if sketch is None:
         return made, hidden, count
     merge_(sketch.rows, made.rows)
     return sketch, hidden, count
-
-
-def _sketch(tensor: Tensor) -> Sketches:
-    made = Sketches(1, tensor.device)
-    made.add_([tensor])
-    return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,9 +357,7 @@ def percent(share: float) -> str:
 
 def three_digits(value: float) -> str:
     """Return a number with three digits; "" if it is unknown."""
-    if math.isnan(value) or math.isinf(value):
-        return ""
-    return f"{value:.3g}"
+    return f"{value:.3g}" if math.isfinite(value) else ""
 
 
 def cells(row: AuditRow) -> tuple[str, ...]:

@@ -103,8 +103,6 @@ class Audit:
     def __iter__(self) -> Iterator[AuditRow]:
         return iter(self.rows)
 
-    # ------------------------------------------------------------------ choosing
-
     def filter(
         self,
         where: Callable[[AuditRow], bool] | None = None,
@@ -156,8 +154,6 @@ class Audit:
         ranked = sorted(self.rows, key=badness, reverse=True)
         return dataclasses.replace(self, rows=tuple(ranked[:count]))
 
-    # ------------------------------------------------------------------ questions
-
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.
 
@@ -205,10 +201,7 @@ class Audit:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON, nan and inf as null; also write it to `path`, if given."""
-        text = strict_json(self.to_dict())
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return strict_json(self.to_dict(), path)
 
     @property
     def headline(self) -> str:

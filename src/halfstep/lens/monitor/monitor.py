@@ -151,8 +151,6 @@ class Monitor:
             handle.remove()
         self._hooks = self._sampler.hooks() if self.wants_update() else []
 
-    # ------------------------------------------------------------------ a sample
-
     @torch.no_grad()
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
@@ -252,8 +250,9 @@ class Monitor:
 
     def _send(self) -> None:
         load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
-        for device, shelf in self._sampler.take().items():
-            gathered = shelf.tensors()
+        taken, self._sampler.shelves = self._sampler.shelves, {}
+        for device, shelf in taken.items():
+            gathered = [shelf.gradients.rows, shelf.weights.rows, shelf.sums, shelf.outputs.rows]
             if self._scale is not None and self._scale.device == device:
                 gathered.append(self._scale)
             landing = Landing()

@@ -56,10 +56,6 @@ class Shelf:
     sums: Tensor  # (parameters, STATES + KEPT) fp64, fp32 on a device without
     outputs: Sketches  # of each leaf module
 
-    def tensors(self) -> list[Tensor]:
-        """Return gradients, weights, sums and outputs as tensors."""
-        return [self.gradients.rows, self.weights.rows, self.sums, self.outputs.rows]
-
 
 class Sampler:
     """Gathers samples of one model and its optimizer, without a wait, and makes records of them."""
@@ -89,11 +85,6 @@ class Sampler:
         self._largest: dict[str, float] = {}
         self._silent: dict[str, int] = {}
 
-    def take(self) -> dict[torch.device, Shelf]:
-        """Return what has gathered and begin anew."""
-        taken, self.shelves = self.shelves, {}
-        return taken
-
     def _shelf(self, device: torch.device) -> Shelf:
         if device not in self.shelves:
             numbers = [n for n, p in enumerate(self.parameters) if p.device == device]
@@ -105,8 +96,6 @@ class Sampler:
                 Sketches(len(self.leaves) if self.activations else 0, device),
             )
         return self.shelves[device]
-
-    # ------------------------------------------------------------------ outputs
 
     def hooks(self) -> list[RemovableHandle]:
         """Hook every leaf module, so that what it returns is counted."""
@@ -123,8 +112,6 @@ class Sampler:
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
         return look
-
-    # ------------------------------------------------------------------ an update
 
     def before(self, parameters: Sequence[nn.Parameter], factor: Tensor | None) -> None:
         """Count gradients, times `factor`, and copy what the update will change."""
@@ -211,8 +198,6 @@ class Sampler:
                         top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
                         self.paces[number] = float(rate * decay), rate / top if top else 0.0
         return rates
-
-    # ------------------------------------------------------------------ records
 
     def record(self, load: Load) -> MonitorRecord:
         """Return the record of `load`, whose tensors have arrived."""
