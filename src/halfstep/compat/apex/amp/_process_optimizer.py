@@ -87,12 +87,10 @@ def warn_or_err(msg: str) -> None:
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first process only."""
-    if _amp_state.verbosity <= 0:
-        return
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank0 and several and torch.distributed.get_rank() != 0:
-        return
-    print(msg)
+    other_rank = several and torch.distributed.get_rank() != 0
+    if _amp_state.verbosity > 0 and not (rank0 and other_rank):
+        print(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -136,9 +136,7 @@ def _session(optimizers: list[Any]) -> Session | None:
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         if stash is None:
             kind = type(optimizer).__name__
-            what = (
-                "is no optimizer" if not hasattr(optimizer, "param_groups") else "was not passed through amp.initialize"
-            )
+            what = "was not passed through amp.initialize" if hasattr(optimizer, "param_groups") else "is no optimizer"
             raise RuntimeError(
                 f"scale_loss: {kind} {what}. Write model, optimizer = amp.initialize(model, optimizer, ...) and use "
                 "the optimizer that comes back; several optimizers are passed as a list"
