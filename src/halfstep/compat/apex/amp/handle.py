@@ -520,10 +520,7 @@ def init(
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
     if enabled:
-        return switch_on(
-            torch.float16, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
-            allow_banned=allow_banned,
-        )  # fmt: skip
+        return switch_on(torch.float16, loss_scale, enable_caching, verbose, allow_banned)
     close_casts()
     _registered.clear()
     _amp_state.handle = handle = NoOpHandle()
@@ -531,7 +528,7 @@ def init(
 
 
 def switch_on(
-    low: torch.dtype, *, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    low: torch.dtype, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:  # fmt: skip
     """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
