@@ -36,8 +36,6 @@ from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-
 _START: dict[str, Any] = {
     "enabled": False,
     "opt_level": None,

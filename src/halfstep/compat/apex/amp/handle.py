@@ -26,12 +26,6 @@ from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
-__all__ = [
-    "AmpHandle", "NoOpHandle", "OptimWrapper", "close_casts", "disable_casts", "float_function", "half_function",
-    "init", "promote_function", "register_float_function", "register_half_function", "register_promote_function",
-    "scale_loss", "step_was_skipped", "switch_on",
-]  # fmt: skip
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registered: list[tuple[Any, str, str]] = []
