@@ -288,11 +288,8 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
                 continue
             first, last = entry["data_offsets"]
             dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
-            raw = (
-                torch.frombuffer(data[begin + first : begin + last], dtype=dtype)
-                if last > first
-                else torch.empty(0, device="cpu")
-            )
+            part = data[begin + first : begin + last]
+            raw = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, device="cpu")
             tensors[name] = raw.to(dtype).view(shape)
     except (OSError, ValueError, RuntimeError) as error:
         if lacks_memory(error):

@@ -136,12 +136,9 @@ def _entries(
         kind, _, rest = flat.partition("/")
         name, _, key = rest.rpartition("/")
         if kind == "optimizer" and name in parameters:
-            parameter = parameters[name]
-            like = (
-                parameter
-                if tuple(saved["size"]) == tuple(parameter.shape)
-                else torch.empty(saved["size"], device="cpu")
-            )
+            like = parameters[name]
+            if tuple(saved["size"]) != tuple(like.shape):
+                like = torch.empty(saved["size"], device="cpu")
             entries.setdefault(name, {})[key] = wanted[flat] = _empty(saved, like)
     return entries
 

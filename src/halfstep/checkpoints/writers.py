@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -66,7 +66,7 @@ def has_started_this(process: str) -> bool:
     return False
 
 
-class Lock:
+class Lock(AbstractContextManager["Lock"]):
     """The lock of one save on the folder `root`; a file system without links has none."""
 
     def __init__(self, root: Path) -> None:
@@ -108,9 +108,6 @@ class Lock:
             if self._mine in HELD and os.readlink(self._path) == self._mine:
                 self._path.unlink()
         HELD.discard(self._mine)
-
-    def __enter__(self) -> Lock:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.release()

@@ -14,8 +14,6 @@ from torch.torch_version import TorchVersion  # compares any versions
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "forward_in_class", "need", "region", "was_skipped"]
-
 LOG = logging.getLogger("halfstep")
 
 

@@ -11,8 +11,6 @@ from types import ModuleType
 
 from halfstep.errors import HalfstepError
 
-__all__ = ["NAMES", "DeprecatedFeatureWarning", "install", "uninstall"]
-
 HERE = "halfstep.compat.apex"
 NAMES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules of ``apex`` that exist here."""

@@ -27,8 +27,6 @@ import halfstep as hs
 from halfstep.compat.torch_amp import autocast_mode, cpu, cuda, grad_scaler
 from halfstep.compat.torch_amp.cuda.autocast_mode import here
 
-__all__ = ["Served", "install", "uninstall", "unserved"]
-
 DATA_PARALLEL = "torch.nn.parallel.parallel_apply"
 
 

@@ -27,11 +27,6 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
-__all__ = [
-    "AmpOptimizerState", "Session", "_amp_state", "master_params", "maybe_print", "process_optimizer",
-    "release_optimizer", "warn_or_err",
-]  # fmt: skip
-
 OWN_STEP = "_amp_own_step"
 ADDED = ("_amp_stash", "_lazy_init_maybe_master_weights", "_prepare_amp_backward", "_post_amp_backward")
 TRIES = 64  # of step(closure) after overflows: each halves the scale, and 2**24 is 38 halvings above the floor
@@ -87,12 +82,10 @@ def warn_or_err(msg: str) -> None:
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first process only."""
-    if _amp_state.verbosity <= 0:
-        return
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank0 and several and torch.distributed.get_rank() != 0:
-        return
-    print(msg)
+    other_rank = several and torch.distributed.get_rank() != 0
+    if _amp_state.verbosity > 0 and not (rank0 and other_rank):
+        print(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -36,8 +36,6 @@ from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-
 _START: dict[str, Any] = {
     "enabled": False,
     "opt_level": None,
@@ -390,16 +388,13 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
         kept = keep and isinstance(module, BatchNormBase) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
             rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
-    return hs.Policy(
+    return hs.Policy.of(
+        "O2" if properties.opt_level == "O2" else "O3",
         name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
         dtype=LOW_NAMES[low],
-        params="low",
         master="master" if properties.master_weights else "none",
-        table="mixed" if properties.opt_level == "O2" else "all-low",
-        residual="low",
-        inputs="low",
+        norms="fp32",
         outputs="fp32",
-        loss="fp32" if properties.opt_level == "O2" else "keep",
         scale="none",
         modules=tuple(rules),
     )

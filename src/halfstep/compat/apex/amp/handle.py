@@ -26,12 +26,6 @@ from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
-__all__ = [
-    "AmpHandle", "NoOpHandle", "OptimWrapper", "close_casts", "disable_casts", "float_function", "half_function",
-    "init", "promote_function", "register_float_function", "register_half_function", "register_promote_function",
-    "scale_loss", "step_was_skipped", "switch_on",
-]  # fmt: skip
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registered: list[tuple[Any, str, str]] = []
@@ -136,9 +130,7 @@ def _session(optimizers: list[Any]) -> Session | None:
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         if stash is None:
             kind = type(optimizer).__name__
-            what = (
-                "is no optimizer" if not hasattr(optimizer, "param_groups") else "was not passed through amp.initialize"
-            )
+            what = "was not passed through amp.initialize" if hasattr(optimizer, "param_groups") else "is no optimizer"
             raise RuntimeError(
                 f"scale_loss: {kind} {what}. Write model, optimizer = amp.initialize(model, optimizer, ...) and use "
                 "the optimizer that comes back; several optimizers are passed as a list"
@@ -522,10 +514,7 @@ def init(
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
     if enabled:
-        return switch_on(
-            torch.float16, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
-            allow_banned=allow_banned,
-        )  # fmt: skip
+        return switch_on(torch.float16, loss_scale, enable_caching, verbose, allow_banned)
     close_casts()
     _registered.clear()
     _amp_state.handle = handle = NoOpHandle()
@@ -533,7 +522,7 @@ def init(
 
 
 def switch_on(
-    low: torch.dtype, *, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+    low: torch.dtype, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:  # fmt: skip
     """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""

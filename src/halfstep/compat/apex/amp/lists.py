@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-__all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]
-
 _CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"]
 _BATCHED = ["addbmm", "baddbmm", "bmm"]
 _PRODUCTS = ["prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", *_BATCHED]

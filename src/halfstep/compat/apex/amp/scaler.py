@@ -13,8 +13,6 @@ import halfstep as hs
 from halfstep.compat.shared import Gate
 from halfstep.torch_private.foreach import foreach_mul_
 
-__all__ = ["LossScaler"]
-
 FLOOR = 2.0**-14  # the smallest normal fp16 number: a scale below it cannot save an fp16 gradient
 
 
