@@ -21,14 +21,7 @@ from halfstep.formats import DTYPE_NAMES, format_of
 from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
 from halfstep.policy.operators import custom_rule, is_custom
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import (
-    Decision,
-    custom_decisions,
-    device_types_of,
-    operator_rules,
-    resolve_dtype,
-    resolved,
-)
+from halfstep.policy.resolve import Decision, custom_decisions, device_types_of, operator_rules, resolve_dtype, resolved
 from halfstep.policy.rule_kinds import RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
@@ -178,10 +171,7 @@ def _module(
 
 
 def _parameters(
-    concrete: Policy,
-    model: nn.Module,
-    rules: Mapping[nn.Module, tuple[str, str]],
-    declared: Mapping[nn.Parameter, str],
+    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], declared: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterDecision, ...], list[str]]:
     """Decide the format of every parameter; return notes on those that are never touched besides."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}

@@ -74,9 +74,3 @@ def check_optimizer(where: str, optimizer: object) -> None:
         raise MindSporeTypeError(
             f"{where}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
         )
-
-
-def check_only(where: str, name: str, value: Any, allowed: Any, instead: str) -> None:
-    """Raise MindSporeValueError unless `value` is the one value that the argument `name` has here."""
-    if type(value) is not type(allowed) or value != allowed:
-        raise MindSporeValueError(f"{where}: {name}={value!r}; only {allowed!r} exists here: {instead}")

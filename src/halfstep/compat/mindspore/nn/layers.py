@@ -14,7 +14,6 @@ from halfstep.compat.mindspore.checks import (
     MindSporeValueError,
     check_bool,
     check_number,
-    check_only,
     check_whole,
 )
 from halfstep.compat.mindspore.common.initializer import chosen
@@ -31,7 +30,12 @@ __all__ = [
 ]  # fmt: skip
 
 LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
-LAYOUT_REMEDY = "transpose the input, or use torch.channels_last"
+
+
+def _check_layout(where: str, layout: object, allowed: str) -> None:
+    if layout != allowed:
+        remedy = "transpose the input, or use torch.channels_last"
+        raise MindSporeValueError(f"{where}: data_format={layout!r}; only {allowed!r} exists here: {remedy}")
 
 
 class Layer(Cell):
@@ -261,7 +265,7 @@ class _BatchNorm(_Norm):
             raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):
             raise MindSporeTypeError(f"{name}: use_batch_statistics={use_batch_statistics!r}; True, False or None")
-        check_only(name, "data_format", data_format, "NCHW", LAYOUT_REMEDY)
+        _check_layout(name, data_format, "NCHW")
         self.make(num_features, eps=eps, momentum=1.0 - momentum, affine=True, dtype=dtype)
         for statistics in (self.running_mean, self.running_var):
             statistics.data = statistics.data.float()
@@ -384,7 +388,7 @@ class _Conv(Layer):
         name = type(self).__name__
         dims = self.dims = int(self.kind.__name__[-2])  # of nn.Conv2d and nn.ConvTranspose2d: 2
         if data_format != "":
-            check_only(name, "data_format", data_format, LAYOUTS[dims], LAYOUT_REMEDY)
+            _check_layout(name, data_format, LAYOUTS[dims])
         self.around = check_padding(name, pad_mode, padding, dims)
         window = sizes(f"{name}: kernel_size", kernel_size, dims)
         self.steps, self.spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
@@ -476,7 +480,7 @@ class _Pool(Cell):
         """Check the settings; `padded` are the names of those for pad_mode "pad" alone, `given`: any is."""
         super().__init__()
         name = type(self).__name__
-        check_only(name, "data_format", data_format, LAYOUTS[2], LAYOUT_REMEDY)
+        _check_layout(name, data_format, LAYOUTS[2])
         self.window = sizes(f"{name}: kernel_size", kernel_size, 2)
         self.steps = sizes(f"{name}: stride", stride, 2)
         self.pad_mode = str(pad_mode).lower()

@@ -33,14 +33,12 @@ from halfstep.compat.mindspore.checks import (
 )
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import FP32, LOW_DTYPES
 
 __all__ = [
-    "FP32_MAX", "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
+    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
     "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "StaticLossScaler", "all_finite", "check_scale",
 ]  # fmt: skip
-
-FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 
 def _fp32(value: float) -> float:
@@ -56,7 +54,7 @@ def _scaler(preset: str, init: float, factor: float, window: int, backoff: float
 def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
     """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
     number = check_number(where, value, expected or "a number, float or int, such as 1024.0")
-    if not low <= value <= FP32_MAX:
+    if not low <= value <= FP32.max:
         raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
     return number
 

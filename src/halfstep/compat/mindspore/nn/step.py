@@ -25,9 +25,10 @@ from halfstep.compat.mindspore.checks import (
 )
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
-from halfstep.compat.mindspore.nn.loss_scale import FP32_MAX, DynamicLossScaleUpdateCell, all_finite, check_scale
+from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleUpdateCell, all_finite, check_scale
 from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
+from halfstep.formats import FP32
 
 __all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell"]
 
@@ -48,7 +49,7 @@ class _OneStep(Cell):
         positional = [k for k in kinds if k in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
         self._most = None if Parameter.VAR_POSITIONAL in kinds else len(positional)  # inputs; None: any number
         bind_for_training(network)
-        moved_by_hand = hs.ScaleRule(init=1.0, growth=1.0, backoff=1.0, interval=1, floor=0.0, ceiling=FP32_MAX)
+        moved_by_hand = hs.ScaleRule(init=1.0, growth=1.0, backoff=1.0, interval=1, floor=0.0, ceiling=FP32.max)
         self._scaler = hs.GradScaler(rule=moved_by_hand)
         self._step = hs.TrainStep(network, optimizer, self._loss, scaler=self._scaler)
         self._by_optimizer = 1.0
