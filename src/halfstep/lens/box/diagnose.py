@@ -120,7 +120,10 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
         if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN and verdict.op != CAST:
-            notes += _large(subject)
+            weights = ((extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p))
+            value, name = max(weights, default=(0.0, ""))
+            if value > LARGE:
+                notes.append(f"{name} holds values as large as {value:.3g}")
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
@@ -282,14 +285,6 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
                 yield parameter.detach()
 
 
-def _large(subject: Subject) -> Iterator[str]:
-    """Yield a note on the largest weight, if it is out of the normal range."""
-    found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
-    value, name = max(found, default=(0.0, ""))
-    if value > LARGE:
-        yield f"{name} holds values as large as {value:.3g}"
-
-
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
     """Return the verdict on micro-batches that are finite one by one."""
     leaf = attempt.added
@@ -412,15 +407,9 @@ def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
         rows.append((min if small else max)(spoiled or parents, key=lambda p: p.made))
         seen.add(rows[-1])
     rows.reverse()
-    return [row for row, following in zip(rows, [*rows[1:], None], strict=True) if not _alike(row, following)]
-
-
-def _alike(row: CallRecord, following: CallRecord | None) -> bool:
-    """Return whether two calls belong to one operator of the user's, such as the kernels of its backward pass."""
-    if following is None:
-        return False
-    one, two = row.site, following.site
-    return (one.op, one.module, one.line, one.phase) == (two.op, two.module, two.line, two.phase)
+    # alike are those of one operator of the user's, such as the kernels of its backward pass
+    where = [(row.site.op, row.site.module, row.site.line, row.site.phase) for row in rows]
+    return [row for row, here, following in zip(rows, where, [*where[1:], None], strict=True) if here != following]
 
 
 def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
@@ -428,26 +417,25 @@ def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
     early = range(max(len(rows) - NEAREST, 0))
     changed = sorted(early, key=lambda index: _change(rows, index), reverse=True)[: ROWS - NEAREST]
     kept = [*sorted(changed), *range(len(early), len(rows))]
-    return tuple(_row(rows[index]) for index in kept)
+    return tuple(
+        Magnitude(
+            op=call.site.op,
+            module=call.site.module,
+            line=call.site.line,
+            phase=call.site.phase,
+            dtype=str(call.dtype).removeprefix("torch."),
+            largest=call.made,
+            limit=call.limit,
+            finite=call.finite_out,
+        )
+        for call in [rows[index] for index in kept]
+    )
 
 
 def _change(rows: list[CallRecord], index: int) -> float:
     """Return by how many powers of e a call changed the magnitude of what it was given."""
     before = rows[index - 1].made if index else rows[index].largest
     return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
-
-
-def _row(call: CallRecord) -> Magnitude:
-    return Magnitude(
-        op=call.site.op,
-        module=call.site.module,
-        line=call.site.line,
-        phase=call.site.phase,
-        dtype=str(call.dtype).removeprefix("torch."),
-        largest=call.made,
-        limit=call.limit,
-        finite=call.finite_out,
-    )
 
 
 def _first_extreme(rows: list[CallRecord]) -> str:
