@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,24 +91,19 @@ class Replay:
             stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
             stack.enter_context(modules.watching())
             put_buffers(self.buffers)
-            yield partial(self._run, modules)
 
-    def _run(
-        self,
-        modules: Modules,
-        window: Sequence[MicroBatch],
-        *,
-        traced: bool = False,
-        factor: float = 1.0,
-        only: int | None = None,
-    ) -> Attempt:
-        attempt = Attempt()
-        for index, micro in enumerate(window):
-            if only is None or index == only:
-                self._one(attempt, index, micro, modules, traced=traced, factor=factor)
-                if attempt.bad and attempt.trace is not None:
-                    break
-        return attempt
+            def run(
+                window: Sequence[MicroBatch], *, traced: bool = False, factor: float = 1.0, only: int | None = None
+            ) -> Attempt:
+                attempt = Attempt()
+                for index, micro in enumerate(window):
+                    if only is None or index == only:
+                        self._one(attempt, index, micro, modules, traced=traced, factor=factor)
+                        if attempt.bad and attempt.trace is not None:
+                            break
+                return attempt
+
+            yield run
 
     def _one(
         self, attempt: Attempt, index: int, micro: MicroBatch, modules: Modules, *, traced: bool, factor: float
