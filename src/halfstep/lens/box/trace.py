@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -52,7 +54,6 @@ SILENT = frozenset(
 """Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
 
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
-
 
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
@@ -207,11 +208,14 @@ class Trace(Sink):
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
+        applied = self._applied
         try:
             with _unobserved():
                 call = Call(self.origins, site, func, args, kwargs)
-            for tensor in call.inputs:
-                self._tag_custom(tensor)
+            for tensor in call.inputs:  # the nodes of custom Functions: with the sites where these were applied
+                node: Any = tensor.grad_fn
+                if node is not None and TAG not in node.metadata and (name := name_of_node(node.name())) in applied:
+                    node.metadata[TAG] = applied[name]
             self._inner = []
             if self.tracer.below is None:
                 result = func(*args, **kwargs)
@@ -227,23 +231,11 @@ class Trace(Sink):
         finally:
             self._depth -= 1
 
-    def _tag_custom(self, tensor: Tensor) -> None:
-        """Tag the node of a custom Function with the site where it was applied."""
-        node: Any = tensor.grad_fn
-        if node is not None and TAG not in node.metadata:
-            site = self._applied.get(name_of_node(node.name()))
-            if site is not None:
-                node.metadata[TAG] = site
-
 
 def _engine_between(below: FrameType, above: FrameType) -> bool:
     """Return whether the autograd engine runs between a frame and one that called it."""
-    frame: FrameType | None = below
-    while frame is not None and frame is not above:
-        if frame.f_code.co_name == ENGINE:
-            return True
-        frame = frame.f_back
-    return False
+    between = takewhile(lambda frame: frame is not above, (frame for frame, _ in walk_stack(below)))
+    return any(frame.f_code.co_name == ENGINE for frame in between)
 
 
 def _opens(func: Callable[..., Any]) -> bool:
