@@ -22,8 +22,7 @@ from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
-from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.replay import Attempt, Trace
 from halfstep.lens.box.trials import RISING, Trials
 from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.origins import CallRecord, Source
-from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.replay import Attempt, Replay, Trace
 from halfstep.lens.calls import NORMALISING, described, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
 from halfstep.policy.policy import Policy

@@ -1,7 +1,7 @@
 """Step boxes: what a black box does about one bad step, and the box of a `TrainStep`.
 
 A step that is not finite only because a dynamic scale is still falling is left alone (`Streak`). Any other is replayed
-with instruments (`trace`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
+with instruments (`replay`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
 bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
