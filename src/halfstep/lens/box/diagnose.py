@@ -21,6 +21,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import Signals
+from halfstep.torch_private.compiler import is_compiled
 from halfstep.trees import tensors
 from halfstep.update.updater import ClipNorm
 from halfstep.weights.store import WeightStore
@@ -75,11 +76,6 @@ class Subject:
     signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
 
     @property
-    def low(self) -> str:
-        """The low format, "" if it is not known."""
-        return low_of(self.policy, self.model)
-
-    @property
     def names(self) -> dict[int, str]:
         """Names of parameters by identity."""
         return {id(p): n for n, p in self.model.named_parameters()}
@@ -126,7 +122,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in subject.model.modules()):
+    if any(map(is_compiled, subject.model.modules())):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
 
@@ -330,13 +326,10 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
     if bad:
         return Verdict(kind="bad_state", phase="update", parameter=bad[0])
     gradients = list(attempt.gradients.values())
-    if gradients and subject.normed:
+    if subject.normed:
         norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
                  for g in gradients if g.is_floating_point()]  # fmt: skip
-        norm = (
-            torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros((), device="cpu")
-        )
-        if not bool(torch.isfinite(norm)):
+        if norms and not bool(torch.isfinite(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))):
             largest = max(extremes(g)[0] for g in gradients)
             if largest / subject.scale * math.sqrt(sum(g.numel() for g in gradients)) < FP32_ROOT:
                 detail = f"it was {subject.scale:g}; every gradient is finite, the sum of their squares is not"
@@ -350,14 +343,11 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
 
 def _bad_states(subject: Subject) -> list[str]:
     """Return names of optimizer states that are not finite."""
-    found = []
-    if subject.optimizer is not None:
-        names = subject.names
-        kind = type(subject.optimizer).__name__
-        for parameter, state in subject.optimizer.state.items():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and not extremes(value)[1]:
-                    found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
+    found, names, kind = [], subject.names, type(subject.optimizer).__name__
+    for parameter, state in () if subject.optimizer is None else subject.optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and not extremes(value)[1]:
+                found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
     return found
 
 
