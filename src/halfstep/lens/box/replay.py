@@ -368,10 +368,9 @@ class Replay:
             if self.wide and len(self.window) > 1 and gradient.dtype in LOW_DTYPES:
                 gradient = gradient.float()
             attempt.gradients[leaf] = gradient if total is None else total + gradient
-        if not attempt.bad:
-            sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
-            if sums:
-                attempt.bad, attempt.index, attempt.added = True, index, sums[0]
+        sums = (leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1])
+        if not attempt.bad and (first := next(sums, None)) is not None:
+            attempt.bad, attempt.index, attempt.added = True, index, first
 
 
 class _RefuseCollectives(Sink):
