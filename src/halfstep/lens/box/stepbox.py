@@ -437,8 +437,7 @@ class Box:
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
-            text = text.replace("step.explain()", f"{self.spelled}.explain()")
-            LOG.warning("black box: %s", f"step {step}: {text}")
+            LOG.warning("black box: step %d: %s", step, text.replace("step.explain()", f"{self.spelled}.explain()"))
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -519,7 +518,10 @@ class StepBox(Box):
                 if known is None:
                     self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
                 else:
-                    self._take(known, window)
+                    self._streak.verdict = known
+                    topic = self._topic(window, UPDATE)
+                    if topic is not None and self.exchange is not None and has_parts(self._history.model):
+                        self.exchange.agree(topic.agreement, ok=False, patience=0.0)  # they need not wait for this one
         finally:
             self._warn(window.last, self._streak.see(seen))
 
@@ -529,13 +531,6 @@ class StepBox(Box):
         if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
             self._lone += 1
             self._announce(self._known(window) or self._explained(window))
-
-    def _take(self, known: Verdict, window: Window) -> None:
-        """Take a verdict that `explain` has given; the other ranks need not wait for this one."""
-        self._streak.verdict = known
-        topic = self._topic(window, UPDATE)
-        if topic is not None and self.exchange is not None and has_parts(self._history.model):
-            self.exchange.agree(topic.agreement, ok=False, patience=0.0)
 
     # ------------------------------------------------------------------ replay
 
