@@ -39,7 +39,6 @@ MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what
 EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
 SHARE = 4  # outliers are in one of so many samples, or in one sample
 
-
 ALONE = "the batch holds one sample"
 TARGET = ", the target of "
 SELECTING = frozenset({"getitem", "masked_select", "index_select", "index"})

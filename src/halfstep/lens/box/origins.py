@@ -55,7 +55,6 @@ POLES = frozenset(
 )
 """Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
-
 SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear", "matmul", "lerp", "addcmul"})
 """Operators of which an infinite argument is a factor, and no mask."""
 

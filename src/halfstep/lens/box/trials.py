@@ -352,7 +352,6 @@ def refuse_wrong(subject: Subject) -> None:
     """Run each further batch of a step once, as the step was run; StepError if the loss function does not take it."""
     own = subject.replay.window[0]
     for number, micro in subject.more.items():
-        why = ""
         cause: Exception | None = None
         try:
             with subject.replay.windows() as windows:
