@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.replay import Trace
 from halfstep.lens.calls import extremes, in_float64
 from tests.lens.broken import batch, classify, explained, here, transformer
 

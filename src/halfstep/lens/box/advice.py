@@ -22,8 +22,7 @@ from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
 from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
-from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.replay import Attempt, Trace
 from halfstep.lens.box.trials import RISING, Trials
 from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise
@@ -310,7 +309,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "precision", eps, ""
     if wide is None or trials is None or attempt is None:
         return ("divergence", away, "") if away else ("", "", "")
-    if away and not (wide.trains and _is_back(trials)):
+    back = wide.trains and (trials.usual is None or abs(wide.losses[-1]) <= BACK * trials.usual)
+    if away and not back:
         return "divergence", away, tried
     if found and not (wide.trains and verdict.kind == "invalid"):  # fp32 trains on what has no value here
         other = without(subject, attempt)
@@ -362,12 +362,6 @@ def _off_course(subject: Subject, trials: Trials) -> str:
     if (at := next(rises, 0)) and not abs(now - then) < MOVED * then:
         return f"the loss was {max(before[:at]):.3g} at most in {at} steps, and {before[-1]:.3g} at last"
     return f"the weights grew from {then:.3g} to {now:.3g} since step {first}" if now >= BAD.grew * then else ""
-
-
-def _is_back(trials: Trials) -> bool:
-    """Return whether training in fp32 comes back to losses like those before the step."""
-    losses = trials.wide.losses
-    return trials.usual is None or not losses or abs(losses[-1]) <= BACK * trials.usual
 
 
 def runaway(subject: Subject) -> str:

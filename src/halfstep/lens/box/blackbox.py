@@ -134,6 +134,7 @@ class BlackBox(Box):
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
         self._loop = Loop(optimizer)
+        self._judged = self._loop.judge
         self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
         self._columns: Columns | None = None  # the gradients of a backward pass, as the CPU kernels read them
@@ -348,8 +349,9 @@ class BlackBox(Box):
         return self.model, unwrap(self.model), f"box {self._ordinal}"
 
     def _topic(self, window: Window, place: str) -> Topic | None:
-        shared = self._synced and self._gradients_bad() and self.exchange is not None
-        return Topic(str(window.last), place) if shared else None
+        if not (self._synced and self._gradients_bad()) or self.exchange is None:
+            return None
+        return Topic(self.exchange, str(window.last), place)
 
     def _gradients_bad(self) -> bool:
         return self._bad is not None and bool(self._bad)
@@ -360,9 +362,6 @@ class BlackBox(Box):
         if len(self._scales) >= STUCK and self._scales[0] == last > 1:
             return "static"
         return "dynamic" if max(last, self._highest) > 1 else "none"
-
-    def _judged(self, verdict: Verdict) -> Verdict:
-        return self._loop.judge(verdict)
 
     def _explained(self, window: Window, place: str = CALL) -> Verdict:
         subject, seed = self._subject(window), window.batches[0].seed

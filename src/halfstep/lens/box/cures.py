@@ -19,7 +19,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
-from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
+from halfstep.lens.box.diagnose import LOWEST, Subject, low_of, verdict_of
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import FAILURES, Trials, adapted, highest, in_place_of
 from halfstep.lens.calls import RUNS_BACKWARD, Site, region_here, spelled
@@ -59,7 +59,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         search.try_one(base.replace(grads="fp32"), "gradients added in fp32", "policy.replace(grads='fp32')")
     if base.loss == "keep":
         search.try_one(base.replace(loss="fp32"), "losses in fp32", "policy.replace(loss='fp32')")
-    if subject.low == "fp16" and len(search.verified) < ENOUGH:
+    if low_of(subject.policy, subject.model) == "fp16" and len(search.verified) < ENOUGH:
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found:
         search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")

@@ -23,7 +23,6 @@ from torch import Tensor
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import CallRecord, Source, upstream
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
@@ -39,7 +38,6 @@ TAIL = 1000  # most values that the tail is estimated from: the largest tenth, t
 MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)
 EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
 SHARE = 4  # outliers are in one of so many samples, or in one sample
-
 
 ALONE = "the batch holds one sample"
 TARGET = ", the target of "
@@ -104,7 +102,25 @@ def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
     """Return which target is no probability where a loss takes it for one: training on it runs away; "" for none."""
     if attempt is None or attempt.trace is None or attempt.index is None:
         return ""
-    return next(_targets(subject.replay.window[attempt.index], attempt.trace), "")
+    known = {f"input {i}": (name, tensor) for i, name, tensor in _inputs(subject.replay.window[attempt.index])}
+    for call in attempt.trace.origins.calls():
+        if call.site.op != "binary_cross_entropy_with_logits" or call.site.phase != "forward":
+            continue
+        casts = (parent for parent in call.parents if parent.site.op in CASTS)
+        roots = {name for one in (call, *casts) for kind, name in one.outside if kind == "batch"}
+        if len(roots) != 1 or known[min(roots)][1].layout is not torch.strided:  # a weight for each element besides
+            continue
+        name, tensor = known[roots.pop()]
+        bad = (tensor < 0) | (tensor > 1)
+        if tensor.numel() == math.prod(call.shapes[0]) and bool(bad.any()):
+            flat = int(bad.flatten().nonzero()[0])
+            value, count = tensor.flatten()[flat].item(), int(bad.sum())
+            counted = f" ({count} of {tensor.numel()} such values)" if count > 1 else ""
+            return (
+                f"{name}, the target of {call.site.op}, holds {value:g} in {place(tensor, flat)}{counted}; outside "
+                "of 0 to 1 the loss has no minimum"
+            )
+    return ""
 
 
 def _inputs(micro: MicroBatch) -> Given:
@@ -232,28 +248,6 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
     return found
 
 
-def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
-    """Yield which targets are no probabilities where a loss takes them for such."""
-    known = {f"input {index}": (name, tensor) for index, name, tensor in _inputs(micro)}
-    for call in trace.origins.calls():
-        if call.site.op != "binary_cross_entropy_with_logits" or call.site.phase != "forward":
-            continue
-        casts = (parent for parent in call.parents if parent.site.op in CASTS)
-        roots = {name for one in (call, *casts) for kind, name in one.outside if kind == "batch"}
-        if len(roots) != 1 or known[min(roots)][1].layout is not torch.strided:  # a weight for each element besides
-            continue
-        name, tensor = known[roots.pop()]
-        bad = (tensor < 0) | (tensor > 1)
-        if tensor.numel() == math.prod(call.shapes[0]) and bool(bad.any()):
-            flat = int(bad.flatten().nonzero()[0])
-            value, count = tensor.flatten()[flat].item(), int(bad.sum())
-            counted = f" ({count} of {tensor.numel()} such values)" if count > 1 else ""
-            yield (
-                f"{name}, the target of {call.site.op}, holds {value:g} in {place(tensor, flat)}{counted}; outside "
-                "of 0 to 1 the loss has no minimum"
-            )
-
-
 # ---------------------------------------------------------------------- outliers
 
 
@@ -285,22 +279,21 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
         sizes = sizes.nan_to_num(0.0, 0.0, 0.0)
     largest = float(sizes.max())
     usual = max(past, default=0.0)
+    flat = int(sizes.flatten().argmax())
+    text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
     rest = _rest_by_samples(sizes) or _rest_by_markers(values, sizes)
     if rest:
         if past and largest < RATIO * usual:  # batches that trained held as much
             return None
         far = sizes > math.sqrt(RATIO) * rest  # in samples with an outlier, their other values are not
-        flat, number = int(sizes.flatten().argmax()), int(far.sum())
+        number = int(far.sum())
         rows = far.reshape(len(far), -1).any(1).nonzero().flatten().tolist()
         others = tensor.numel() - number
-        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         if number > 1:
             text += f" ({number} such values, in {shown(rows)})"
         rest = float(sizes[~far].max())
         return Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
     if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
-        flat = int(sizes.flatten().argmax())
-        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         return Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
     return None
 

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.origins import CallRecord, Source
-from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.replay import Attempt, Replay, Trace
 from halfstep.lens.calls import NORMALISING, described, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.step.parts.signals import Signals
+from halfstep.torch_private.compiler import is_compiled
 from halfstep.trees import tensors
 from halfstep.update.updater import ClipNorm
 from halfstep.weights.store import WeightStore
@@ -76,11 +76,6 @@ class Subject:
     signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
 
     @property
-    def low(self) -> str:
-        """The low format, "" if it is not known."""
-        return low_of(self.policy, self.model)
-
-    @property
     def names(self) -> dict[int, str]:
         """Names of parameters by identity."""
         return {id(p): n for n, p in self.model.named_parameters()}
@@ -120,11 +115,14 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
         if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN and verdict.op != CAST:
-            notes += _large(subject)
+            weights = ((extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p))
+            value, name = max(weights, default=(0.0, ""))
+            if value > LARGE:
+                notes.append(f"{name} holds values as large as {value:.3g}")
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in subject.model.modules()):
+    if any(map(is_compiled, subject.model.modules())):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
 
@@ -282,14 +280,6 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
                 yield parameter.detach()
 
 
-def _large(subject: Subject) -> Iterator[str]:
-    """Yield a note on the largest weight, if it is out of the normal range."""
-    found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
-    value, name = max(found, default=(0.0, ""))
-    if value > LARGE:
-        yield f"{name} holds values as large as {value:.3g}"
-
-
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
     """Return the verdict on micro-batches that are finite one by one."""
     leaf = attempt.added
@@ -336,13 +326,10 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
     if bad:
         return Verdict(kind="bad_state", phase="update", parameter=bad[0])
     gradients = list(attempt.gradients.values())
-    if gradients and subject.normed:
+    if subject.normed:
         norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
                  for g in gradients if g.is_floating_point()]  # fmt: skip
-        norm = (
-            torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros((), device="cpu")
-        )
-        if not bool(torch.isfinite(norm)):
+        if norms and not bool(torch.isfinite(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))):
             largest = max(extremes(g)[0] for g in gradients)
             if largest / subject.scale * math.sqrt(sum(g.numel() for g in gradients)) < FP32_ROOT:
                 detail = f"it was {subject.scale:g}; every gradient is finite, the sum of their squares is not"
@@ -356,14 +343,11 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
 
 def _bad_states(subject: Subject) -> list[str]:
     """Return names of optimizer states that are not finite."""
-    found = []
-    if subject.optimizer is not None:
-        names = subject.names
-        kind = type(subject.optimizer).__name__
-        for parameter, state in subject.optimizer.state.items():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and not extremes(value)[1]:
-                    found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
+    found, names, kind = [], subject.names, type(subject.optimizer).__name__
+    for parameter, state in () if subject.optimizer is None else subject.optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and not extremes(value)[1]:
+                found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
     return found
 
 
@@ -412,15 +396,9 @@ def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
         rows.append((min if small else max)(spoiled or parents, key=lambda p: p.made))
         seen.add(rows[-1])
     rows.reverse()
-    return [row for row, following in zip(rows, [*rows[1:], None], strict=True) if not _alike(row, following)]
-
-
-def _alike(row: CallRecord, following: CallRecord | None) -> bool:
-    """Return whether two calls belong to one operator of the user's, such as the kernels of its backward pass."""
-    if following is None:
-        return False
-    one, two = row.site, following.site
-    return (one.op, one.module, one.line, one.phase) == (two.op, two.module, two.line, two.phase)
+    # alike are those of one operator of the user's, such as the kernels of its backward pass
+    where = [(row.site.op, row.site.module, row.site.line, row.site.phase) for row in rows]
+    return [row for row, here, following in zip(rows, where, [*where[1:], None], strict=True) if here != following]
 
 
 def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
@@ -428,26 +406,25 @@ def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
     early = range(max(len(rows) - NEAREST, 0))
     changed = sorted(early, key=lambda index: _change(rows, index), reverse=True)[: ROWS - NEAREST]
     kept = [*sorted(changed), *range(len(early), len(rows))]
-    return tuple(_row(rows[index]) for index in kept)
+    return tuple(
+        Magnitude(
+            op=call.site.op,
+            module=call.site.module,
+            line=call.site.line,
+            phase=call.site.phase,
+            dtype=str(call.dtype).removeprefix("torch."),
+            largest=call.made,
+            limit=call.limit,
+            finite=call.finite_out,
+        )
+        for call in [rows[index] for index in kept]
+    )
 
 
 def _change(rows: list[CallRecord], index: int) -> float:
     """Return by how many powers of e a call changed the magnitude of what it was given."""
     before = rows[index - 1].made if index else rows[index].largest
     return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
-
-
-def _row(call: CallRecord) -> Magnitude:
-    return Magnitude(
-        op=call.site.op,
-        module=call.site.module,
-        line=call.site.line,
-        phase=call.site.phase,
-        dtype=str(call.dtype).removeprefix("torch."),
-        largest=call.made,
-        limit=call.limit,
-        finite=call.finite_out,
-    )
 
 
 def _first_extreme(rows: list[CallRecord]) -> str:

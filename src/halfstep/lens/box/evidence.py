@@ -121,14 +121,12 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
 def _surplus(folder: Path, rank: str) -> list[Path]:
     """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, of all runs."""
     name = re.compile(rf"halfstep-blackbox-\d+{rank}\.txt")
-    found = []
     try:
-        for path in folder.iterdir():
-            if name.fullmatch(path.name):
-                found.append((path.stat().st_mtime_ns, path.name, path.with_suffix(".pt")))
+        found = [path for path in folder.iterdir() if name.fullmatch(path.name)]
+        found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
     except OSError:  # another run has just removed one, or there is no folder: next time
         return []
-    return [path for _, _, path in sorted(found)[:-MOST_IN_FOLDER]]
+    return [path.with_suffix(".pt") for path in found[:-MOST_IN_FOLDER]]
 
 
 def _private(path: Path) -> IO[bytes]:

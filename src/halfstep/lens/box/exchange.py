@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.meeting import processes
+from halfstep.torch_private.compiler import original_of
 from halfstep.torch_private.distributed import default_store
 
 BITS = 62  # ranks in one counter of the store, which is a signed 64-bit integer
@@ -151,33 +152,23 @@ class Exchange:
 
 
 def exchange_of(wrapped: nn.Module, model: nn.Module, name: str) -> Exchange | None:
-    """Return the exchange of the ranks that make each step of a model together; None if there are no others.
+    """Return the exchange of the ranks that see the same verdict on each update of a model; None without others.
 
+    They are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
+    are nested or cross each other, all ranks of the program are taken.
     `wrapped` is the model as the user calls it; `name` that of its black box, equal on all ranks, used for no other.
     """
-    ranks = ranks_of_step(wrapped, model)
-    if ranks is None:
+    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes - {None}}
+    while isinstance(inner := original_of(wrapped), nn.Module):  # compiled
+        wrapped = inner
+    if isinstance(wrapped, DistributedDataParallel):
+        found.add(tuple(sorted(torch.distributed.get_process_group_ranks(wrapped.process_group))))
+    ranks = min(found, default=()) if len(found) < 2 else tuple(range(processes()[1]))
+    if len(ranks) < 2:
         return None
     names = [name for name, _ in model.named_parameters()]
     # ranks that have made other models before do not take them for each other
     key = hashlib.sha256(repr((name, ranks, names)).encode()).hexdigest()[:16]
     c10d: Any = torch.distributed  # some builds have no stores
     return Exchange(c10d.PrefixStore(f"halfstep/{key}", default_store()), ranks, processes()[0])
-
-
-def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | None:
-    """Return the global numbers of the ranks that see the same verdict on each update; None if there are no others.
-
-    They are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
-    are nested or cross each other, all ranks of the program are taken.
-    """
-    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
-    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes - {None}}
-    while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled
-        wrapped = inner
-    if isinstance(wrapped, DistributedDataParallel):
-        found.add(tuple(sorted(torch.distributed.get_process_group_ranks(wrapped.process_group))))
-    if not found:
-        return None
-    ranks = found.pop() if len(found) == 1 else tuple(range(processes()[1]))
-    return ranks if len(ranks) > 1 else None

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -367,12 +368,6 @@ def _is_round(number: float) -> bool:
 # ------------------------------------------------------------------ the user's program
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _attributes(owner: object) -> list[Any]:
     """Return the values of an object's attributes; none of a class, of a module, and of what has or shows none."""
     try:
@@ -381,10 +376,11 @@ def _attributes(owner: object) -> list[Any]:
         return []
 
 
-def _scales_near(frame: FrameType | None) -> list[float]:
+def _scales_near(frame: FrameType) -> list[float]:
     """Return the scales of the scalers that the program around the step has in its variables."""
     found: dict[int, Any] = {}
-    for one in _frames(user_frame(frame)):
+    near = user_frame(frame)
+    for one, _ in () if near is None else walk_stack(near):
         values = [*one.f_locals.values(), *one.f_globals.values()]
         for owner in one.f_locals.values():  # self, or what holds the parts of a loop
             values += _attributes(owner)

@@ -55,7 +55,6 @@ POLES = frozenset(
 )
 """Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
-
 SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear", "matmul", "lerp", "addcmul"})
 """Operators of which an infinite argument is a factor, and no mask."""
 
@@ -269,7 +268,8 @@ class Origins:
             name = call.record.carrier
         written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
         words = remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else ""
-        everything = op not in DIVIDING or writes(call.func)
+        everything = call.record.parents, call.record.outside
+        divides = op in DIVIDING and not writes(call.func)
         source = Source(
             "operator",
             self.order,
@@ -282,9 +282,7 @@ class Origins:
             samples=_where(call, 0),
             features=_where(call, -1),
             remark=words,
-            needs=(call.record.parents, call.record.outside)
-            if everything
-            else self.made_by(remarked(op, call.args, call.kwargs)),
+            needs=self.made_by(remarked(op, call.args, call.kwargs)) if divides else everything,
         )
         self.sources.append(source)
         return source
@@ -335,11 +333,7 @@ def _where(call: Call, dim: int) -> tuple[int, ...]:
         if not finite:
             if not has_storage(tensor) or not tensor.dim():
                 return ()
-            bad = (
-                (~torch.isfinite(tensor.detach())).movedim(dim, 0).flatten(1).any(1)
-                if tensor.dim() > 1
-                else ~torch.isfinite(tensor.detach())
-            )
+            bad = (~torch.isfinite(tensor.detach())).movedim(dim, 0).reshape(tensor.shape[dim], -1).any(1)
             return () if bool(bad.all()) else tuple(bad.nonzero().flatten().tolist())
     return ()
 

@@ -1,32 +1,261 @@
-"""Replay: run kept micro-batches again, exactly, and leave everything as it was.
+"""Replay: run kept micro-batches again, exactly, with instruments or without, and leave everything as it was.
 
 Its backward pass returns the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an
 optimizer or reduce over ranks; only re-entrant checkpointing needs accumulation into ``.grad``.
+
+`Trace`, the instruments, is the sink of a tracer. It receives operators as the user calls them, with module and line,
+and writes both into the `metadata` of the autograd nodes that each call makes. It receives the kernels of the backward
+pass too; the metadata of the running node gives the call a kernel belongs to.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import takewhile
+from traceback import walk_stack
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 
+from halfstep.cast.rules.recipe import unreported
+from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import extremes
-from halfstep.lens.tracing import KernelMode, Sink
+from halfstep.lens.box.origins import Call, Origins
+from halfstep.lens.calls import (
+    RUNS_BACKWARD,
+    TAG,
+    Site,
+    autocasting,
+    extremes,
+    floats,
+    has_storage,
+    name_of_node,
+    numbers_of,
+    public,
+    region_here,
+    spelled,
+    tag,
+)
+from halfstep.lens.tracing import KernelMode, Sink, Tracer, line_of, user_frame
 from halfstep.meeting import processes
+from halfstep.policy.policy import Policy
 from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
 from halfstep.step.parts.record import MicroBatch, put_random
-from halfstep.torch_private.autograd import engine_run_backward
-from halfstep.trees import map_tensors
+from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, engine_run_backward
+from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
+from halfstep.trees import map_tensors, tensors
 from halfstep.update.updater import Deferral
+
+SILENT = frozenset(
+    "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
+    "storage_offset untyped_storage is_contiguous register_hook requires_grad_ retain_grad item tolist __len__ "
+    "__bool__ __float__ __int__ __format__ __repr__ numpy is_same_size get_device type_as_ nelement ndimension "
+    "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
+)
+"""Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
+
+OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
+
+ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Let the block read values without passing a mode: neither the trace's nor a region's."""
+    with DisableTorchFunction(), disable_current_modes():
+        yield
+
+
+@dataclass(eq=False)
+class Trace(Sink):
+    """The instruments of one replay, and what they have seen."""
+
+    model: nn.Module  # the user's model; names of modules, parameters and buffers are those in it
+    loss: Tensor | None = None  # the loss of the replay, if it or a gradient is not finite
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, of such a replay
+    low: torch.dtype | None = None  # the low format of the last region that was on, or None
+    region: Policy | None = None  # the policy of the last `hs.autocast` that was on, or None
+    # call -> the floats among its arguments, and the format of its result
+    numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._depth = 0  # functions that are running
+        self.origins = Origins()  # where values that are not finite come from
+        self._inner: list[Tensor] = []  # results of the kernels of the running function
+        self._applied: dict[str, Site] = {}  # custom Function -> where it was applied last
+        self._forwards: dict[CodeType, tuple[str, ...]] = {}  # see `_customs`
+        self._seen_modules: set[int] = set()
+        self._outsiders: list[nn.Module] = []  # modules outside the model, kept alive so that no id is used twice
+        self._expect_state(self.model, "")
+
+    # ------------------------------------------------------------------ setting up
+
+    def expect(self, batch: Any) -> None:
+        """Note the tensors of the batch."""
+        for index, tensor in enumerate(tensors(batch)):
+            self.origins.expect("batch", f"input {index}", tensor)
+
+    def _expect_state(self, module: nn.Module, prefix: str) -> None:
+        """Note parameters and buffers of `module`."""
+        if id(module) in self._seen_modules:
+            return
+        self._seen_modules.update(id(m) for m in module.modules())
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in named:
+                if not is_lazy(tensor):
+                    self.origins.expect(kind, prefix + name, tensor)
+
+    def watching(self) -> Tracer:
+        """Return a context that watches what its block runs in this thread."""
+        return Tracer(self, self.model)
+
+    def entering(self, module: nn.Module) -> None:
+        """Name a module outside the model and its parts by its class; without parts it has the name of its caller."""
+        names = self.tracer.names
+        if id(module) in names:
+            return
+        own = type(module).__name__
+        self._expect_state(module, own + ".")
+        if next(module.children(), None) is None:
+            return
+        for name, part in module.named_modules():
+            names.setdefault(id(part), f"{own}.{name}" if name else own)
+        self._outsiders.append(module)
+
+    # ------------------------------------------------------------------ watching
+
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that the user called, and record what it did to its tensors."""
+        op = spelled(func)
+        if op in RUNS_BACKWARD and not self._depth and isinstance(func, FunctionType):
+            with self.tracer.parts():
+                return unreported(func)(*args, **kwargs)
+        if self._depth or op in SILENT or getattr(func, "__name__", "") in SILENT:
+            return func(*args, **kwargs)
+        if op in OPENED and _opens(func):
+            with self.tracer.parts():
+                return unreported(func)(*args, **kwargs)
+        if devices := autocasting():
+            self.low = torch.get_autocast_dtype(devices[0])
+            self.region = region_here() or self.region
+        return self._watched(func, args, kwargs, self._site_of(op))
+
+    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel; record it if the backward pass runs it outside of any function."""
+        if self._depth:
+            result = func(*args, **kwargs)
+            self._inner += [t for t in floats(result) if has_storage(t)]
+            return result
+        node: Any = current_autograd_node()
+        if node is None and current_graph_task_id() == -1:
+            return func(*args, **kwargs)
+        return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
+
+    def _site_of(self, op: str) -> Site:
+        frame, tracer = user_frame(sys._getframe()), self.tracer  # no local may refer to its own frame: a cycle
+        node: Any = current_autograd_node()
+        if node is not None and (frame is None or _engine_between(sys._getframe(), frame)):
+            return self._site_of_node(node, op)
+        self._note_custom(frame)
+        module, call = tracer.module, tracer.entry
+        if node is not None:  # a custom backward, or a recomputation of checkpointing
+            known = node.metadata.get(TAG)
+            recomputed = bool(tracer.running)
+            if known is not None and not recomputed:
+                return Site(op, known.module, line_of(frame), "backward", known.call)
+            return Site(op, module, line_of(frame), "forward" if recomputed else "backward", call)
+        return Site(op, module, line_of(frame), "forward", call)
+
+    def _note_custom(self, frame: FrameType | None) -> None:
+        """Note where the custom Function whose forward is running, if one is, was applied.
+
+        It is recognised by its code: ``apply`` has no Python frame in torch 2.15.
+        No call passes a mode with the autograd node of such a Function. The first argument of a forward without
+        setup_context is that node, and is tagged here; the others are tagged when an operator uses their result.
+        """
+        while frame is not None and not (names := self._customs(frame.f_code)):
+            frame = frame.f_back
+        if frame is None:
+            return
+        caller = user_frame(frame.f_back)
+        if caller is None or _engine_between(frame, caller):
+            return
+        module, call = self.tracer.module, self.tracer.entry
+        node = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if isinstance(node, BackwardCFunction):
+            names = (type(node).__name__.removesuffix("Backward"),)
+        for name in names:
+            self._applied[name] = Site(name, module, line_of(caller), "forward", call)
+        if isinstance(node, BackwardCFunction):
+            node.metadata.setdefault(TAG, self._applied[names[0]])
+
+    def _customs(self, code: CodeType) -> tuple[str, ...]:
+        """Return the names of the custom Functions whose forward has this code; () for any other code."""
+        if code not in self._forwards:
+            classes = list(torch.autograd.Function.__subclasses__())
+            for kind in classes:  # grows while it is read
+                classes += kind.__subclasses__()
+            forwards = ((kind.__name__, inspect.unwrap(kind.forward)) for kind in classes)
+            found = [name for name, forward in forwards if getattr(forward, "__code__", None) is code]
+            self._forwards[code] = tuple(dict.fromkeys(found))
+        return self._forwards[code]
+
+    def _site_of_node(self, node: Any, op: str) -> Site:
+        known = None if node is None else node.metadata.get(TAG)
+        if known is not None:
+            return Site(known.op, known.module, known.line, "backward", known.call)
+        name = public(op) if node is None else name_of_node(node.name())
+        return Site(name, "", "", "backward")
+
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        self._depth += 1
+        applied = self._applied
+        try:
+            with _unobserved():
+                call = Call(self.origins, site, func, args, kwargs)
+            for tensor in call.inputs:  # the nodes of custom Functions: with the sites where these were applied
+                node: Any = tensor.grad_fn
+                if node is not None and TAG not in node.metadata and (name := name_of_node(node.name())) in applied:
+                    node.metadata[TAG] = applied[name]
+            self._inner = []
+            if self.tracer.below is None:
+                result = func(*args, **kwargs)
+            else:
+                result = self.tracer.below.__torch_function__(func, (), args, kwargs)
+            with _unobserved():
+                self.origins.follow(call, args[0] if func is Tensor.__setitem__ else result, self._inner)
+            if call.outputs:
+                self.numbers[site] = numbers_of(func, args, kwargs), call.outputs[0].dtype
+            for tensor in call.outputs:
+                tag(tensor, site)
+            return result
+        finally:
+            self._depth -= 1
+
+
+def _engine_between(below: FrameType, above: FrameType) -> bool:
+    """Return whether the autograd engine runs between a frame and one that called it."""
+    between = takewhile(lambda frame: frame is not above, (frame for frame, _ in walk_stack(below)))
+    return any(frame.f_code.co_name == ENGINE for frame in between)
+
+
+def _opens(func: Callable[..., Any]) -> bool:
+    """Return whether the region has no rule for `func` itself, so that its parts are watched."""
+    handler = None if STATE.mode is None else STATE.mode.handlers.get(func)
+    return handler is None or handler.__qualname__.startswith("of_composite.")
+
+
+# ------------------------------------------------------------------ the replay
 
 Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
 
@@ -92,24 +321,19 @@ class Replay:
             stack.enter_context(Snapshot(noted(), modules).returning(Deferral()))
             stack.enter_context(modules.watching())
             put_buffers(self.buffers)
-            yield partial(self._run, modules)
 
-    def _run(
-        self,
-        modules: Modules,
-        window: Sequence[MicroBatch],
-        *,
-        traced: bool = False,
-        factor: float = 1.0,
-        only: int | None = None,
-    ) -> Attempt:
-        attempt = Attempt()
-        for index, micro in enumerate(window):
-            if only is None or index == only:
-                self._one(attempt, index, micro, modules, traced=traced, factor=factor)
-                if attempt.bad and attempt.trace is not None:
-                    break
-        return attempt
+            def run(
+                window: Sequence[MicroBatch], *, traced: bool = False, factor: float = 1.0, only: int | None = None
+            ) -> Attempt:
+                attempt = Attempt()
+                for index, micro in enumerate(window):
+                    if only is None or index == only:
+                        self._one(attempt, index, micro, modules, traced=traced, factor=factor)
+                        if attempt.bad and attempt.trace is not None:
+                            break
+                return attempt
+
+            yield run
 
     def _one(
         self, attempt: Attempt, index: int, micro: MicroBatch, modules: Modules, *, traced: bool, factor: float
@@ -144,10 +368,9 @@ class Replay:
             if self.wide and len(self.window) > 1 and gradient.dtype in LOW_DTYPES:
                 gradient = gradient.float()
             attempt.gradients[leaf] = gradient if total is None else total + gradient
-        if not attempt.bad:
-            sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
-            if sums:
-                attempt.bad, attempt.index, attempt.added = True, index, sums[0]
+        sums = (leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1])
+        if not attempt.bad and (first := next(sums, None)) is not None:
+            attempt.bad, attempt.index, attempt.added = True, index, first
 
 
 class _RefuseCollectives(Sink):

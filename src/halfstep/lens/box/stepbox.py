@@ -1,7 +1,7 @@
 """Step boxes: what a black box does about one bad step, and the box of a `TrainStep`.
 
 A step that is not finite only because a dynamic scale is still falling is left alone (`Streak`). Any other is replayed
-with instruments (`trace`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
+with instruments (`replay`), its cause named (`diagnose`), changes of policy tried (`cures`), and evidence written.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
 bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
@@ -18,7 +18,7 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,6 +76,7 @@ UPDATE, CALL = "update", "call"
 class Topic:
     """A bad step as the ranks name it among each other."""
 
+    exchange: Exchange  # of these ranks
     name: str  # equal on all ranks, and used for this step only
     place: str  # where in the program it is explained: `UPDATE` or `CALL`
 
@@ -156,12 +157,9 @@ class Streak:
         return self._new(self._diagnoses(step))
 
     def _new(self, diagnoses: Iterable[tuple[str, str]]) -> list[str]:
-        found = []
-        for name, text in diagnoses:
-            if name not in self.reported:
-                self.reported.add(name)
-                found.append(f"{name}: {text}")
-        return found
+        new = {name: text for name, text in diagnoses if name not in self.reported}
+        self.reported.update(new)
+        return [f"{name}: {text}" for name, text in new.items()]
 
     def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
         if not seen.state_finite:
@@ -216,6 +214,7 @@ class Box:
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None  # the last one, or None
         self._folder = evidence
+        self._judged: Callable[[Verdict], Verdict] = lambda verdict: verdict  # blames the loop, if it is to blame
         self._written: list[Path] = []
         self._streak = Streak()
         self._replays = 0
@@ -266,10 +265,6 @@ class Box:
     def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
         """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
         raise NotImplementedError
-
-    def _judged(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
-        return verdict
 
     # ------------------------------------------------------------------ one step
 
@@ -345,12 +340,12 @@ class Box:
 
     def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
         """Return whether a step matters on some rank; `mine`: it does on this one."""
-        if topic is None or self.exchange is None:
+        if topic is None:
             return mine
         name = f"{topic.name}/matters"
         try:
-            self.exchange.post(name, b"yes" if mine else None)
-            return mine or bool(self.exchange.collect(name, topic.patience, one=True).values)
+            topic.exchange.post(name, b"yes" if mine else None)
+            return mine or bool(topic.exchange.collect(name, topic.patience, one=True).values)
         except Exception as error:
             self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
@@ -384,17 +379,17 @@ class Box:
 
     def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
         """Gather the parameters of a sharded model until `whole` is left; StepError if not all ranks agree to it."""
-        if topic is None or self.exchange is None:
+        if topic is None:
             if processes()[1] > 1:
                 raise StepError("its parameters are sharded, and the other ranks have no part in this")
-        elif not self.exchange.agree(topic.agreement, ok=has_room(model), patience=topic.patience):
+        elif not topic.exchange.agree(topic.agreement, ok=has_room(model), patience=topic.patience):
             raise StepError("its parameters are sharded, and a rank was missing or had no room to gather them all")
         whole.enter_context(unsharded(model))
 
     def _first_of_ranks(self, topic: Topic, patience: float) -> Verdict:
         """Return the verdict of the lowest rank with a fault, which is the same on all ranks that come in time."""
-        mine, exchange = self._mine, self.exchange
-        assert mine is not None and exchange is not None
+        mine, exchange = self._mine, topic.exchange
+        assert mine is not None
         try:
             if self._posted != topic.name:
                 self._posted = topic.name
@@ -437,8 +432,7 @@ class Box:
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
-            text = text.replace("step.explain()", f"{self.spelled}.explain()")
-            LOG.warning("black box: %s", f"step {step}: {text}")
+            LOG.warning("black box: step %d: %s", step, text.replace("step.explain()", f"{self.spelled}.explain()"))
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -519,7 +513,10 @@ class StepBox(Box):
                 if known is None:
                     self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
                 else:
-                    self._take(known, window)
+                    self._streak.verdict = known
+                    topic = self._topic(window, UPDATE)
+                    if topic is not None and has_parts(self._history.model):
+                        topic.exchange.agree(topic.agreement, ok=False, patience=0.0)  # they need not wait for this one
         finally:
             self._warn(window.last, self._streak.see(seen))
 
@@ -529,13 +526,6 @@ class StepBox(Box):
         if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
             self._lone += 1
             self._announce(self._known(window) or self._explained(window))
-
-    def _take(self, known: Verdict, window: Window) -> None:
-        """Take a verdict that `explain` has given; the other ranks need not wait for this one."""
-        self._streak.verdict = known
-        topic = self._topic(window, UPDATE)
-        if topic is not None and self.exchange is not None and has_parts(self._history.model):
-            self.exchange.agree(topic.agreement, ok=False, patience=0.0)
 
     # ------------------------------------------------------------------ replay
 
@@ -550,7 +540,7 @@ class StepBox(Box):
         if window.flag is None or not bool(window.flag) or self.exchange is None:
             return None
         number = self._bad_steps + (not window.seen)  # not counted yet
-        return Topic(f"{number}.{window.last}", place)
+        return Topic(self.exchange, f"{number}.{window.last}", place)
 
     def _subject(self, window: Window) -> Subject:
         step, model = self.step, self._history.model

@@ -247,8 +247,8 @@ class Trials:
             return subject.scale
         if policy.scale == "none":
             return 1.0
-        given = policy.scale if policy.scale != subject.policy.scale else None
-        return given if isinstance(given, float) else subject.scale
+        changed = policy.scale != subject.policy.scale
+        return policy.scale if changed and isinstance(policy.scale, float) else subject.scale
 
     # ------------------------------------------------------------------ weights
 
@@ -352,7 +352,6 @@ def refuse_wrong(subject: Subject) -> None:
     """Run each further batch of a step once, as the step was run; StepError if the loss function does not take it."""
     own = subject.replay.window[0]
     for number, micro in subject.more.items():
-        why = ""
         cause: Exception | None = None
         try:
             with subject.replay.windows() as windows:
@@ -482,9 +481,7 @@ def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
     memo: dict[int, Any] = {id(optimizer): made}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         # those of other models get an empty one, which has no gradient
-        memo[id(parameter)] = (
-            precise[id(parameter)] if id(parameter) in precise else nn.Parameter(torch.empty(0, device="cpu"))
-        )
+        memo[id(parameter)] = precise.get(id(parameter), nn.Parameter(torch.empty(0, device="cpu")))
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler's patch
     own["state"] = defaultdict(dict, {p: _wide(state) for p, state in optimizer.state.items() if id(p) in precise})
     for name in own:
