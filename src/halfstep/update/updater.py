@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
@@ -484,10 +484,10 @@ RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha",
 """Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
 
 
-def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
+def check_rates(optimizer: Optimizer) -> None:
     """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing."""
     for group in optimizer.param_groups:
-        for name in names:
+        for name in RATES:
             value: Any = group.get(name)
             kind = type(value)
             if kind is float:
