@@ -17,7 +17,7 @@ ALLOWED: Mapping[str, str] = {
     "accelerators.py": "graphs are captured on CUDA alone, and fake CUDA tensors have no device to ask",
     "advise/lint/static/": "scripts that are read name it",
     "advise/plan/": "plans are made for CPUs and for cards that run CUDA",
-    "cast/losses/linear_functions.py": "products with out_dtype= exist on CUDA alone",
+    "cast/losses/linear_loss.py": "products with out_dtype= exist on CUDA alone",
     "cast/regions/autocast.py": "torch.autocast switches itself off for this type alone where its device is missing",
     "cast/rules/custom.py": "one of torch's dispatch keys",
     "cast/rules/dispatch.py": "torch tells the number of a current stream without an object for CUDA alone",

@@ -353,12 +353,13 @@ def _weight_casts(module: GraphModule) -> dict[tuple[Node, str], list[Node]]:
 def _written(module: GraphModule) -> set[Any]:
     """Return the names of the weights and buffers that the graph writes into."""
     read = (node for node in module.graph.nodes if node.op == "get_attr")
-    return {node.target for node in read if any(_writes(user) for user in node.users)}
+    return {
+        node.target
+        for node in read
+        for user in node.users
+        if isinstance(user.target, OpOverload) and schema_of(user.target).is_mutable
+    }
 
 
 def _named(node: Node, names: frozenset[str]) -> bool:
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in names
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable

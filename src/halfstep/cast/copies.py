@@ -182,15 +182,11 @@ class _Edge(torch.autograd.Function):
 def low_forward(original: type[nn.Module]) -> Forward | None:
     """Return the forward of a linear layer or a convolution that casts as little as it can; None for other classes."""
     if original.forward is nn.Linear.forward:
-        return _low_forward(original.forward, _linear)
+        return _low_forward(original.forward, lambda module, *given: F.linear(*given))
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if original.forward is kind.forward and conv_forward(original) is conv_forward(kind):
             return _low_forward(original.forward, conv_forward(kind))
     return None
-
-
-def _linear(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(input, weight, bias)
 
 
 def _low_forward(plain: Forward, run: Forward) -> Forward:

@@ -48,8 +48,7 @@ from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
 from halfstep.step.parts.weights import Weights
 from halfstep.update import updater
-from halfstep.update.several import updater_of
-from halfstep.update.updater import ClipNorm
+from halfstep.update.updater import ClipNorm, updater_of
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep

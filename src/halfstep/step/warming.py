@@ -6,10 +6,9 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.kernels.choose import why_no_kernels
@@ -47,7 +46,7 @@ def warm(
     Examples:
         >>> seconds = hs.warm(model, optimizer, "mixed", clip_norm=1.0)
     """
-    step = TrainStep(model, optimizer, _no_loss, policy=policy, clip_norm=clip_norm, blackbox=False)
+    step = TrainStep(model, optimizer, lambda *batch: None, policy=policy, clip_norm=clip_norm, blackbox=False)
     parameters = [p for group in step.optimizer.param_groups for p in group["params"] if p.requires_grad]
     step.parts  # noqa: B018  # policy="auto" has none before its first call
     begun = time.perf_counter()
@@ -65,8 +64,3 @@ def warm(
         seconds["update"] = time.perf_counter() - loaded
     LOG.info("hs.warm: %s", ", ".join(f"{name} took {one:.3f} s" for name, one in seconds.items()))
     return seconds
-
-
-def _no_loss(model: nn.Module, *batch: Any) -> Tensor:
-    """Stand for a loss function that is not called."""
-    raise AssertionError("hs.warm runs no model")

@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
-from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
+from halfstep.kernels.choose import KERNEL_TYPES, cannot_update, check_norms
 from halfstep.kernels.native import calls
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
-from halfstep.optimizers import members
+from halfstep.optimizers import Optimizers, members
 from halfstep.torch_private.modules import (
     WRAPPED,
     global_optimizer_post_hooks,
@@ -240,6 +240,89 @@ class Updater:
             self._marks = None
 
 
+# ------------------------------------------------------------------ several optimizers: all of them step or none
+
+
+class SeveralUpdaters(Updater):
+    """An `Updater` for each of several optimizers, as one."""
+
+    def use(self, optimizer: Optimizers) -> None:  # type: ignore[override]
+        """Update through `optimizer` from now on."""
+        self.optimizer = optimizer
+        self.host_read = 0
+        self.members = {name: Updater(own, self.store, self.names) for name, own in optimizer.optimizers.items()}
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        """Why the last update of some of them went through ``optimizer.step()``."""
+        return "; ".join(member.reason for member in self.members.values() if member.reason)
+
+    @property
+    def draws(self) -> Draws | None:
+        """Return where the random bits of stochastic rounding come from."""
+        return next((found for member in self.members.values() if (found := member.draws) is not None), None)
+
+    def check_optimizer(self) -> None:
+        """Check the options and hooks of each of them."""
+        for member in self.members.values():
+            member.check_optimizer()
+
+    def prefer_fused(self) -> None:
+        """Use the fused form of each of them that has one."""
+        for member in self.members.values():
+            member.prefer_fused()
+
+    def plan(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: list[Tensor],
+        divisor: Tensor | None,
+        clip_norm: ClipNorm,
+        clip_value: float | None,
+        *,
+        part: int | None = None,
+    ) -> tuple[GradientCheck, Write]:
+        """Read the gradients; return what was found in all of them, and the function that updates unless it is bad."""
+        given = {id(p): n for n, p in enumerate(parameters)}
+        plans: list[tuple[GradientCheck, Write]] = []
+        places: list[int] = []
+        for name, member in self.members.items():
+            own = [p for group in member.optimizer.param_groups for p in group["params"] if id(p) in given]
+            if own:
+                limit = clip_norm.get(name) if isinstance(clip_norm, Mapping) else clip_norm
+                some = [gradients[given[id(p)]] for p in own]
+                plans.append(member.plan(own, some, divisor, limit, clip_value, part=part))
+                places += [given[id(p)] for p in own]
+        norms = torch.cat([check.norms for check, _ in plans])
+        if places != sorted(places):  # gradients that come in a backward pass
+            of = dict(zip(places, norms.unbind(), strict=True))
+            norms = torch.stack([of[n] for n in sorted(places)])
+        together = None if isinstance(clip_norm, Mapping) else clip_norm
+        check = GradientCheck(norms, *check_norms(norms, divisor, together))
+
+        def write(factor: Tensor, bad: Tensor) -> None:
+            for own, write_own in plans:
+                write_own(own.factor if isinstance(clip_norm, Mapping) else factor, bad)
+            self.host_read = sum(member.host_read for member in self.members.values())
+
+        return check, write
+
+    def has_written(self) -> bool:
+        """Return whether an update that was begun and not ended has changed anything, as far as is known."""
+        return any(member.has_written() for member in self.members.values())
+
+    def abort(self, *, written: bool) -> None:
+        """Put the host's side of an update that was cut off in order."""
+        for member in self.members.values():
+            member.abort(written=written)
+
+
+def updater_of(optimizer: object, store: WeightStore | None, names: Mapping[int, str]) -> Updater:
+    """Return what updates through one optimizer or several."""
+    kind: Callable[..., Updater] = SeveralUpdaters if isinstance(optimizer, Optimizers) else Updater
+    return kind(optimizer, store, names)
+
+
 # ------------------------------------------------------------------ signals
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGBREAK")
@@ -401,10 +484,10 @@ RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha",
 """Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
 
 
-def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
+def check_rates(optimizer: Optimizer) -> None:
     """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing."""
     for group in optimizer.param_groups:
-        for name in names:
+        for name in RATES:
             value: Any = group.get(name)
             kind = type(value)
             if kind is float:

@@ -261,15 +261,6 @@ def missing(optimizer: Optimizer) -> str:
     return next((name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)), "")
 
 
-def nested_reason(outer: Optimizer, inner: Optimizer) -> str:
-    """Return why `inner`, called in the step of `outer`, cannot step low parameters whose masters `outer` has."""
-    return (
-        f"{type(outer).__name__} steps low weights through {type(inner).__name__}, which has parameter groups of its "
-        f"own: it would pass by the fp32 values that {type(outer).__name__} holds; train under a policy with params="
-        "'fp32' ('mixed'), or without the wrapper"
-    )
-
-
 def _is_closure(argument: object) -> bool:
     return callable(argument) and not isinstance(argument, (nn.Module, Optimizer))
 

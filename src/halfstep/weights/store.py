@@ -33,7 +33,7 @@ from halfstep.kernels.watched import Owner, unwatch, watch
 from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.torch_private.distributed import broadcast_coalesced
 from halfstep.torch_private.fake import is_fake
-from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
+from halfstep.weights.attachment import Attachment, is_low, refuse_wrapper
 from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import replicated, training_wrapper
@@ -507,7 +507,12 @@ class WeightStore(Owner):
         for attachment, outer in self.substituted if optimizer.param_groups else ():
             own = set((attachment.own or {}).values())
             if any(p in own for group in optimizer.param_groups for p in group["params"]):
-                raise WeightsError(nested_reason(outer, optimizer))
+                kind = type(outer).__name__
+                raise WeightsError(
+                    f"{kind} steps low weights through {type(optimizer).__name__}, which has parameter groups of its "
+                    f"own: it would pass by the fp32 values that {kind} holds; train under a policy with params="
+                    "'fp32' ('mixed'), or without the wrapper"
+                )
         if self.attached(optimizer):
             return
         count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.eager.low import join_bf16, split_bf16
-from halfstep.kernels.reference.operators import WEIGHT, stochastic_bf16
+from halfstep.kernels.reference.operators import WEIGHT, split_kahan, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.weights.draws import Draws
@@ -100,17 +100,9 @@ class KahanWeights(WeightStore):
     name, form = "kahan", "kahan"
 
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
-        low, rest = self._nearest(wide)
-        # a rest that was itself rounded up to half an ulp is a tie, which may belong to the other neighbour: settle
-        # that here, so that packing the sum again gives the same two numbers
-        low, rest = self._nearest(low.float() + rest.float())
+        low, rest = split_kahan(wide, self.dtype)
         self._keep(key, rest)
         return low
-
-    def _nearest(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        low = wide.to(self.dtype)
-        rest = wide - low.float()
-        return low, rest.nan_to_num_(0.0, 0.0, 0.0).to(self.dtype)  # not finite only where the low weight is not
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:
         return low.float() + self._seconds[key].float()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed, rounded
+from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.torch_private.operators import attention_math
 from halfstep.trees import map_tensors, tensors
@@ -24,7 +24,7 @@ from halfstep.trees import map_tensors, tensors
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """torch.matmul: the shapes of neural networks save low operands, all others are recomputed."""
     if input.is_nested or other.is_nested:
-        return rounded(torch.matmul(input.float(), other.float()), input)
+        return torch.matmul(input.float(), other.float()).to(input.dtype)
     if input.dim() == 2 == other.dim():
         return product(input, other)
     if input.dim() >= 3 and other.dim() == 2:
@@ -137,7 +137,7 @@ def _attention(
 
     tensors = cast("tuple[Tensor, ...]", floats)
     if dropout_p > 0:
-        return rounded(compute(*(t.float() for t in tensors)), query)
+        return compute(*(t.float() for t in tensors)).to(query.dtype)
     return recomputed(compute, *tensors, twice=differentiable_twice)
 
 

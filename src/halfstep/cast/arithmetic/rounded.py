@@ -66,11 +66,6 @@ def _taken_off() -> Any:
     return None
 
 
-def rounded(wide: Tensor, low: Tensor) -> Tensor:
-    """Round fp32 `wide` once to the format of `low`."""
-    return wide.to(low.dtype)
-
-
 def _mat1_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     """Return d(mat1 @ mat2)/d(mat1) with the operand order autograd picks for a transposed `mat1`."""
     if grad.dim() == 2 and mat1.stride() == (1, mat1.size(0)):
@@ -86,7 +81,7 @@ def _mat2_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    return rounded(a.float() @ b.float(), a)
+    return (a.float() @ b.float()).to(a.dtype)
 
 
 class _Product(Function):
@@ -107,14 +102,14 @@ class _Product(Function):
             grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
             need_a, need_b = ctx.needs_input_grad
             return (
-                rounded(_mat1_grad(grad, wide_a, wide_b), a) if need_a else None,
-                rounded(_mat2_grad(grad, wide_a, wide_b), b) if need_b else None,
+                _mat1_grad(grad, wide_a, wide_b).to(a.dtype) if need_a else None,
+                _mat2_grad(grad, wide_a, wide_b).to(b.dtype) if need_b else None,
             )
 
 
 def _wide_add_product(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
     operator = torch.addmm if a.dim() == 2 else torch.baddbmm
-    return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+    return operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
 
 
 class _AddProduct(Function):
@@ -140,16 +135,16 @@ class _AddProduct(Function):
             scaled = grad if alpha == 1 else grad * alpha
             by_bias = grad if ctx.beta == 1 else grad * ctx.beta
             return (
-                rounded(by_bias.sum_to_size(ctx.bias_shape), a) if need_bias else None,
-                rounded(_mat1_grad(scaled, wide_a, wide_b), a) if need_a else None,
-                rounded(_mat2_grad(scaled, wide_a, wide_b), b) if need_b else None,
+                by_bias.sum_to_size(ctx.bias_shape).to(a.dtype) if need_bias else None,
+                _mat1_grad(scaled, wide_a, wide_b).to(a.dtype) if need_a else None,
+                _mat2_grad(scaled, wide_a, wide_b).to(b.dtype) if need_b else None,
                 None,
                 None,
             )
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return rounded(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), x)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 class _Linear(Function):
@@ -173,17 +168,17 @@ class _Linear(Function):
             inputs = x.flatten(0, -2) if x.dim() != 1 else x[None]
             grad_x = grad_weight = grad_bias = None
             if need_x:
-                grad_x = rounded((rows @ weight.float()).reshape(x.shape), x)
+                grad_x = (rows @ weight.float()).reshape(x.shape).to(x.dtype)
             if need_weight:
-                grad_weight = rounded(rows.t() @ inputs.float(), weight)
+                grad_weight = (rows.t() @ inputs.float()).to(weight.dtype)
             if need_bias:
-                grad_bias = rounded(rows.sum(0), x)
+                grad_bias = rows.sum(0).to(x.dtype)
             return grad_x, grad_weight, grad_bias
 
 
 def _wide_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
     wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
-    return rounded(wide, x)
+    return wide.to(x.dtype)
 
 
 class _Convolution(Function):
@@ -208,11 +203,11 @@ class _Convolution(Function):
             wide = torch.ops.aten.convolution_backward(
                 grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
             )
-            return (*(rounded(g, x) if need else None for g, need in zip(wide, needs, strict=True)), None)
+            return (*(g.to(x.dtype) if need else None for g, need in zip(wide, needs, strict=True)), None)
 
 
 def _wide_recomputed(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return rounded(compute(*(t.float() for t in inputs)), inputs[0])
+    return compute(*(t.float() for t in inputs)).to(inputs[0].dtype)
 
 
 class _Recomputed(Function):
@@ -238,7 +233,7 @@ class _Recomputed(Function):
             return (
                 None,
                 None,
-                *(rounded(g, t) if need else None for g, t, need in zip(wide, tensors, needs, strict=True)),
+                *(g.to(t.dtype) if need else None for g, t, need in zip(wide, tensors, needs, strict=True)),
             )
 
 

@@ -77,7 +77,7 @@ class RuleMode(TorchFunctionMode):
         super().__init__()
         self.devices = frozenset(devices)
         self.handlers = {
-            SET_GRAD_ENABLED: _as_called,
+            SET_GRAD_ENABLED: as_called,
             **handlers,
         }  # with the call that shows re-entrant checkpoints
         # those that Dynamo finds: it traces into the others, down to operators that have a handler
@@ -107,7 +107,8 @@ class RuleMode(TorchFunctionMode):
         return None
 
 
-def _as_called(mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def as_called(mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` as it was called: the handler of an operator that is left alone."""
     return func(*args, **kwargs)
 
 

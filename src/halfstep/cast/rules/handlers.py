@@ -19,7 +19,7 @@ from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to,
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
-from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, cast, cast_tensor, run, tensors_of
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, as_called, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, BlockFormat, Format
@@ -200,10 +200,6 @@ def _low_cross_entropy(otherwise: Handler) -> Handler:
     return handle
 
 
-def _untouched(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
     """Make the handler of a low operator whose format the devices `emulating` have no units for."""
     strict = name in EMULATED  # the others call torch's operator, which raises its own dtype error
@@ -347,7 +343,7 @@ def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, 
         if name in MIXED_NORMS:
             return _low_norm
     if kind.format == "fp32" and func is F.cross_entropy:
-        return _low_cross_entropy(_untouched if native else _handler(kind.cast_to))
+        return _low_cross_entropy(as_called if native else _handler(kind.cast_to))
     if native:
-        return _untouched
+        return as_called
     return _handler(cast_to(kind, name), gathers=name in GATHERS and not kind.refuses_low)

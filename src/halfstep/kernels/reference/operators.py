@@ -36,18 +36,12 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(each)
 
 
-def total_norm(norms: Tensor) -> Tensor:
-    """Return the 2-norm over all tensors from their norms: (n,) fp32 -> 0-dim fp32."""
-    total: Tensor = torch.linalg.vector_norm(norms)
-    return total
-
-
 def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total norm of the unscaled gradients, whether it is not finite, and the factor of the update, 0-dim.
 
     The factor is ``1 / (divisor * max(1, (norm + 1e-6) / clip_norm))``; `divisor` is 0-dim fp32, or None for 1.
     """
-    norm = total_norm(norms)
+    norm: Tensor = torch.linalg.vector_norm(norms)
     one = torch.ones_like(norm)
     if divisor is not None:
         norm = norm / divisor
@@ -83,6 +77,15 @@ def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
     rounded_up = (lower >= HALF_ULP) & ~nan  # then the upper half was counted one too high
     high = low.view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)
     return ((high << 16) | lower).view(torch.float32)
+
+
+def split_kahan(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split fp32 into the nearest number of a low format and, in the same format, what rounding took from it."""
+    for _ in range(2):  # the second time settles ties: packing the sum again must give the same two numbers
+        low = value.to(dtype)
+        rest = (value - low.float()).nan_to_num_(0.0, 0.0, 0.0).to(dtype)  # not finite only where `low` is not
+        value = low.float() + rest.float()
+    return low, rest
 
 
 # ------------------------------------------------------------------ noise
@@ -134,10 +137,7 @@ def _put(form: str, value: Tensor, weight: Tensor, beside: Tensor | None, bits: 
         weight.copy_(low), beside.copy_(rest)
     elif form == "kahan":
         assert beside is not None
-        for _ in range(2):  # the second time settles ties: packing the sum again must give the same two numbers
-            low = value.to(weight.dtype)
-            rest = (value - low.float()).nan_to_num_(0.0, 0.0, 0.0).to(weight.dtype)
-            value = low.float() + rest.float()
+        low, rest = split_kahan(value, weight.dtype)
         weight.copy_(low), beside.copy_(rest)
     elif form == "stochastic":
         assert bits is not None
