@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halfstep.accelerators import type_here
 from halfstep.errors import TaskError, did_you_mean
 from halfstep.torch_private.devices import has_mkldnn
 
@@ -21,11 +22,13 @@ UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "
 def machine() -> dict[str, Any]:
     """Return what decides the numbers: processor, cores, accelerator, versions and torch's switches; plain values."""
     model, flags = _processor()
+    kind = type_here()
+    named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
     return {
         "cpu": model,
         "cores": os.cpu_count(),
         "instruction_sets": [name for name in UNITS if name in flags],
-        "accelerator": _accelerator(),
+        "accelerator": kind if named is None else str(named()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -49,21 +52,15 @@ def threads_of_torch(wanted: int) -> Iterator[None]:
 
 def generators_kept() -> AbstractContextManager[None]:
     """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
-    kind = _type_here()
+    kind = type_here()
     if kind in {"", "mps"}:  # torch.mps.get_rng_state has no device, which fork_rng gives it
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(device_type=kind)
 
 
-def _type_here() -> str:
-    """Return the type of this machine's accelerator, "" if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "" if found is None else found.type
-
-
 def device_types() -> tuple[str, ...]:
     """Return the device types that this machine has, the default first."""
-    return tuple(filter(None, (_type_here(), "cpu")))
+    return tuple(filter(None, (type_here(), "cpu")))
 
 
 def device_type(wanted: str) -> str:
@@ -72,13 +69,6 @@ def device_type(wanted: str) -> str:
     if wanted and wanted not in there:
         raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
     return wanted or there[0]
-
-
-def _accelerator() -> str:
-    """Return the name of the accelerator: what its module calls it, else its type; "" without one."""
-    kind = _type_here()
-    named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
-    return kind if named is None else str(named())
 
 
 def _processor() -> tuple[str, frozenset[str]]:
