@@ -10,7 +10,8 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import applied
 from halfstep.advise.tune.lab import Lab
-from halfstep.advise.tune.race import BASELINE, Lap, RaceResult
+from halfstep.advise.tune.proof import BASELINE
+from halfstep.advise.tune.race import Lap, RaceResult
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio

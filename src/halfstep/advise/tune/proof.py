@@ -30,7 +30,7 @@ LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
 
-REFERENCE = Candidate(label=FP32, dtype="fp32")
+BASELINE = Candidate(label=FP32, dtype="fp32")
 
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
 
@@ -183,7 +183,7 @@ class _Pairs:
         self.margin, self.margin_from = math.nan, ""
         self.planned = ENOUGH_SEEDS
         self._known = {run.key: run for run in runs}
-        self._policies = {REFERENCE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
+        self._policies = {BASELINE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
     def fix_margin(self, max_loss_rise: float | None) -> None:
         """Fix the margin by fp32's values."""
@@ -215,7 +215,7 @@ class _Pairs:
 
     def add_reference(self) -> bool:
         """Train fp32 with the next seed; return whether there was time."""
-        return self._add(self.reference, REFERENCE)
+        return self._add(self.reference, BASELINE)
 
     def add(self) -> bool:
         """Train the candidate with the next seed, after fp32; return whether there was time."""
@@ -280,7 +280,7 @@ class _Pairs:
         fp32 = max((r.seconds for r in self.reference), default=math.nan)
         own = max((r.seconds for r in self.own), default=fp32)
         seeds = range(self.seed + len(self.own), self.seed + len(self.own) + more)
-        sides = ((REFERENCE, fp32), (self.candidate, own))
+        sides = ((BASELINE, fp32), (self.candidate, own))
         return sum(cost for seed in seeds for side, cost in sides if self._key(side, seed) not in self._known)
 
     def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:
