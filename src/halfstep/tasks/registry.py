@@ -73,15 +73,10 @@ def call_function(name: str) -> object:
             made: object = make()
             return made
     except Exception as error:
-        raise TaskError(_raised(path, error)) from error
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename) == path:
+                line = frame.lineno
+        raise TaskError(f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}") from error
     names = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
     raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
-
-
-def _raised(path: Path, error: Exception) -> str:
-    """Return what went wrong in a user's file and on which of its lines."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename) == path:
-            line = frame.lineno
-    return f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}"
