@@ -216,15 +216,11 @@ def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
         if share < COUNTS:
             continue
         worst = max(concerned, key=sensitivity)
-        for value in _other_rules(concerned):
+        values = ["keep", "low"]  # rules that these operators do not have: out of fp32, or back into it
+        if any(map(_is_low, concerned)):
+            values = ["keep", "fp32"] if any(spot.cast_bytes for spot in concerned) else ["fp32"]
+        for value in values:
             yield share, Change(field=field, pattern=pattern, value=value, why=worst.facts)
-
-
-def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
-    """Return the rules that these operators do not have: out of fp32 without a cast, or back into it."""
-    if any(_is_low(spot) for spot in spots):
-        return ("keep", "fp32") if any(spot.cast_bytes for spot in spots) else ("fp32",)
-    return ("keep", "low")
 
 
 def _is_low(spot: Spot) -> bool:
