@@ -8,14 +8,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import nn
 
 from halfstep.errors import TaskError, did_you_mean
 from halfstep.tasks.task import Task
 
-TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "images", "resnet": "images", "gpt": "gpt"})
+TASKS: Mapping[str, str] = {"lenet5": "images", "resnet": "images", "gpt": "gpt"}
 """Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import halfstep as hs
@@ -22,16 +21,14 @@ FORWARD = ("activation", "activation gradient")
 
 LOW_BITS = 32  # a format with fewer bits rounds what fp32 keeps
 
-FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "residual": ("low", "fp32"),
-        "params": ("low",),
-        "norms": ("low", "fp32"),
-        "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
-        "inputs": ("low", "keep"),
-        "state": ("low",),
-    }
-)
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "residual": ("low", "fp32"),
+    "params": ("low",),
+    "norms": ("low", "fp32"),
+    "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
+    "inputs": ("low", "keep"),
+    "state": ("low",),
+}
 """Fields of a policy that cost time or memory, and the values to try."""
 
 BEHIND_LOW = ("norms", "master")
