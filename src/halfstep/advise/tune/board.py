@@ -118,7 +118,6 @@ class Board:
             self._judge(label, found, base, judged=judged)
 
     def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
-        """Note what a race showed."""
         lap, before = found.laps[label], self.tried[label]
         if lap.time is not None and not lap.dropped:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)

@@ -161,7 +161,7 @@ def prove(
         if len(pairs.own) == ENOUGH_SEEDS:
             pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
             missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
-            if pairs.difference().verdict == "worse" or (missing and missing > pairs.left()):
+            if pairs.difference().verdict == "worse" or (missing and missing > pairs.end - clock()):
                 break
     return pairs.result()
 
@@ -186,7 +186,6 @@ class _Pairs:
         self._policies = {BASELINE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
     def fix_margin(self, max_loss_rise: float | None) -> None:
-        """Fix the margin by fp32's values."""
         values = [r.value for r in self.reference]
         if self.by_metric:
             self.margin, self.margin_from = self.task.margin_around(statistics.fmean(values)), "the task's own margin"
@@ -209,10 +208,6 @@ class _Pairs:
             )
         return ""
 
-    def left(self) -> float:
-        """Return the seconds that are left."""
-        return self.end - self.clock()
-
     def add_reference(self) -> bool:
         """Train fp32 with the next seed; return whether there was time."""
         return self._add(self.reference, BASELINE)
@@ -226,7 +221,7 @@ class _Pairs:
         key = self._key(candidate, self.seed + len(runs))
         if key not in self._known:
             alike = [run.seconds for run in self._known.values() if run.key[:-1] == key[:-1]]
-            if max(alike, default=0.0) >= self.left():
+            if max(alike, default=0.0) >= self.end - self.clock():
                 return False
             with generators_kept():
                 run = self._known[key] = self._train(candidate, self.seed + len(runs))
@@ -267,7 +262,6 @@ class _Pairs:
         )  # fmt: skip
 
     def difference(self) -> Difference:
-        """Return the difference of all pairs and its interval."""
         values = [r.value for r in self.own]
         return difference(values, [r.value for r in self.reference[: len(values)]], self.margin, higher=self.higher)
 

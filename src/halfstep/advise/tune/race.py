@@ -132,7 +132,6 @@ class _Race(Training):
     """A race of candidates that may fail; fp32 may not."""
 
     def step(self, label: str, number: int) -> float:
-        """Make a step."""
         with _failing(label):
             return super().step(label, number)
 
