@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,7 +29,7 @@ from halfstep.advise.plan.trace import LARGEST
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.lens import raised_at
 from halfstep.tasks import Task, load_task
-from halfstep.testing.fake_cuda import LOADED, fake_cuda
+from halfstep.testing import FakeCudaError, fake_cuda
 from halfstep.torch_private.fake import FakeTensorMode
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
@@ -108,7 +107,7 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
     """Return the plan of each request, arguments of `plan`, or its error; one process makes all those for a GPU."""
     checked = [attempt(_checked, request=request) for request in requests]
     there = [one for one in checked if isinstance(one, dict) and one["device"] == "cuda"]
-    answers = iter(elsewhere(_planned, there) if there and LOADED not in os.environ else ())
+    answers = iter(elsewhere(_planned, there) if there and not _has_fake_gpu() else ())
     found: list[MemoryPlan | Exception] = []
     for one in checked:
         if isinstance(one, dict):
@@ -116,6 +115,15 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
             one = attempt(_planned, **one) if answer is None else answer
         found.append(one)
     return found
+
+
+def _has_fake_gpu() -> bool:
+    """Return whether this process was started with the fake GPU."""
+    try:
+        with fake_cuda():
+            return True
+    except FakeCudaError:
+        return False
 
 
 def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
