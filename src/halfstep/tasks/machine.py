@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from halfstep.accelerators import type_here
 from halfstep.errors import TaskError, did_you_mean
 from halfstep.torch_private.devices import has_mkldnn
 
@@ -22,7 +21,7 @@ UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "
 def machine() -> dict[str, Any]:
     """Return what decides the numbers: processor, cores, accelerator, versions and torch's switches; plain values."""
     model, flags = _processor()
-    kind = type_here()
+    kind = _type_here()
     named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
     return {
         "cpu": model,
@@ -52,15 +51,21 @@ def threads_of_torch(wanted: int) -> Iterator[None]:
 
 def generators_kept() -> AbstractContextManager[None]:
     """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
-    kind = type_here()
+    kind = _type_here()
     if kind in {"", "mps"}:  # torch.mps.get_rng_state has no device, which fork_rng gives it
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(device_type=kind)
 
 
+def _type_here() -> str:
+    """Return the type of this machine's accelerator, "" if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None else found.type
+
+
 def device_types() -> tuple[str, ...]:
     """Return the device types that this machine has, the default first."""
-    return tuple(filter(None, (type_here(), "cpu")))
+    return tuple(filter(None, (_type_here(), "cpu")))
 
 
 def device_type(wanted: str) -> str:
