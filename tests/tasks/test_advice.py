@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 import halfstep as hs
-from halfstep.tasks.advice import advise, rows_for_o2
-from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed, decided
+from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed, advise, decided, rows_for_o2
 from halfstep.timing import Ratio
 
 QUIET = Ratio(median=1.0, low=0.99, high=1.01, rounds=20)

@@ -59,12 +59,7 @@ class Choice:
     calls: int = 0  # how often `loss_fn` was called in it
 
 
-def choose(
-    step: Any,
-    make: Callable[..., Any],
-    batch: tuple[Any, ...],
-    named: dict[str, Any],
-) -> tuple[Choice, Any]:
+def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Choice, Any]:
     """Measure the candidates of `step`, which `make` makes; return the choice, and the compiled loss or None."""
     if is_bound(step.model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")

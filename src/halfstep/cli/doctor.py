@@ -16,11 +16,10 @@ import halfstep as hs
 from halfstep.cli.terminal import Files, command_line, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
-from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
 from halfstep.tasks.machine import device_type, threads_of_torch
 from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
-from halfstep.tasks.speed import DeviceSpeed, Speed, measure_speed, sizes_for
+from halfstep.tasks.speed import Advice, DeviceSpeed, Speed, advise, measure_speed, sizes_for
 
 
 def carry_out(device: str, quick: bool, json: Path | None) -> int:

@@ -21,11 +21,13 @@ UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "
 def machine() -> dict[str, Any]:
     """Return what decides the numbers: processor, cores, accelerator, versions and torch's switches; plain values."""
     model, flags = _processor()
+    kind = _type_here()
+    named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
     return {
         "cpu": model,
         "cores": os.cpu_count(),
         "instruction_sets": [name for name in UNITS if name in flags],
-        "accelerator": _accelerator(),
+        "accelerator": kind if named is None else str(named()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -72,13 +74,6 @@ def device_type(wanted: str) -> str:
     if wanted and wanted not in there:
         raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
     return wanted or there[0]
-
-
-def _accelerator() -> str:
-    """Return the name of the accelerator: what its module calls it, else its type; "" without one."""
-    kind = _type_here()
-    named = getattr(torch.get_device_module(kind), "get_device_name", None) if kind else None
-    return kind if named is None else str(named())
 
 
 def _processor() -> tuple[str, frozenset[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -88,12 +88,7 @@ def _student_tail(t: float, freedom: int) -> float:
 
 def state_bytes(*roots: object) -> int:
     """Return the bytes of every tensor that attributes, containers and gradients of `roots` lead to, each once."""
-    storages = [t.untyped_storage() for t in _tensors(roots)]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-
-def _tensors(roots: Iterable[object]) -> list[Tensor]:
-    found: list[Tensor] = []
+    found: dict[int, int] = {}  # address of a storage -> its bytes
     seen: dict[int, object] = {}  # holds what it has seen: no address comes twice
     waiting = list(roots)
     while waiting:
@@ -104,7 +99,8 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
         if isinstance(item, Tensor):
             made_of = getattr(item, "__tensor_flatten__", None)
             if made_of is None:
-                found.append(item)
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
             else:  # a tensor out of others has no memory of its own
                 waiting += [getattr(item, name) for name in made_of()[0]]
             waiting.append(item.grad if item.is_leaf else None)
@@ -119,7 +115,7 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
         else:
             slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
             waiting += [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
-    return found
+    return sum(found.values())
 
 
 class SavedForBackward(saved_tensors_hooks):

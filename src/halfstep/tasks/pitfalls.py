@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -19,15 +18,13 @@ TF32_GAIN = 1.3
 
 LOWER = "oneDNN may compute fp32 products in a lower format; unset it for a true fp32"
 UNUSED = "oneDNN may leave units of this CPU unused; unset it"
-VARIABLES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), LOWER),
-        **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), UNUSED),
-        "ATEN_CPU_CAPABILITY": "torch's own CPU kernels may leave units of this CPU unused; unset it",
-        "NVIDIA_TF32_OVERRIDE": "CUDA libraries ignore torch's tf32 settings; unset it",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products on CUDA are computed in tf32 unless the program says no",
-    }
-)
+VARIABLES: Mapping[str, str] = {
+    **dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), LOWER),
+    **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), UNUSED),
+    "ATEN_CPU_CAPABILITY": "torch's own CPU kernels may leave units of this CPU unused; unset it",
+    "NVIDIA_TF32_OVERRIDE": "CUDA libraries ignore torch's tf32 settings; unset it",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products on CUDA are computed in tf32 unless the program says no",
+}
 """Environment variables that change what a format means or how fast it is -> what they do, and the remedy."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -61,7 +58,7 @@ def threads_to_use(threads: int, cores: int, load: float) -> int:
 
 def pitfalls(
     speeds: Sequence[DeviceSpeed], *, load: float = 0.0, threads: int | None = None, cores: int | None = None,
-    granted: float | None = None, environ: Mapping[str, str] = MappingProxyType({}),
+    granted: float | None = None, environ: Mapping[str, str] = {},
 ) -> Iterator[str]:  # fmt: skip
     """Yield what to know about this machine and process, one line each; `load`: the average before measuring."""
     threads = torch.get_num_threads() if threads is None else threads

@@ -8,14 +8,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import nn
 
 from halfstep.errors import TaskError, did_you_mean
 from halfstep.tasks.task import Task
 
-TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "images", "resnet": "images", "gpt": "gpt"})
+TASKS: Mapping[str, str] = {"lenet5": "images", "resnet": "images", "gpt": "gpt"}
 """Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 
 
@@ -73,15 +72,10 @@ def call_function(name: str) -> object:
             made: object = make()
             return made
     except Exception as error:
-        raise TaskError(_raised(path, error)) from error
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename) == path:
+                line = frame.lineno
+        raise TaskError(f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}") from error
     names = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
     raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
-
-
-def _raised(path: Path, error: Exception) -> str:
-    """Return what went wrong in a user's file and on which of its lines."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename) == path:
-            line = frame.lineno
-    return f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}"

@@ -16,7 +16,6 @@ from halfstep.torch_private.trees import tree_map
 
 STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
-
 FUNCTION = Kind("callable", callable)  # a class too: it returns a model or an optimizer
 
 

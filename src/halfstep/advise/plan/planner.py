@@ -96,12 +96,8 @@ def plan(
         >>> plan.peak_bytes > plan.persistent_bytes
         True
     """
-    request = {
-        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": policy, "device": device,
-        "devices": devices, "shard": shard, "units": units, "gpu": gpu, "batch_size": batch_size, "largest": largest,
-        **options,
-    }  # fmt: skip
-    (found,) = plan_each([request])
+    request = locals()
+    (found,) = plan_each([{**request.pop("options"), **request}])
     if isinstance(found, Exception):
         raise found
     return found

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,18 +26,16 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "_allgather_base_": "all-gather",
-        "allgather_": "all-gather",
-        "all_gather_into_tensor": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "reduce_scatter_tensor": "reduce-scatter",
-        "allreduce_": "all-reduce",
-        "all_reduce": "all-reduce",
-        "broadcast_": "broadcast",
-    }
-)
+NAMES: Mapping[str, str] = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast_": "broadcast",
+}
 """Operator of torch.distributed -> the collective it is."""
 
 SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})

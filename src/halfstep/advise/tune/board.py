@@ -10,7 +10,8 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import applied
 from halfstep.advise.tune.lab import Lab
-from halfstep.advise.tune.race import BASELINE, Lap, RaceResult
+from halfstep.advise.tune.proof import BASELINE
+from halfstep.advise.tune.race import Lap, RaceResult
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
@@ -117,7 +118,6 @@ class Board:
             self._judge(label, found, base, judged=judged)
 
     def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
-        """Note what a race showed."""
         lap, before = found.laps[label], self.tried[label]
         if lap.time is not None and not lap.dropped:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)

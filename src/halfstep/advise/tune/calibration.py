@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import halfstep as hs
@@ -22,16 +21,14 @@ FORWARD = ("activation", "activation gradient")
 
 LOW_BITS = 32  # a format with fewer bits rounds what fp32 keeps
 
-FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "residual": ("low", "fp32"),
-        "params": ("low",),
-        "norms": ("low", "fp32"),
-        "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
-        "inputs": ("low", "keep"),
-        "state": ("low",),
-    }
-)
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "residual": ("low", "fp32"),
+    "params": ("low",),
+    "norms": ("low", "fp32"),
+    "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
+    "inputs": ("low", "keep"),
+    "state": ("low",),
+}
 """Fields of a policy that cost time or memory, and the values to try."""
 
 BEHIND_LOW = ("norms", "master")
@@ -216,15 +213,11 @@ def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
         if share < COUNTS:
             continue
         worst = max(concerned, key=sensitivity)
-        for value in _other_rules(concerned):
+        values = ["keep", "low"]  # rules that these operators do not have: out of fp32, or back into it
+        if any(map(_is_low, concerned)):
+            values = ["keep", "fp32"] if any(spot.cast_bytes for spot in concerned) else ["fp32"]
+        for value in values:
             yield share, Change(field=field, pattern=pattern, value=value, why=worst.facts)
-
-
-def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
-    """Return the rules that these operators do not have: out of fp32 without a cast, or back into it."""
-    if any(_is_low(spot) for spot in spots):
-        return ("keep", "fp32") if any(spot.cast_bytes for spot in spots) else ("fp32",)
-    return ("keep", "low")
 
 
 def _is_low(spot: Spot) -> bool:

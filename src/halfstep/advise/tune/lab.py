@@ -24,8 +24,8 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.probe import gradient_error, gradients
-from halfstep.advise.tune.proof import Proof, Run, error_line, prove
-from halfstep.advise.tune.race import BASELINE, RaceResult, Reference, race
+from halfstep.advise.tune.proof import BASELINE, Proof, Run, error_line, prove
+from halfstep.advise.tune.race import RaceResult, Reference, race
 from halfstep.advise.tune.result import TuneError
 from halfstep.arguments import number
 from halfstep.errors import TaskError

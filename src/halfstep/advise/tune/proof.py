@@ -30,10 +30,9 @@ LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
 
-REFERENCE = Candidate(label=FP32, dtype="fp32")
+BASELINE = Candidate(label=FP32, dtype="fp32")
 
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
-
 
 LAST = 10
 """The last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared."""
@@ -161,7 +160,7 @@ def prove(
         if len(pairs.own) == ENOUGH_SEEDS:
             pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
             missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
-            if pairs.difference().verdict == "worse" or (missing and missing > pairs.left()):
+            if pairs.difference().verdict == "worse" or (missing and missing > pairs.end - clock()):
                 break
     return pairs.result()
 
@@ -183,10 +182,9 @@ class _Pairs:
         self.margin, self.margin_from = math.nan, ""
         self.planned = ENOUGH_SEEDS
         self._known = {run.key: run for run in runs}
-        self._policies = {REFERENCE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
+        self._policies = {BASELINE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
     def fix_margin(self, max_loss_rise: float | None) -> None:
-        """Fix the margin by fp32's values."""
         values = [r.value for r in self.reference]
         if self.by_metric:
             self.margin, self.margin_from = self.task.margin_around(statistics.fmean(values)), "the task's own margin"
@@ -209,13 +207,9 @@ class _Pairs:
             )
         return ""
 
-    def left(self) -> float:
-        """Return the seconds that are left."""
-        return self.end - self.clock()
-
     def add_reference(self) -> bool:
         """Train fp32 with the next seed; return whether there was time."""
-        return self._add(self.reference, REFERENCE)
+        return self._add(self.reference, BASELINE)
 
     def add(self) -> bool:
         """Train the candidate with the next seed, after fp32; return whether there was time."""
@@ -226,7 +220,7 @@ class _Pairs:
         key = self._key(candidate, self.seed + len(runs))
         if key not in self._known:
             alike = [run.seconds for run in self._known.values() if run.key[:-1] == key[:-1]]
-            if max(alike, default=0.0) >= self.left():
+            if max(alike, default=0.0) >= self.end - self.clock():
                 return False
             with generators_kept():
                 run = self._known[key] = self._train(candidate, self.seed + len(runs))
@@ -267,7 +261,6 @@ class _Pairs:
         )  # fmt: skip
 
     def difference(self) -> Difference:
-        """Return the difference of all pairs and its interval."""
         values = [r.value for r in self.own]
         return difference(values, [r.value for r in self.reference[: len(values)]], self.margin, higher=self.higher)
 
@@ -280,7 +273,7 @@ class _Pairs:
         fp32 = max((r.seconds for r in self.reference), default=math.nan)
         own = max((r.seconds for r in self.own), default=fp32)
         seeds = range(self.seed + len(self.own), self.seed + len(self.own) + more)
-        sides = ((REFERENCE, fp32), (self.candidate, own))
+        sides = ((BASELINE, fp32), (self.candidate, own))
         return sum(cost for seed in seeds for side, cost in sides if self._key(side, seed) not in self._known)
 
     def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from halfstep.advise.tune.proof import LAST, error_line
+from halfstep.advise.tune.proof import BASELINE, LAST, error_line
 from halfstep.advise.tune.result import TuneError
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import started
@@ -28,7 +28,6 @@ from halfstep.tasks.measure import finite_mean, student_quantile
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, Unfit
 
-BASELINE = Candidate(label=FP32, dtype="fp32")
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
 LOOK = 8  # timed rounds before a candidate may be dropped, and between two looks
@@ -133,7 +132,6 @@ class _Race(Training):
     """A race of candidates that may fail; fp32 may not."""
 
     def step(self, label: str, number: int) -> float:
-        """Make a step."""
         with _failing(label):
             return super().step(label, number)
 
