@@ -12,15 +12,7 @@ from rich.console import Console
 from halfstep.cli.options import split
 from halfstep.cli.pages.comparison import comparison_page, comparison_section
 from halfstep.cli.progress import Live
-from halfstep.cli.terminal import (
-    Files,
-    command_line,
-    console,
-    machine_line,
-    print_section,
-    record,
-    say,
-)
+from halfstep.cli.terminal import Files, command_line, console, machine_line, print_section, record, say
 from halfstep.report import write_page
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import candidates, default_labels

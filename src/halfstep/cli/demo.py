@@ -20,16 +20,7 @@ from halfstep.cli.pages.demo import demo_page, pace_table
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.pages.figures import interval
 from halfstep.cli.progress import Watch
-from halfstep.cli.terminal import (
-    INTERRUPTED,
-    Files,
-    command_line,
-    console,
-    machine_line,
-    print_section,
-    record,
-    say,
-)
+from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
 from halfstep.report import Code, Facts, Paragraph, Section, write_page
 from halfstep.report.document import counted
 from halfstep.tasks import load_task, machine

@@ -129,8 +129,6 @@ def print_section(out: Console, section: doc.Section) -> None:
                     item(out, " ".join((f"{fact.heading}: {fact.text}", *fact.more)))
             case doc.Table():
                 show(out, block)
-            case _:
-                pass
 
 
 def command_line(*words: str, **options: object) -> str:

@@ -42,9 +42,8 @@ class GradScaler(StoredScale):
     """Scale losses so that fp16 gradients do not underflow, and skip steps whose gradients are not finite.
 
     Takes the place of ``torch.amp.GradScaler`` (same signature, methods, checkpoint keys) and works on the device the
-    loss is on. `scale`, `unscale_`, `update` and
-    the step of a fused optimizer never wait for the device; `step` of any other optimizer reads one flag, counted in
-    `host_reads`.
+    loss is on. `scale`, `unscale_`, `update` and the step of a fused optimizer never wait for the device; `step` of any
+    other optimizer reads one flag, counted in `host_reads`.
 
     Beyond torch: a floor and a ceiling; one warning with parameter names when the scale is at its floor and gradients
     are still not finite; optimizers without gradients; fp16, bf16, complex and sparse gradients; `skipped`; the rules
