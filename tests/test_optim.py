@@ -70,3 +70,9 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(WeightsError, match="sparse"):
         optimizer.step()
+
+
+def test_it_is_in_hs_optim_too() -> None:
+    assert hs.optim.Lion is hs.Lion
+    with pytest.raises(AttributeError, match=r"halfstep\.optim.*'Adam'"):
+        _ = hs.optim.Adam

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from halfstep.accelerators import default_generators
-from halfstep.optimizers import members
+from halfstep.optim import members
 from halfstep.torch_private.modules import SCHEDULERS
 from halfstep.trees import map_tensors
 

@@ -12,7 +12,7 @@ PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
     "accelerators": 0, "arguments": 0, "errors": 0, "events": 0, "formats": 0, "lazy": 0, "meeting": 0, "mistakes": 0,
-    "optimizers": 0, "schema": 0, "timing": 0, "torch_private": 0, "trees": 0,
+    "optim": 0, "schema": 0, "timing": 0, "torch_private": 0, "trees": 0,
     "kernels": 1, "policy": 1, "snapshot": 1,
     "cast": 2, "scale": 2, "weights": 2,
     "binding": 3, "update": 3,
@@ -37,7 +37,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("meeting", "errors"): "errors is at the bottom: every part says what is wrong in its words",
-    ("optimizers", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("optim", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("schema", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("schema", "arguments"): "one kind of a value, and one way to show a value, for arguments and files",
     ("lens", "checkpoints"): "evidence is written as the files of a checkpoint are",

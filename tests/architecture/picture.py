@@ -44,7 +44,7 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "errors": (550, "cause and remedy"),
     "events": (710, "results of a step"),
     "trees": (870, "containers of tensors"),
-    "optimizers": (2150, "several as one"),
+    "optim": (2150, "several as one"),
     "timing": (1030, "candidates in turns"),
     "snapshot": (1030, "taking back"),
     "lazy": (390, "names at first use"),

@@ -25,7 +25,7 @@ from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES, format_of
 from halfstep.kernels.sharded import is_sharded, local, put
 from halfstep.kernels.watched import unwatch_copies
-from halfstep.optimizers import members
+from halfstep.optim import members
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
-from halfstep.optimizers import Optimizers
+from halfstep.optim import Optimizers
 from halfstep.torch_private.compiler import original_of
 from halfstep.torch_private.distributed import IN_FSDP1, in_flat_parameter
 from halfstep.weights.attachment import missing

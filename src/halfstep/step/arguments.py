@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
 from halfstep.auto.choose import Choice
 from halfstep.errors import CheckpointError, StepError
-from halfstep.optimizers import Optimizers, Schedulers, members
+from halfstep.optim import Optimizers, Schedulers, members
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp

@@ -39,7 +39,7 @@ from halfstep.errors import StepError, lacks_memory, warn
 from halfstep.events import StepResult
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
-from halfstep.optimizers import members
+from halfstep.optim import members
 from halfstep.snapshot import Snapshot, gradients, noted
 from halfstep.step.moments import Phase
 from halfstep.step.recorder import Recorder, recorder_for

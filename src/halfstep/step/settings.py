@@ -30,7 +30,7 @@ from halfstep.cast.copies import Copies
 from halfstep.errors import SettingError, StepError
 from halfstep.events import StepResult
 from halfstep.formats import DTYPES
-from halfstep.optimizers import Optimizers
+from halfstep.optim import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler

@@ -29,7 +29,7 @@ from halfstep.kernels.choose import KERNEL_TYPES, cannot_update, check_norms
 from halfstep.kernels.native import calls
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec, optimizer_names
 from halfstep.kernels.sharded import local
-from halfstep.optimizers import Optimizers, members
+from halfstep.optim import Optimizers, members
 from halfstep.torch_private.modules import (
     WRAPPED,
     global_optimizer_post_hooks,

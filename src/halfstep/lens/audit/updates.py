@@ -22,7 +22,7 @@ from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
 from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.tracing import OperatorCall
-from halfstep.optimizers import Optimizers, clipped_together, members
+from halfstep.optim import Optimizers, clipped_together, members
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 

@@ -37,7 +37,7 @@ from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
 from halfstep.lens.calls import extremes, writes
 from halfstep.lens.tracing import Sink, Tracer
-from halfstep.optimizers import Optimizers, clipped_together
+from halfstep.optim import Optimizers, clipped_together
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of

@@ -23,7 +23,7 @@ from halfstep.formats import FORMATS, LOW_DTYPES, Format, widest_dtype
 from halfstep.kernels.sharded import local
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.sketch import ExponentSketch, Sketches
-from halfstep.optimizers import members
+from halfstep.optim import members
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore

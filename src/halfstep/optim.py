@@ -1,8 +1,9 @@
-"""Several optimizers as one: what a training step is given as a list or a dict of them."""
+"""Several optimizers as one: what a training step is given as a list or a dict of them. halfstep's own are here too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,14 @@ from halfstep.errors import StepError
 
 NAMES, OTHERS = "optimizers", "others"
 """Keys of a state_dict of several: their names, and for each of them what its own has beside states and groups."""
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_"):
+        for kind in import_module("halfstep.kernels.optimizers").BY_TYPE:
+            if kind.__name__ == name and kind.__module__.startswith("halfstep."):
+                return kind
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Optimizers(Optimizer):
