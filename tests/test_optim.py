@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import halfstep as hs
 from halfstep import GradScaler, Lion
 from halfstep.errors import WeightsError
 
