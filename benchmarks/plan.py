@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -171,6 +172,66 @@ def t5_loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
+class Tagger(nn.Module):
+    """A recurrent network that gives each word of a text one of ten tags."""
+
+    def __init__(self, cell: type[nn.LSTM | nn.GRU]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 128)
+        self.cell = cell(128, 256, num_layers=2, batch_first=True)
+        self.tags = nn.Linear(256, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return scores."""
+        scores: Tensor = self.tags(self.cell(self.words(words))[0])
+        return scores
+
+
+class Encoder(nn.Module):
+    """torch's own transformer encoder over word numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True)
+        self.words = nn.Embedding(1000, 256)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.scores = nn.Linear(256, 1000)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return scores."""
+        scores: Tensor = self.scores(self.layers(self.words(words)))
+        return scores
+
+
+def convnext() -> nn.Module:
+    """Return a small ConvNeXt."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    made: nn.Module = ConvNextForImageClassification(
+        ConvNextConfig(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], image_size=64, num_labels=10)
+    )
+    return made
+
+
+def mlp(*widths: int) -> Case:
+    """Return a plain network of linear layers, with a batch of 256."""
+
+    def model() -> nn.Module:
+        pairs = list(itertools.pairwise(widths))
+        layers = [layer for a, b in pairs[:-1] for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(*pairs[-1]))
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(256, widths[0]), torch.randint(widths[-1], (256,))
+
+    return Case(model=model, batch=batch, loss_fn=scores_loss, optimizer=adamw, policies=FEW)
+
+
+def tags() -> tuple[Tensor, Tensor]:
+    """Return word numbers and their tags."""
+    return torch.randint(1000, (16, 64)), torch.randint(10, (16, 64))
+
+
 def cases() -> dict[str, Case]:
     """Return the models by name."""
 
@@ -193,6 +254,12 @@ def cases() -> dict[str, Case]:
         "gpt-5m in backward": dataclasses.replace(gpt, options={"update_in_backward": True}, policies=FEW),
         "gpt-5m checkpointed": dataclasses.replace(gpt, model=lambda: CheckpointedGPT(**GPT_5M), policies=FEW),
         "t5": Case(model=t5, batch=lambda: words(4, 64), loss_fn=t5_loss, optimizer=adamw),
+        "convnext": Case(model=convnext, batch=patches, loss_fn=own_loss, optimizer=adamw, policies=FEW),
+        "encoder": Case(model=Encoder, batch=lambda: words(8, 64), loss_fn=scores_loss, optimizer=adamw, policies=FEW),
+        "mlp, tiny": mlp(16, 32, 32, 4),
+        "mlp, wide": mlp(512, 2048, 2048, 10),
+        "lstm": Case(model=lambda: Tagger(nn.LSTM), batch=tags, loss_fn=scores_loss, optimizer=adamw, policies=FEW),
+        "gru": Case(model=lambda: Tagger(nn.GRU), batch=tags, loss_fn=scores_loss, optimizer=adamw, policies=FEW),
     }
 
 

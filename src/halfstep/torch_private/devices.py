@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
 from torch._C import _has_mkldnn as has_mkldnn
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]
 
 __all__ = [
-    "cpu_instructions", "raw_stream_of", "get_privateuse1_backend_name", "has_mkldnn", "is_any_autocast_enabled",
-    "mps_generator", "storage_key",
+    "cpu_allocations", "cpu_instructions", "get_privateuse1_backend_name", "has_mkldnn", "is_any_autocast_enabled",
+    "mps_generator", "raw_stream_of", "storage_key",
 ]  # fmt: skip
 
 raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -36,3 +39,17 @@ def cpu_instructions() -> dict[str, bool]:
         "amx_fp16": "_is_amx_fp16_supported",
     }
     return {name: bool(getattr(torch.cpu, query, bool)()) for name, query in queries.items()}
+
+
+def cpu_allocations(call: Callable[[], object]) -> list[int]:
+    """Return what `call` takes from this thread's CPU allocator, bytes in order; what is given back is negative.
+
+    The public profilers write lines of their own to the standard error. None may be open already.
+    """
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(config)
+    try:
+        call()
+    finally:
+        events: Any = _disable_profiler_legacy()
+    return [e.cpu_memory_usage() for thread in events for e in thread if e.kind() == "memory_alloc"]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, nn
@@ -248,7 +249,8 @@ def _tracing(device: str) -> Iterator[None]:
     log = logging.getLogger(fake_tensor.__name__)
     quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
     try:
-        with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True), catch_warnings():
+            filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)  # of copy.deepcopy(layer)
             yield
     except hs.HalfstepError:
         raise

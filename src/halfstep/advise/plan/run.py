@@ -23,6 +23,7 @@ from halfstep.advise.plan.ranks import Ddp, sent
 from halfstep.advise.plan.trace import MemorySink, local
 from halfstep.formats import format_of
 from halfstep.lens import Tracer
+from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 GRANULE = {"cpu": 1, "cuda": 512}  # bytes to whose multiples the device's allocator rounds
 STRETCHES = 400  # of a timeline, at most
-
-RECURRENT = (
-    "nn.LSTM, nn.GRU and nn.RNN on a CPU hold more than is counted here, what their kernels keep for each time step: "
-    "the peak may be twice as high"
-)
 
 
 def plan_step(
@@ -105,13 +101,11 @@ def plan_step(
         persistent = _rows(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
-        notes: tuple[str, ...] = (
-            (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
-        )
-        if device == "cpu" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            notes += (RECURRENT,)
+        notes: list[str] = [f"the update is that of the optimizer's own step: {step.generic}"] if step.generic else []
+        if device == "cpu" and profiler_enabled():
+            notes.append("a profiler is open, so what kernels allocate beyond their results is not counted")
     return MemoryPlan(
-        policy=step.policy, device=device, parameters=count, persistent=persistent, notes=notes, devices=devices,
+        policy=step.policy, device=device, parameters=count, persistent=persistent, notes=tuple(notes), devices=devices,
         shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
     )  # fmt: skip
 

@@ -12,10 +12,6 @@ Note [gathered]: fully_shard gathers a group's parameters into storages that it 
 `resize_(0)`, which no operator shows. Those that are full are looked at before every operator, so that a block ends
 before the next begins.
 
-Note [workspace]: oneDNN's convolutions copy what they read and write into layouts of channels in blocks of 16. The sums
-in `KERNELS` were found by counting (torch 2.13, oneDNN 3.x with AVX-512) and hold within some per cent there; other
-operators take so little that a plan leaves it out. A GPU's workspaces are chosen by cuDNN and cuBLAS while they run.
-
 Note [values]: fake tensors have no values, and models read some: whether a mask has padding, how long the longest
 sequence is. The batch of a plan is real, so what follows from it and from constants alone is computed beside the trace,
 on the CPU. Whatever depends on weights, on random numbers or on large floating inputs has no value.
@@ -23,7 +19,7 @@ on the CPU. Whatever depends on weights, on random numbers or on large floating 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -33,6 +29,7 @@ from torch import Tensor, nn
 
 from halfstep.advise.plan.ledger import Block, Ledger, PlanError
 from halfstep.advise.plan.ranks import collective
+from halfstep.advise.plan.workspaces import workspace
 from halfstep.lens import Sink, user_line
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, get_sequence_nr
 from halfstep.torch_private.devices import storage_key
@@ -208,11 +205,13 @@ class MemorySink(Sink):
         if name == READ:
             return self._read(func, args[0])
         result = self._run(func, name, args, kwargs)
-        if name in KERNELS and self.device == "cpu":
-            ledger.passing(KERNELS[name](args, result), args[0].dtype, module, name, self.phase)
-        for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor):
-                self._note(item, module, name, args, backward)
+        taken = workspace(func, args, kwargs, result, self._bytes_of) if self.device == "cpu" else None
+        if taken is not None:
+            ledger.passing(taken.most, tensors((args, kwargs))[0].dtype, module, name, self.phase)
+        for number, item in enumerate(tensors(result)):
+            block = self._note(item, module, name, args, backward)
+            if block is not None and taken is not None and number < len(taken.results):
+                block.bytes = max(block.bytes, taken.results[number])
         if func.namespace in RANKS:
             self._shared(func, name, args, kwargs, result)
         if name.startswith("aten::resize") or name == "aten::set_":
@@ -249,17 +248,24 @@ class MemorySink(Sink):
         self.values.give(result, value)
         return result
 
-    def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> None:
+    def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> Block | None:
+        """Note a result; return its block if it is new."""
         ledger = self.ledger
         block = ledger.note(tensor, module, name, self.phase)
         if block is None:
-            return
+            return None
         if backward and self.tracer.running:
             self._made.append(block)
         elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
             self._cast_from[id(block)] = source
         if name in COPIES and isinstance(args[0], Tensor) and self.step >= 0:
             block.part = self._copies.get(id(ledger.of(args[0])), "")
+        return block
+
+    def _bytes_of(self, tensor: Tensor) -> int:
+        """Return the memory of a tensor as it was noted."""
+        block = self.ledger.of(tensor)
+        return tensor.nbytes if block is None else block.bytes
 
     def _shared(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Name the blocks of an operator of a sharded model, see note [gathered]."""
@@ -323,53 +329,3 @@ def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a sharded tensor; any other as it is."""
     part = getattr(tensor, "_local_tensor", None)
     return tensor if part is None else part
-
-
-# ------------------------------------------------------------------ workspaces, see the note above
-
-BLOCK = 16  # channels
-
-
-def _blocked(tensor: Tensor) -> int:
-    """Return the bytes of (N, C, ...) with channels in whole blocks."""
-    channels = -(-tensor.shape[1] // BLOCK) * BLOCK
-    return tensor.numel() // max(1, tensor.shape[1]) * channels * tensor.element_size()
-
-
-def _reads(tensor: Tensor) -> int:
-    """Return the bytes of an input's copy; one of few channels is read where it is."""
-    return _blocked(tensor) if tensor.shape[1] >= BLOCK else 0
-
-
-def _convolution(args: tuple[Any, ...], result: Any) -> int:
-    input, weight = args[:2]
-    if input.dim() < 3:
-        return 0
-    copied = weight.nbytes if input.shape[1] >= BLOCK else 0
-    return int(copied + max(_reads(input), _blocked(result)) + result.nbytes)
-
-
-def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    gradient, input, weight, mask = args[0], args[1], args[2], args[-1]
-    if input.dim() < 3:
-        return 0
-    made, kernel = input.nbytes if mask[0] else 0, weight.nbytes
-    by_input = by_weight = 0
-    if mask[0]:
-        by_input = _blocked(input) + _blocked(gradient) + kernel
-        if input.shape[1] >= BLOCK:
-            strided = gradient.shape[2:].numel() < input.shape[2:].numel()
-            by_input += made + (_blocked(gradient) if strided else 0)
-    if mask[1]:
-        read = _reads(input) + _blocked(gradient)
-        low = weight.element_size() < 4  # the gradient of a low weight is summed in fp32
-        by_weight = made + (read + 3 * kernel if low else max(read + kernel, 2 * kernel))
-    return max(by_input, by_weight)
-
-
-KERNELS: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::native_batch_norm_backward": lambda args, result: 2 * int(args[1].nbytes),
-}
-"""Operator -> the most bytes that its kernel has at one time, results included."""

@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.accelerators import Landing
 from halfstep.formats import POLICY_DTYPES
+from halfstep.kernels.choose import norms_for
 from halfstep.kernels.sharded import local
-from halfstep.torch_private.foreach import foreach_norm
 from halfstep.torch_private.modes import DisableTorchFunction
 
 UPDATES = 512
@@ -86,10 +86,7 @@ class Weights:
                     part = local(Tensor.detach(parameter))
                     if _has_norm(part):
                         kinds.setdefault((part.device, part.dtype), []).append(part)
-            norms = []
-            for (_, dtype), parts in kinds.items():
-                wide = torch.promote_types(dtype, torch.float32)  # a norm of fp16 numbers may be beyond fp16
-                norms.append(torch.linalg.vector_norm(torch.stack(foreach_norm(parts, 2, dtype=wide))))
+            norms = [torch.linalg.vector_norm(norms_for(parts)) for parts in kinds.values()]
         return cls(tuple(norms), sum(part.numel() for parts in kinds.values() for part in parts))
 
     @property
