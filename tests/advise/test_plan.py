@@ -241,7 +241,7 @@ BATCH = (torch.randn(4, 8),)
         ((gpt,), "a plan of a model also needs batch=, loss_fn=, optimizer="),
         ((lambda: 3, BATCH, loss_of, adamw), "must return a torch.nn.Module and returned 3"),
         ((gpt, BATCH, loss_of, adamw, {"device": "tpu"}), "device must be one of 'cpu', 'cuda' and is 'tpu'"),
-        ((gpt, BATCH, loss_of, adamw, {"compile": True}), "a plan does not take compile="),
+        ((gpt, BATCH, loss_of, adamw, {"cuda_graph": True}), "a plan does not take cuda_graph="),
         ((gpt, BATCH, loss_of, adamw, {"nonsense": 1}), "unexpected keyword argument 'nonsense'"),
         ((gpt, BATCH, loss_of, adamw, {"accumulate": 0}), "accumulate"),
         (("nix",), "unknown task 'nix'"),
