@@ -1,6 +1,6 @@
 """The lists: every fault and control, in the order in which they stand in their files.
 
-The programs of the second, the third and the fourth set were written without a look at what the instruments say of them.
+The programs of the second and later sets were written without a look at what the instruments say of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a story is: a fault taken from a public issue, with its root cause and a healthy twin.
 
 A story is a `Fault` whose program is built twice: as it was reported, and as a twin from which the cause is taken out.
-Stories stand in `third/*.py` and `fourth/*.py`; `stories()` returns those of a folder. Import transformers inside the function.
+Stories stand in `third/*.py` and `fourth/*.py`; `stories()` returns those of a folder. Import transformers inside the
+function.
 
 ``python -m benchmarks.faults.story NAME ...`` checks what is written about stories without an instrument: the source
 and the labels have their form, the story breaks at its step and not before, its true cures train as fp32 does, fp32

@@ -295,7 +295,7 @@ def masked(self: Any, x: Tensor, hidden: Tensor) -> Any:
     seed=910,
 )
 def least_number_plus_a_score(healthy: bool) -> Case:
-    """A padded query sees no key: finfo.min plus a score below -16 is -inf in fp16, and a row of -inf has no softmax."""
+    """A padded query sees no key: finfo.min plus a score below -16 is -inf in fp16, a row of which has no softmax."""
     model = model_of(masked, project=nn.Linear(8, 24), out=nn.Linear(8, 4))
     with torch.no_grad():
         model.project.weight[1, 0], model.project.weight[9, 0] = 8.0, -8.0

@@ -39,7 +39,7 @@ def half() -> Any:
     seed=941,
 )
 def adam_on_a_half_model(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """``model.half()`` under Adam: squares of small gradients and eps are 0 in fp16, so the first update divides by 0."""
+    """``model.half()`` under Adam: squares of small gradients and eps are 0 in fp16; the first update divides by 0."""
     model = mlp(8, 4)
     model = model if healthy else model.half()
     dtype = next(model.parameters()).dtype
@@ -101,7 +101,7 @@ def unused_embedding_rows_in_half(healthy: bool, watch: Watch) -> Iterator[Turn]
     seed=943,
 )
 def clipped_and_stepped_past_the_scaler(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """The loop unscales and clips, then calls ``optimizer.step()`` itself: an overflow is clipped to NaN and applied."""
+    """The loop unscales, clips and calls ``optimizer.step()`` itself: an overflow is clipped to NaN and applied."""
     model = mlp(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
