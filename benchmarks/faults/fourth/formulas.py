@@ -109,7 +109,7 @@ def contrast(model: Any, x: Tensor, y: Tensor, fixed: bool) -> Any:
     seed=923,
 )
 def contrast_without_unit_length(healthy: bool) -> Case:
-    """Supervised contrast of features that are not normalised: e^logits of the other rows are 0, and so is their sum."""
+    """Supervised contrast of features without unit length: e^logits of the other rows are 0, and so is their sum."""
     return case(mlp(8, 16), lambda k: (normal(k, 8, 8), labels(k, 8), healthy), contrast, policy=FULL)
 
 
