@@ -97,9 +97,8 @@ def kl_penalty_of_a_far_reference(healthy: bool) -> Case:
 def own_instance_norm(self: Any, x: Tensor) -> Any:
     h = self.first(x)
     mean = h.mean((2, 3), keepdim=True)
-    variance = (h.pow(2).mean((2, 3), keepdim=True) - mean.pow(2)).clamp(
-        min=0
-    )  # FAULT instance_norm_of_bright_pictures
+    square = h.pow(2).mean((2, 3), keepdim=True)  # FAULT instance_norm_of_bright_pictures
+    variance = (square - mean.pow(2)).clamp(min=0)
     h = (h - mean) / (variance + 1.0).sqrt()
     return self.last(F.relu(h)).mean((2, 3))
 
@@ -180,7 +179,6 @@ def scanned(self: Any, x: Tensor) -> Any:
     cures=("op fp32", "module fp32", "bf16"),
     says=(r"linear", r"65504|fp16|float16", r"\bout\b"),
     never=(r"(?i)lower (the )?learning rate",),
-    place="torch/nn/modules/linear.py: Linear.forward",
     seed=906,
 )
 def state_of_a_long_sequence(healthy: bool) -> Case:
