@@ -173,6 +173,15 @@ def engine(
 
 
 @command
+def explain(
+    page: Annotated[
+        str, typer.Argument(help="precision, scale, data, model, divergence, loop or unknown. Default: list them.")
+    ] = "",
+) -> None:
+    """Print the page on a cause that a verdict names: what shows it, what to do, and an example."""
+
+
+@command
 def replay(
     file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
     model: Annotated[str, typer.Option(help="path/to/file.py:function, which returns the hs.Task of that run.")],
