@@ -27,6 +27,7 @@ import tempfile
 import traceback
 import types
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,10 @@ from typing import Any, NamedTuple
 BLOCK = re.compile(r'^```python(?: title="([\w.]+)")?\n(.*?)^```', flags=re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"#\s+(->|raises)\s+(.*)")
 FURTHER = re.compile(r"\s*#\s{2,}(.*)")
+FRAGMENT = re.compile(r"^```py\n(.*)", flags=re.MULTILINE)
 CONTINUES = "# continues the block above"
+LIBRARIES = ("accelerate",)
+"""What some programs need, and not every environment has."""
 
 
 class Program(NamedTuple):
@@ -52,7 +56,7 @@ def snippets(page: Path) -> list[tuple[int, str]]:
 
 
 def programs(page: Path) -> list[Program]:
-    """Return what a reader can run of `page`; the lines between two blocks are empty ones."""
+    """Return what a reader can run of `page` here; the lines between two blocks are empty ones."""
     titles = [found.group(1) or "" for found in BLOCK.finditer(page.read_text(encoding="utf-8"))]
     found: list[Program] = []
     for (line, code), title in zip(snippets(page), titles, strict=True):
@@ -62,7 +66,8 @@ def programs(page: Path) -> list[Program]:
             found.append(Program(first, before + gap + code, ""))
         else:
             found.append(Program(line, code, title))
-    return found
+    absent = [name for name in LIBRARIES if find_spec(name) is None]
+    return [program for program in found if not any(name in program.code for name in absent)]
 
 
 def run_page(page: Path, namespace: dict[str, Any] | None = None) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep.compat.apex.amp.handle import close_casts
-from tests.snippets import programs, run_page, run_programs, snippets
+from tests.snippets import FRAGMENT, programs, run_page, run_programs, snippets
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -50,3 +50,8 @@ def test_each_program_is_a_script_of_its_own() -> None:
     run = subprocess.run([*command, *map(str, ALONE)], cwd=ROOT, env=found, capture_output=True, text=True, check=False)
     assert not run.returncode, run.stdout + run.stderr
     assert sum(len(programs(page)) for page in ALONE) > 25 and run.stdout.count(": ok") == len(ALONE)
+
+
+def test_a_block_that_is_no_program_says_what_a_reader_has_to_add() -> None:
+    firsts = [first for page in ALONE for first in FRAGMENT.findall(page.read_text(encoding="utf-8"))]
+    assert firsts and all(first.startswith("# a fragment: ") for first in firsts)
