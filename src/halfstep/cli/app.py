@@ -88,8 +88,9 @@ def compare(
 
 @command
 def demo(html: Html = None, json: Json = None, device: Device = "") -> None:
-    """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
+    """Show what low formats do on this machine: time, bytes, accuracy, and a NaN explained and cured.
 
+    It prints how long that takes, about two minutes; a slow machine trains fewer steps.
     Ctrl-C keeps the finished parts: they are printed and written, and the exit code is 130.
     """
 
