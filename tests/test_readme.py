@@ -60,18 +60,22 @@ def test_its_numbers_of_instruments_and_decisions_are_those_of_the_committed_fil
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in named(results("lens")["faults"]).splitlines()
     ]
-    first = {row[1]: [int(cell) for cell in row[2:5]] for row in cells if row[0].startswith("first")}
+    named_first = {row[1]: [int(cell) for cell in row[2:5]] for row in cells if row[0].startswith("first")}
     faults = int(re.findall(r"\d+", next(row[0] for row in cells if row[0].startswith("first")))[0])
-    assert first.pop("hs.TrainStep") == [faults] * 3 and f"names all three right for {faults}" in TEXT
-    operator = max(first.values())
+    assert named_first.pop("hs.TrainStep") == [faults] * 3 and f"names all three right for {faults}" in TEXT
+    operator = max(named_first.values())
     assert f"four other instruments names the operator of {operator[0]} and the module of none" in TEXT
-    assert len(first) == 4 and operator[1] == 0
+    assert len(named_first) == 4 and operator[1] == 0
     tune = results("tune")["goals"]
     assert f"trained as fp32 did on {len(tune['equivalent'])} of {tune['tasks']} models" in TEXT
-    first_score = [story for story in results("stories_first")["stories"].values() if "died" not in story]
-    right = {name: sum(story[name] is True for story in first_score) for name in ("cause", "place")}
-    assert f"Of {len(first_score)} broken runs" in TEXT
-    assert f"was {right['cause']} causes and {right['place']} places right" in TEXT
+    sets = [results(name)["stories"].values() for name in ("stories_first", "stories_fourth_first")]
+    first, later = ([story for story in stories if "died" not in story] for stories in sets)
+    right = [
+        [sum(story[name] is True for story in stories) for stories in (first, later)] for name in ("cause", "place")
+    ]
+    (cause, later_cause), (place, later_place) = right
+    assert f"root cause of {cause} of {len(first)}, and of {later_cause} of {len(later)} in a later set" in TEXT
+    assert f"of {place} of {len(first)}, and of {later_place} of {len(later)} (" in TEXT
     plan = results("plan")["largest_error"]
     assert f"({plan['persistent']:.1%} off" in TEXT.replace(" %", "%")
     assert f"{plan['peak']:.1%} at the peak" in TEXT.replace(" %", "%")
