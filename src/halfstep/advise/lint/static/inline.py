@@ -192,8 +192,7 @@ def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: as
     nodes = [n for s in body for n in ast.walk(s)]
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     returned = [n.value for n in nodes if isinstance(n, ast.Return)]
-    simple = (ast.Name, ast.Attribute, ast.Constant)
-    plain = {n: v for n, v in given.items() if n not in stored and isinstance(v, simple)}
+    plain = {n: v for n, v in given.items() if n not in stored and _is_simple(v)}
     results = {}
     if len(returned) == 1:
         parts, values = (n.elts if isinstance(n, ast.Tuple) else [n] for n in (target, returned[0]))
@@ -204,6 +203,13 @@ def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: as
     first: list[ast.stmt] = [ast.Assign([rename.visit(ast.Name(n, ast.Store()))], given[n]) for n in own]
     placed = [*first, *(part for statement in body if (part := rename.visit(statement)) is not None)]
     return [ast.fix_missing_locations(ast.copy_location(s, s if hasattr(s, "lineno") else body[-1])) for s in placed]
+
+
+def _is_simple(node: ast.expr) -> bool:
+    """Return whether an argument can stand in the place of its parameter: a name, or ``model.parameters()``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "parameters" in node.func.attr:
+        return not (node.args or node.keywords)
+    return isinstance(node, (ast.Name, ast.Attribute, ast.Constant))
 
 
 class _Rename(ast.NodeTransformer):

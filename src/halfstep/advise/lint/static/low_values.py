@@ -27,11 +27,11 @@ VIEWS = frozenset({"T", "mT", "data"})
 
 KEEPING = frozenset(
     "sigmoid tanh relu abs view reshape transpose permute squeeze unsqueeze contiguous clone detach masked_fill expand "
-    "flatten mul div add sub neg clamp clamp_min t chunk".split()
+    "flatten mul div add sub neg clamp clamp_min t chunk gather".split()
 )
 """Methods and functions whose result has the format of their first operand."""
 
-REDUCING = frozenset("mean var std pow sqrt square sum norm vector_norm rsqrt".split())
+REDUCING = frozenset("mean var std pow sqrt square sum norm vector_norm rsqrt softmax".split())
 """The same, where nothing in the file autocasts: a region computes some of them in fp32."""
 
 LOSSES = re.compile(
@@ -144,6 +144,10 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
 @check_of("HS044")
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
+        if isinstance(where.node, ast.Assign) and node in where.node.targets and isinstance(node, ast.Subscript):
+            value = _number(script, where.node.value)
+            if value is not None and LARGEST_FP16 < abs(value) < float("inf") and formats.of(node, where) == "fp16":
+                yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
         match node:
             case ast.Call(func=ast.Attribute(attr=("masked_fill" | "masked_fill_" | "fill_") as name, value=filled)):
                 value = _number(script, argument(node, 0 if name == "fill_" else 1, "value"))

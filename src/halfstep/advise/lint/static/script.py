@@ -242,9 +242,13 @@ class Script:
         name = self.called(node).rpartition(".")[2]
         makers = [function.node for function in self.functions if function.name == name] if name else []
         returned = [n.value for m in makers for n in walked(m) if isinstance(n, ast.Return) and n.value is not None]
-        values = [value.node for value in self.assigned.get(self.key(node), []) if value.node is not node]
-        more = [v for r in returned for v in (r, *(value.node for value in self.assigned.get(self.key(r), [])))]
+        values = [value for value in self._values(self.key(node)) if value is not node]
+        more = [v for r in returned for v in (r, *self._values(self.key(r)))]
         return [node, *values, *more, *(r for v in values if isinstance(v, ast.Call) for r in self.results(v)[1:])]
+
+    def _values(self, key: str) -> list[ast.expr]:
+        """Return what the file assigns to a name and to its items."""
+        return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
 
     @cached_property
     def _classes(self) -> set[str]:
