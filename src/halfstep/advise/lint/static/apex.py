@@ -49,21 +49,28 @@ def _never_scaled(script: Script) -> Iterator[Hit]:
     scaled = {id(n) for block in blocks for n in walked(block)}
     for site in all_sites(script) if made else ():
         owner = script.owner(site.call)
-        if method(site.call) != "backward" or owner in script.optimizers or not all(_beside(site, each) for each in made):
+        if (
+            method(site.call) != "backward"
+            or owner in script.optimizers
+            or not all(_beside(site, each) for each in made)
+        ):
             continue
-        if "scale_loss" not in script.text:
+        often = all(WINDOW.search(ast.unparse(choice.test)) for choice, _ in site.place.branches)
+        if "scale_loss" not in script.text and (often or not any(each.place.branches for each in made)):
             yield Hit(site.call.lineno, f"`{ast.unparse(site.call)}` under amp.initialize, and the file scales no loss")
-        elif id(site.call) not in scaled and all(WINDOW.search(ast.unparse(c.test)) for c, _ in site.place.branches):
+        elif "scale_loss" in script.text and often and id(site.call) not in scaled:
             behind = sites(script, site.function)[site.index :]
-            step = next((s for s in behind if method(s.call) == "step" and script.owner(s.call) in script.optimizers), None)
-            bound = any(owner and owner == script.key(i.optional_vars) for b in blocks for i in b.items if i.optional_vars)
-            if step is not None and script.owner(step.call) in known and not bound:
+            step = next(
+                (s for s in behind if method(s.call) == "step" and script.owner(s.call) in script.optimizers), None
+            )
+            names = {script.key(i.optional_vars) for b in blocks for i in b.items if i.optional_vars is not None}
+            if step is not None and script.owner(step.call) in known and owner not in names:
                 what = f"`{ast.unparse(site.call)}` is not scaled, and amp.initialize has `{script.owner(step.call)}`"
                 yield Hit(site.call.lineno, what)
 
 
 def _beside(site: Site, made: Site) -> bool:
-    """Return whether a call is made whenever amp.initialize is, as far as it is known: it has no condition like that."""
+    """Return whether a call is made where amp.initialize is, as far as it is known: no condition is like its own."""
     about = [words(ast.unparse(choice.test)) for choice, _ in made.place.branches]
     return not any(words(ast.unparse(choice.test)) & each for choice, _ in site.place.branches for each in about)
 
@@ -76,8 +83,9 @@ def _clips_copies(script: Script) -> Iterator[Hit]:
         for site in all_sites(script) if masters is None else ():
             call = site.call
             first = call.args[0] if CLIPPING.fullmatch(script.called(call)) and call.args else None
-            clips = method(first) == "parameters" and first is not None and script.owner(first) in models
-            if clips and _beside(site, made):
+            if first is None or method(first) != "parameters" or script.owner(first) not in models:
+                continue
+            if _beside(site, made):
                 yield Hit(call.lineno, f"under O2 the optimizer steps fp32 copies, not `{ast.unparse(first)}`")
 
 
@@ -128,7 +136,9 @@ def _unknown_optimizer(script: Script) -> Iterator[Hit]:
                 yield Hit(site.call.lineno, f"`{name}` is made behind amp.initialize, which does not know it")
         elif _amp(script, site.call) == "scale_loss" and site.call.args[1:] and not late:
             if all(argument(each.call, 1, "optimizers") is None and not _unpacked(each.call) for each in made):
-                what = f"amp.initialize is given no optimizer, and `{ast.unparse(site.call.args[1])}` steps what is scaled"
+                what = (
+                    f"amp.initialize is given no optimizer, and `{ast.unparse(site.call.args[1])}` steps what is scaled"
+                )
                 yield Hit(site.call.lineno, what)
 
 

@@ -40,7 +40,8 @@ def inlined(tree: ast.Module) -> ast.Module:
     plain = {n.name: made for n in every if names.count(n.name) == 1 and (made := _plain(n)) is not None}
     of_class = {id(n): c.name for c in classes for n in c.body}
     for one in classes:
-        own = {f"self.{n.name}": plain.pop(n.name) for n in one.body if getattr(n, "name", "") in plain}
+        inside = [name for n in one.body if (name := getattr(n, "name", "")) in plain]
+        own = {f"self.{name}": plain.pop(name) for name in inside}
         bases = [methods.get(base.id, {}) for base in one.bases if isinstance(base, ast.Name)]
         methods[one.name] = {k: v for found in (*bases, own) for k, v in found.items()}
     walk = _Inliner()
@@ -53,7 +54,7 @@ def inlined(tree: ast.Module) -> ast.Module:
     named = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
     for owner in nodes:
         if isinstance(owner, (ast.Module, *DEFINITIONS)):
-            kept = [s for s in owner.body if not isinstance(s, ast.FunctionDef) or s.name not in walk.done - named]
+            kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
             owner.body = kept or [ast.Pass()]
     return tree
 
@@ -64,6 +65,12 @@ def _unguarded(statement: ast.stmt) -> list[ast.stmt]:
     return statement.body if guard and isinstance(statement, ast.If) else [statement]
 
 
+def _is_epoch(node: ast.stmt) -> bool:
+    """Return whether a function runs a training loop, and so is a place of its own."""
+    loops = [n for n in ast.walk(node) if isinstance(n, (ast.For, ast.While))]
+    return any(isinstance(n, ast.Attribute) and n.attr == "backward" for loop in loops for n in ast.walk(loop))
+
+
 def _plain(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | None:
     """Return a function as it is put in place, without self; None if it is not."""
     args, inner = node.args, [n for statement in node.body for n in ast.walk(statement)]
@@ -72,7 +79,9 @@ def _plain(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | No
         return None
     body = _tailed(deepcopy(node.body))
     if args.args and args.args[0].arg == "self":
-        args = ast.arguments(args.posonlyargs, args.args[1:], None, args.kwonlyargs, args.kw_defaults, None, args.defaults)
+        args = ast.arguments(
+            args.posonlyargs, args.args[1:], None, args.kwonlyargs, args.kw_defaults, None, args.defaults
+        )
     return None if body is None else ast.FunctionDef(node.name, args, body, [])
 
 
@@ -122,13 +131,13 @@ class _Inliner:
             if part := getattr(node, field, None):
                 setattr(node, field, self.block(part, inside))
         before: list[ast.stmt] = []
+        call: ast.expr | None = None
+        target: ast.expr | None = None
         match node:
-            case ast.Expr(value=call):
-                target = None
-            case ast.Assign(targets=[target], value=call):
-                pass
-            case _:
-                call = None
+            case ast.Expr(value=value):
+                call = value
+            case ast.Assign(targets=[one], value=value):
+                call, target = value, one
         for field in () if isinstance(node, ast.While) else ("value", "test", "iter"):
             if (part := getattr(node, field, None)) is not None and part is not call:
                 setattr(node, field, self.expression(part, inside, before))
@@ -165,7 +174,9 @@ class _Inliner:
     def placed(self, call: ast.expr, target: ast.expr | None, inside: set[str]) -> list[ast.stmt] | None:
         """Return the statements of a function that is called, its result in `target` or in the last one, or None."""
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        function = self.functions.get(name) if name not in inside and len(inside) <= 2 * DEPTH and self.left > 0 else None
+        function = (
+            self.functions.get(name) if name not in inside and len(inside) <= 2 * DEPTH and self.left > 0 else None
+        )
         given = _given(function.args, call) if function is not None and isinstance(call, ast.Call) else None
         if function is None or given is None:
             return None

@@ -186,7 +186,9 @@ class _Walk:
                 state.ops += (Op("grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
                 state.ops += (Op("grads", node, place),)
-            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(_takes_size(n) for n in walked(node)):
+            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(
+                _takes_size(n) for n in walked(node)
+            ):
                 state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
@@ -238,7 +240,8 @@ class _Walk:
         if HARMLESS.fullmatch(name):
             return
         given = {self.script.key(n) for a in (*call.args, *(k.value for k in call.keywords)) for n in _parts(a)}
-        local = self.script.mentions.get(name.rpartition(".")[2], set())
+        model = name.rpartition(".")[0] in self.script.models  # model.train() is no function of the file
+        local = self.script.mentions.get(name.rpartition(".")[2], set()) if not model else set[str]()
         root = name.partition(".")[0]
         for key in self.keys:
             inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local

@@ -144,7 +144,7 @@ def placed(script: Script, function: Function) -> tuple[Placed, ...]:
 
 
 def value_at(script: Script, function: Function, where: Placed, node: ast.expr) -> ast.expr:
-    """Return `node`, or the value that it has at a statement if it is a name that the function has assigned for certain."""
+    """Return `node`, or the value that it has at a statement if it is a name that is assigned before it for certain."""
     if not isinstance(node, ast.Name) or (found := script.local(function, node)) is not node:
         return node if not isinstance(node, ast.Name) else found
     value, behind = None, False

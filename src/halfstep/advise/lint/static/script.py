@@ -270,26 +270,27 @@ class Script:
         named = {keyword.arg for call in self.calls for keyword in call.keywords} | stored(self.tree)
         return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
 
-    def is_number(self, node: ast.AST) -> bool:
-        """Return whether a value is a Python number, which widens no tensor."""
+    def is_number(self, node: ast.AST, deep: int = 4) -> bool:
+        """Return whether a value is a Python number, which widens no tensor; follows `deep` assignments."""
         match node:
             case ast.Constant(value=value):
                 return isinstance(value, (int, float))
             case ast.UnaryOp(operand=operand):
-                return self.is_number(operand)
+                return self.is_number(operand, deep)
             case ast.BinOp(left=left, right=right):
-                return self.is_number(left) and self.is_number(right)
+                return self.is_number(left, deep) and self.is_number(right, deep)
             case ast.Call():
-                return self.called(node) in ("len", "int", "float") or self.called(node).startswith("math.") or method(node) == "size"
-            case ast.Subscript(value=value):
-                return isinstance(value, ast.Attribute) and value.attr == "shape"
+                name = self.called(node)
+                return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
+            case ast.Subscript(value=ast.Attribute(attr="shape")):
+                return True
             case ast.Name(id=name) if name in self.defaults:
-                return self.is_number(self.defaults[name])
+                return deep > 0 and self.is_number(self.defaults[name], deep - 1)
             case ast.Name() | ast.Attribute():
                 made = self.constant(node)
-                if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Pow):
-                    return self.is_number(made.right) and isinstance(node, ast.Attribute)  # self.scale = dim**-0.5
-                return made is not node and made is not None and self.is_number(made)
+                if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Pow) and isinstance(node, ast.Attribute):
+                    return self.is_number(made.right, 0)  # self.scale = dim**-0.5
+                return made is not node and made is not None and deep > 0 and self.is_number(made, deep - 1)
         return False
 
     def format_of(self, node: ast.expr | None) -> str:
@@ -346,7 +347,9 @@ class Script:
                 case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
                     found.setdefault(node.arg, "torch")
                 case ast.ClassDef(body=body):
-                    fields = [s for s in body if isinstance(s, ast.AnnAssign) and "GradScaler" in ast.unparse(s.annotation)]
+                    fields = [
+                        s for s in body if isinstance(s, ast.AnnAssign) and "GradScaler" in ast.unparse(s.annotation)
+                    ]
                     found |= {f"self.{ast.unparse(field.target)}": "torch" for field in fields}
                 case (
                     ast.Call(func=ast.Attribute(attr="unscale_", value=owner), args=[_])

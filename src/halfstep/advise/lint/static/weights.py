@@ -94,7 +94,11 @@ def _half(script: Script) -> Iterator[Hit]:
         yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
     for function in script.functions if not PRECISE_BEHIND.search(script.text) else ():
         calls = sites(script, function) if script.uses_torch else ()
-        steps = [s for s in calls if method(s.call) == "step" and script.owner(s.call) in script.optimizers | script.scalers.keys()]
+        steps = [
+            s
+            for s in calls
+            if method(s.call) == "step" and script.owner(s.call) in script.optimizers | script.scalers.keys()
+        ]
         for site in calls:
             model, form = script.owner(site.call), script.low_format(site.call)
             chosen = any("==" in ast.unparse(choice.test) for choice, _ in site.place.branches)
@@ -103,7 +107,9 @@ def _half(script: Script) -> Iterator[Hit]:
             loop = site.place.loops[-1]
             trains = any(loop in step.place.loops for step in steps) and not assigned_in(script, loop, model)
             if trains and not any(method(call) == "float" for call in script.methods_of(model)):
-                yield Hit(site.call.lineno, f"`{model}` is made {form} itself, and the loop trains it as it is from here on")
+                yield Hit(
+                    site.call.lineno, f"`{model}` is made {form} itself, and the loop trains it as it is from here on"
+                )
 
 
 @check_of("HS029")
