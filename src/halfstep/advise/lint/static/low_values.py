@@ -57,7 +57,6 @@ class _Formats:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.known: dict[str, str] = {}
-        self.left_region = False  # the function has one
         self.sums: dict[str, int] = {}  # name of zeros -> the loops around them
 
     def of(self, node: ast.AST, where: Placed) -> str:
@@ -87,8 +86,6 @@ class _Formats:
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
-        if called in self.script.models and where.place.torch_region is not None:
-            return where.place.low  # as most models return what a product makes
         keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             if any(keyword.arg == "dtype" for keyword in node.keywords):
@@ -101,7 +98,6 @@ class _Formats:
     def note(self, where: Placed) -> None:
         """Note what a statement assigns."""
         statement = where.node
-        self.left_region = self.left_region or where.place.torch_region is not None
         if isinstance(statement, ast.Assign):
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
             forms = {part.id: self.of(value, where) for part, value in parts if isinstance(part, ast.Name)}
@@ -180,9 +176,7 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         inner = operand(script, node, "mean", "sum")
-        base = squared(script, inner)
-        if base is None and (where.place.region is None and formats.left_region or "autocast" not in script.text):
-            base = raised(script, inner)
+        base = squared(script, inner) or (raised(script, inner) if "autocast" not in script.text else None)
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
