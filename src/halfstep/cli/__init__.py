@@ -1,16 +1,21 @@
 """The command line: ``halfstep compare``, ``doctor`` and ``ops``."""
 
 import sys
-from typing import TYPE_CHECKING
-
-from halfstep.lazy import lazy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halfstep.cli.app import app as app
 
 __all__ = ["app", "main"]
 
-__getattr__ = lazy(__name__, {"app": "app"})
+
+def __getattr__(name: str) -> Any:
+    """Return `app`, which imports typer when it is first used."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()["app"] = import_module("halfstep.cli.app").app
+    return found
 
 
 def main() -> None:
