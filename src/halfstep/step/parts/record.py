@@ -155,6 +155,8 @@ class Record(Part):
             return
         if self.history is None:  # a graph, which Python does not see, or no black box
             self.signals.count(result.step + 1, self.model)
+        elif self.signals.learning.open:
+            self.signals.learning.end(result)
         loss, norm = result.loss, result.grad_norm
         if loss.is_cpu and norm.is_cpu and type(loss) is type(norm) is Tensor:
             self.signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))

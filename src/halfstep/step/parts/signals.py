@@ -310,7 +310,7 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._landing, self._sent = Landing(), list[tuple[str, bool]]()  # names, and whether they should have moved
+        self._landing, self._sent = Landing(), list[tuple[str, bool]]()  # names, and whether there is a row of counts
         self._finite: set[str] = set()  # with their shapes: a mask may be made anew for longer sequences
         self._traces: dict[str, Trace] = {}
         self._frozen: dict[str, int] = {}  # versions
@@ -324,51 +324,56 @@ class Kept:
             if not parameter.requires_grad and not is_lazy(parameter):
                 if self._frozen.setdefault(name, parameter._version) != parameter._version:
                     found.append((name, parameter))
-        rows: list[Tensor] = []
+        finite, rows = list[Tensor](), list[Tensor]()
         for name, tensor in found:
-            part = _values(tensor.detach())
+            part = _values(tensor)
             if part is None:
                 continue
-            finite = torch.linalg.vector_norm(part, math.inf).isfinite()
-            ever, small, moves = self._compare(name, tensor, part, update)
-            row = torch.stack([finite.float(), ever, small])
-            rows.append(row.to(rows[0].device, non_blocking=True) if rows else row)
-            self._sent.append((f"{name} {list(tensor.shape)}", moves))
-        if rows:
-            self._landing.take([torch.stack(rows)])
+            flag = torch.linalg.vector_norm(part, math.inf).isfinite()
+            device = finite[0].device if finite else flag.device
+            finite.append(flag.to(device, non_blocking=True))
+            row = self._compare(name, tensor, part, update)
+            rows += [] if row is None else [row.to(device, non_blocking=True)]
+            self._sent.append((f"{name} {list(tensor.shape)}", row is not None))
+        if finite:
+            self._landing.take([torch.stack(finite), *([torch.stack(rows)] if rows else [])])
         self._tell(number)
 
-    def _compare(self, name: str, tensor: Tensor, part: Tensor, update: int) -> tuple[Tensor, Tensor, bool]:
-        """Return how many elements have ever moved; how many of them stand still and may swallow; whether to judge."""
-        none = torch.zeros((), device=part.device)
+    def _compare(self, name: str, tensor: Tensor, part: Tensor, update: int) -> Tensor | None:
+        """Return how many elements have ever moved, and how many of them stand still and may swallow.
+
+        None where nothing can be said: the tensor is not low, or was not written to in each update since the last look.
+        """
         if tensor.dtype not in LOW_DTYPES or tensor.is_inference():
-            return none, none, False
+            return None
         now, found = _few(part), (update, weakref.ref(tensor), tensor._version)
         before = self._traces.get(name)
         if before is None or before.values.shape != now.shape or before.update == update:
             self._traces[name] = Trace(*found, now, torch.zeros_like(now, dtype=torch.float32))
-            return none, none, False
+            return None
         updates = update - before.update
         step = (now.float() - before.values.float()).abs() / updates
         largest = torch.maximum(step, before.largest)
         swallows = (step == 0) & (largest > 0) & (largest <= SWALLOWED * torch.finfo(now.dtype).eps * now.abs().float())
         moves = before.tensor() is not tensor or tensor._version - before.version >= updates
         self._traces[name] = Trace(*found, now, largest)
-        return (largest > 0).sum().float(), swallows.sum().float(), moves and updates >= APART
+        return torch.stack([(largest > 0).sum(), swallows.sum()]) if moves and updates >= APART else None
 
     def _tell(self, number: int) -> None:
         """Log what has landed."""
         if not self._sent or not self._landing.there():
             return
-        finite, swallowing = set[str](), list[str]()
-        for (name, moves), (is_finite, ever, small) in zip(self._sent, self._landing.landed()[0].tolist(), strict=True):
+        flags, *counts = [landed.tolist() for landed in self._landing.landed()]
+        rows, finite, swallowing = iter(counts[0] if counts else ()), set[str](), list[str]()
+        for (name, judged), is_finite in zip(self._sent, flags, strict=True):
             if is_finite:
                 finite.add(name)
             elif name in self._finite:
                 LOG.warning(
                     "buffer %s is not finite any more before step %d: %s", name.partition(" ")[0], number, NOT_FINITE
                 )
-            self._still[name] = self._still[name] + 1 if moves and ever and small >= STILL * ever else 0
+            ever, small = next(rows) if judged else (0, 0)
+            self._still[name] = self._still[name] + 1 if ever and small >= STILL * ever else 0
             if self._still[name] == AGAIN:
                 swallowing.append(name.partition(" ")[0])
         if swallowing:
@@ -397,7 +402,7 @@ class Sent(NamedTuple):
 
 
 class Learning(Part):
-    """Whether parameters learn that are to; a part of a step in sampled updates only.
+    """Whether parameters learn that are to; a part of a step in sampled updates only, and if it has low parameters.
 
     Low parameters without precise ones behind them are compared from look to look. Where gradients are exactly 0 look
     by look, leaf modules are watched, and one that returns the same number everywhere is named. What is 0 on purpose is
@@ -415,6 +420,7 @@ class Learning(Part):
 
     def forget(self) -> None:
         """Begin anew."""
+        self.open = False  # whether a window is looked at
         self._update = self._before = 0
         self._landing, self._sent = Landing(), None  # type: tuple[Landing, Sent | None]
         self._held: dict[str, Held] = {}
@@ -434,8 +440,10 @@ class Learning(Part):
             return
         self._tell()
         self._before, self._update, self._rows, self._outputs = self._update, update, {}, {}
-        self._moments.remove(self)  # a window was cut off
-        self._moments.add(self)
+        self.open = True
+        self._unhook()  # a window was cut off
+        if self not in self._moments.parts and any(p.dtype in LOW_DTYPES for p in model.parameters()):
+            self._moments.add(self)
         suspected = max(self._silent.values(), default=0) >= AGAIN
         if suspected and step._compiled is None and not any(map(is_compiled, model.modules())):
             for name, module in model.named_modules():
@@ -487,25 +495,17 @@ class Learning(Part):
         self._rows[name] = torch.stack(row)
         self._held[name] = Held(parameter, places, flat[places], (sizes > 0) & sizes.isfinite(), rate)
 
-    def after_update(self, bad: Tensor) -> None:
-        """Take the hooks off, before a black box runs the window again."""
-        self._unhook()
-
-    def abort(self, *, written: bool) -> None:
-        """Take the hooks off."""
-        self._unhook()
-        self._outputs = {}
-
     def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def end_call(self, result: StepResult, batch: Any) -> None:
+    def end(self, result: StepResult) -> None:
         """Send what the update has shown, and be no part any longer."""
-        if not result.due:
-            return
-        self._moments.remove(self)
+        self.open = False
+        self._unhook()
+        if self in self._moments.parts:
+            self._moments.remove(self)
         found = result.find_culprits
         if not isinstance(found, Culprits) or self._sent is not None:
             return
