@@ -28,7 +28,7 @@ def lines(
     step = hs.TrainStep(model, optimizer, loss_fn, **{"policy": "O0", **settings})
     for number in range(updates * settings.get("accumulate", 1)):
         step(*batch(number))
-    return [record.message for record in caplog.records]
+    return [record.message for record in caplog.records if record.name == "halfstep"]
 
 
 def regress(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -361,3 +361,18 @@ def test_nothing_is_a_part_of_a_step_between_looks() -> None:
         step(*pairs(number))
     assert step.record.signals.learning not in step.parts
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_compiled_step_is_looked_at_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron()
+    model.register_buffer("kept", torch.ones(2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
+    policy = hs.Policy.of("O3", dtype="bf16")
+    step = hs.TrainStep(model, optimizer, regress, policy=policy, compile={"backend": "eager"})
+    for number in range(64):
+        step(*pairs(number))
+        if number == 20:
+            model.get_buffer("kept").fill_(math.nan)
+    first, second = [record.message for record in caplog.records if record.name == "halfstep"]
+    assert first.startswith("buffer kept is not finite any more before step 32: ")
+    assert second.startswith("0.weight, 0.bias, 2.weight: hardly a number has moved since update 1, ")
