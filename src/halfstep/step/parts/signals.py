@@ -267,6 +267,9 @@ STATES = frozenset(
 )  # fmt: skip
 """States of torch's optimizers that are no part of a weight: another one may hold what a low weight does not."""
 
+FIRST = 8
+"""Update from which on gradients of 0 count: adapters and gates begin with some."""
+
 SHOWN = 3
 """Names in a line of the log."""
 
@@ -509,31 +512,29 @@ class Learning(Part):
         found = result.find_culprits
         if not isinstance(found, Culprits) or self._sent is not None:
             return
-        names = [found.names.get(id(p), "?") for p in found.parameters]
+        names, numbers = [found.names.get(id(p), "?") for p in found.parameters], [found.norms]
         self._sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
-        parts = [found.norms, *self._rows.values(), *self._outputs.values(), result.loss, result.scale]
         device = found.norms.device
-        packed = [part.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for part in parts]
-        self._landing.take([torch.cat(packed)])
+        for parts in (self._rows.values(), self._outputs.values(), (result.loss, result.scale)):
+            flat = [part.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for part in parts]
+            numbers.append(torch.cat(flat) if flat else found.norms[:0])
+        self._landing.take(numbers)
         self._tell()
 
     def _tell(self) -> None:
         """Log what has landed."""
         if self._sent is None or not self._landing.there():
             return
-        sent, numbers = self._sent, self._landing.landed()[0].tolist()
+        sent, (norms, rows, flags, (loss, scale)) = self._sent, [part.tolist() for part in self._landing.landed()]
         self._sent, self._landing = None, Landing()
-        *numbers, loss, scale = numbers
-        norms, numbers = numbers[: len(sent.gradients)], numbers[len(sent.gradients) :]
-        rows, flags = numbers[: 3 * len(sent.rows)], numbers[3 * len(sent.rows) :]
-        if sent.update >= LEAST:
+        if sent.update >= FIRST:
             for name, norm in zip(sent.gradients, norms, strict=True):
                 self._silent[name] = self._silent[name] + 1 if norm == 0.0 else 0
         self._tell_still(sent, [rows[i : i + 3] for i in range(0, len(rows), 3)], scale)
         self._tell_flat(sent, flags)
         silent = all(self._silent[name] > AGAIN for name in sent.gradients)
         if silent and not any(flags) and loss and math.isfinite(loss) and self._step().policy.dtype == "fp16":
-            self._log("all gradients have been 0 since update %d at least, %s", LEAST, VANISHED)
+            self._log("all gradients have been 0 since update %d at least, %s", FIRST, VANISHED)
 
     def _tell_still(self, sent: Sent, rows: Sequence[Sequence[float]], scale: float) -> None:
         modules: dict[str, float] = {}
