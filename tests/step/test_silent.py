@@ -66,6 +66,18 @@ def test_low_weights_that_swallow_their_updates_are_named(
         assert said == []
 
 
+@pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
+def test_an_overflow_at_a_look_hides_nothing_later(caplog: pytest.LogCaptureFixture) -> None:
+    def loud(number: int) -> tuple[Tensor, Tensor]:
+        x, y = pairs(number)
+        return x, y * (1e6 if number == 1 else 1.0)
+
+    model = perceptron()
+    policy = hs.Policy.of("O3", dtype="fp16", scale=64.0)
+    said = lines(caplog, model, torch.optim.SGD(model.parameters(), 1e-6), regress, loud, policy=policy)
+    assert ["hardly a number has moved" in text for text in said].count(True) == 1
+
+
 @pytest.mark.parametrize("master", ["master", "stochastic", "kahan", "split"])
 def test_precise_weights_behind_low_ones_may_stand_still(master: str, caplog: pytest.LogCaptureFixture) -> None:
     model = perceptron()
@@ -298,12 +310,17 @@ class Branches(nn.Module):
         return self.out(h.tanh())
 
 
-@pytest.mark.parametrize("kind", ["gate", "drop", "unused", "adapter"])
-def test_branches_that_are_closed_on_purpose_are_no_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+CLOSED = [("gate", "O0"), ("drop", "O0"), ("unused", "O0"), ("adapter", "O0"), ("adapter", "O2")]
+
+
+@pytest.mark.parametrize(("kind", "policy"), CLOSED)
+def test_branches_that_are_closed_on_purpose_are_no_fault(
+    kind: str, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Branches(kind)
     if kind == "adapter":
         model.branch[2].requires_grad_(False)  # stays 0
-    assert lines(caplog, model, torch.optim.SGD(model.parameters(), 0.01), regress, pairs, 256) == []
+    assert lines(caplog, model, torch.optim.SGD(model.parameters(), 0.01), regress, pairs, 256, policy=policy) == []
 
 
 @pytest.mark.parametrize("scale", [3000.0, 1.0])

@@ -29,7 +29,7 @@ from halfstep.kernels.choose import norms_for
 from halfstep.kernels.sharded import local
 from halfstep.step.part import Part
 from halfstep.torch_private.compiler import is_compiled
-from halfstep.torch_private.modes import DisableTorchFunction
+from halfstep.torch_private.modes import DisableTorchFunction, is_functorch_wrapped_tensor
 from halfstep.trees import tensors
 from halfstep.update.updater import Culprits
 
@@ -459,12 +459,14 @@ class Learning(Part):
         out, given = ([t for t in tensors(tree) if t.numel() >= FEW] for tree in (output, args))
         if STATE.above is not None or not out or not given or not (_has_norm(out[0]) and _has_norm(given[0])):
             return
+        if is_functorch_wrapped_tensor(out[0]) or is_functorch_wrapped_tensor(given[0]):
+            return
         with DisableTorchFunction(), torch.no_grad():
             one, (least, most) = torch.aminmax(out[0].detach()), torch.aminmax(given[0].detach())
             flat = (one[0] == one[1]) & (least < most)
             weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and _has_norm(weight):
-                flat &= weight.detach().any()
+            if isinstance(weight, Tensor) and (numbers := _values(weight)) is not None:
+                flat &= numbers.any()
             self._outputs[name] = flat & self._outputs.get(name, flat)
 
     def before_update(self) -> None:
@@ -541,7 +543,9 @@ class Learning(Part):
         for name, (size, _, _) in zip(sent.rows, rows, strict=True):
             modules[name.rpartition(".")[0]] = max(modules.get(name.rpartition(".")[0], 0.0), size)
         for name, (size, count, still) in zip(sent.rows, rows, strict=True):
-            largest = self._largest[name] = max(self._largest.get(name, 0.0), size / scale)
+            if size < math.inf:
+                self._largest[name] = max(self._largest.get(name, 0.0), size / scale)
+            largest = self._largest.get(name, math.inf)
             eps = torch.finfo(self._held[name].values.dtype).eps
             loud = size / scale >= ENOUGH * largest and size >= NOISE * eps * modules[name.rpartition(".")[0]]
             if loud and count >= LEAST and still >= STILL * count:
