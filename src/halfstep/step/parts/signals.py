@@ -197,8 +197,8 @@ def _has_norm(tensor: Tensor) -> bool:
 
 def _largest(tensor: Tensor) -> Tensor | None:
     """Return the largest magnitude of a tensor, 0-dim on its device; None if it is of no kind that has one."""
-    part = _values(tensor)
-    if part is None:
+    part = local(tensor)
+    if not _has_norm(part):
         return None
     largest: Tensor = torch.linalg.vector_norm(part, math.inf)
     return largest
@@ -517,9 +517,9 @@ class Learning(Part):
         names, numbers = [found.names.get(id(p), "?") for p in found.parameters], [found.norms]
         self._sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
         device = found.norms.device
-        for parts in (self._rows.values(), self._outputs.values(), (result.loss, result.scale)):
-            flat = [part.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for part in parts]
-            numbers.append(torch.cat(flat) if flat else found.norms[:0])
+        for parts in ([*self._rows.values()], [*self._outputs.values()], [result.loss.reshape(()), result.scale]):
+            if parts:
+                numbers.append(torch.stack([part.to(device, torch.float32, non_blocking=True) for part in parts]))
         self._landing.take(numbers)
         self._tell()
 
@@ -527,12 +527,14 @@ class Learning(Part):
         """Log what has landed."""
         if self._sent is None or not self._landing.there():
             return
-        sent, (norms, rows, flags, (loss, scale)) = self._sent, [part.tolist() for part in self._landing.landed()]
+        sent, landed = self._sent, iter([part.tolist() for part in self._landing.landed()])
+        norms, rows, flags = next(landed), next(landed) if sent.rows else [], next(landed) if sent.outputs else []
+        loss, scale = next(landed)
         self._sent, self._landing = None, Landing()
         if sent.update >= FIRST:
             for name, norm in zip(sent.gradients, norms, strict=True):
                 self._silent[name] = self._silent[name] + 1 if norm == 0.0 else 0
-        self._tell_still(sent, [rows[i : i + 3] for i in range(0, len(rows), 3)], scale)
+        self._tell_still(sent, rows, scale)
         self._tell_flat(sent, flags)
         silent = all(self._silent[name] > AGAIN for name in sent.gradients)
         if silent and not any(flags) and loss and math.isfinite(loss) and self._step().policy.dtype == "fp16":
