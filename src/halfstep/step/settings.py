@@ -317,6 +317,7 @@ class Settings:
         self._make_in_backward()
         self._moments.call(parts)
         record.scheduled = given.scheduler is not None
+        record.signals.learning.watch(self, moments)
         self._statistics = Statistics(model, self._moments.add)
         self._moments.add(KeptPages(self, moments))
 
