@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import halfstep as hs
 
@@ -51,7 +52,7 @@ def accelerated(folder: Path | None) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def with_fabric(folder: Path | None) -> nn.Module:
@@ -74,7 +75,7 @@ def trained(folder: Path | None) -> nn.Module:
     lightning = pytest.importorskip("lightning", minversion="2.5")
     from halfstep.integrations.lightning import HalfstepPrecision
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
@@ -95,7 +96,7 @@ def trained(folder: Path | None) -> nn.Module:
             max_epochs=1, accelerator="cpu", plugins=[HalfstepPrecision(FP16, folder)], logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, [*batches()])
+        trainer.fit(module, DataLoader([*batches()], batch_size=None))  # type: ignore[arg-type]
     return module.net
 
 

@@ -518,7 +518,7 @@ def test_a_good_step_reads_two_gradients_only() -> None:
 
 
 def test_unscaled_gradients_are_not_said_to_be_scaled() -> None:
-    """torch's unscale_ counts no version of a gradient, so a step past the scaler is told by the values."""
+    """The unscale_ of torch counts no version of a gradient, so a step past the scaler is told by the values."""
     model = nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), torch.amp.GradScaler("cpu", init_scale=64.0)
     box = hs.BlackBox(model, lambda model, x: model(x).square().mean(), optimizer)

@@ -533,7 +533,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     if content["signals"] is not None:
         signals.restore(content["signals"])
     same = {name: content[name] for name in ("scaling", "floor", "rank", "dropped", "clip_norm", "clip_value")}
-    if content["region"]:
+    if isinstance(box, BlackBox):
         box._memory.window = window
     subject = replace(box._subject(window), scale=scale, notes=tuple(content["notes"]), **same)
     box._judged = partial(_as_loop, content["verdict"])

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -323,8 +324,12 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, content: Mapping[str,
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if name in kept["state"] and id(parameter) in stepped:
-            state = kept["state"][name]
-            optimizer.state[parameter] = map_tensors(state, lambda t, p=parameter: t.to(p.device) if t.dim() else t)
+            move = partial(_beside, parameter)
+            optimizer.state[parameter] = map_tensors(kept["state"][name], move)
+
+
+def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+    return value.to(parameter.device) if value.dim() else value  # optimizers count steps on the host
 
 
 def _kind(tensor: Tensor) -> tuple[bool, bool, torch.layout]:

@@ -212,7 +212,9 @@ class Loop:
                 because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
                 "gradients are divided by it once",
             )
-        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(frame):  # torch's unscale_ counts no version of a gradient
+        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(
+            frame
+        ):  # torch's unscale_ counts no version of a gradient
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self._note(

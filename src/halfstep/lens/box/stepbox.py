@@ -561,6 +561,8 @@ class StepBox(Box):
                 "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
                 "updated, and the replay ran with them"
             )
+        if step._compiled is not None:
+            notes.append("the step is compiled; the replay ran it eagerly")
         return Subject(
             replay=Replay(
                 model=model,

@@ -178,7 +178,10 @@ class Trials:
         assert subject.optimizer is not None
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
-        hooks = [global_optimizer_pre_hooks, global_optimizer_post_hooks]  # of the program, which are not for trials
+        hooks: list[Any] = [
+            global_optimizer_pre_hooks,
+            global_optimizer_post_hooks,
+        ]  # of the program, which are not for trials
         with Snapshot(contents(hooks)).returning(), _placed(subject.model, self._trained) as weights:
             for hook in hooks:
                 hook.clear()
