@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens import Verdict
-from tests.two_processes import in_two_processes
+from tests.two_processes import in_processes
 
+PATIENCE = 400.0  # seconds for two ranks, on a busy machine
 GOOD = 5  # steps before the bad one
 OPTIONS: dict[str, dict[str, Any]] = {
     "retry": {"retry": True},
@@ -160,7 +161,7 @@ def main(what: str, folder: Path) -> None:
             for file in where.glob("*.pt"):
                 hs.lens.replay(file, task(loop, fault)).to_json(file.with_suffix(".json"))
         elif loop == "ddp":
-            in_two_processes(_in_rank, where, str(where), fault)
+            in_processes(2, _in_rank, where, str(where), fault, patience=PATIENCE)
         else:
             run(loop, fault, where).to_json(where / "run0.json")
 

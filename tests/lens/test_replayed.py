@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for what in ("run", "replay"):
         command = [sys.executable, "-m", "tests.lens.replayed", what, str(made)]
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=500)
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=900)
     return made
 
 
