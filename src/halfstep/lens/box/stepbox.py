@@ -561,7 +561,7 @@ class StepBox(Box):
                 "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
                 "updated, and the replay ran with them"
             )
-        if step._compiled is not None:
+        if step.compile:
             notes.append("the step is compiled; the replay ran it eagerly")
         return Subject(
             replay=Replay(
