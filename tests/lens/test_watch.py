@@ -131,6 +131,7 @@ def test_run_explains_a_script(options: tuple[str, ...], tmp_path: Path) -> None
     assert (tmp_path / "box" / "halfstep-blackbox-3.pt").exists()
 
 
+@pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale")
 def test_a_compiled_step_is_explained() -> None:
     model: nn.Module = Net()
     step = hs.TrainStep(

@@ -94,7 +94,7 @@ class Watch(Sink):
     Examples:
         >>> with hs.lens.Watch() as watch:
         ...     for x, y in batches:
-        ...         loss = torch.nn.functional.mse_loss(model(x), y)
+        ...         loss = model(x).float().square().mean()
         ...         loss.backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
