@@ -55,6 +55,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once",
     ),
     "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
+    "tests/lens/test_replayed.py": ("test_a_replay_elsewhere_gives_the_verdict_of_the_run",),
     "tests/lens/test_ranks.py": (
         "both",
         "test_a_rank_that_is_killed_while_the_others_wait_for_it_does_not_stop_them",
