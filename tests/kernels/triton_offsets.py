@@ -29,7 +29,7 @@ LINE = re.compile(r"^\s*(?:scf\.for )?%([\w#]+)(?::\d+)? = ([\w.]*)\s*(.*?)(?: l
 
 
 @triton.jit
-def narrow_kernel(address, stride, BLOCK: tl.constexpr):
+def narrow_kernel(address, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The fault: a product of 32 bits, widened when it is too late."""
     base = tl.cast(address, tl.pointer_type(tl.float32))
     places = (tl.program_id(0) * stride).to(tl.int64) + tl.arange(0, BLOCK)

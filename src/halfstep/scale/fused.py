@@ -106,4 +106,4 @@ def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = No
 def keep_working_form(optimizer: Optimizer, stepped: Iterable[Tensor]) -> None:
     """Do what `use_working_form` does, now and after every `load_state_dict`, which restores a saved form."""
     if use_working_form(optimizer, stepped):
-        optimizer.register_load_state_dict_post_hook(use_working_form)
+        optimizer.register_load_state_dict_post_hook(use_working_form)  # type: ignore[arg-type]  # torch reads no result
