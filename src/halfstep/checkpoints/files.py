@@ -123,9 +123,6 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-# ---------------------------------------------------------------------- writing
-
-
 def make_folder(root: Path, step: int, token: str) -> tuple[Path, Path]:
     """Make an empty folder to write a checkpoint into; return it, and the name that `commit` will give it.
 
@@ -205,9 +202,6 @@ def prune(root: Path, keep: int, run: str = "") -> None:
         with suppress(OSError):  # a file system that refuses leaves one too many
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -94,11 +94,7 @@ def converted(
     return _state(step, found), tuple(found.notes), found.random, found.extra
 
 
-# ---------------------------------------------------------------------- files
-
-
 def _file(place: Path, content: Any) -> Found:
-    """Return what a file of torch.save has."""
     if not isinstance(content, Mapping):
         raise refusal(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
     if "ds_version" in content or "ds_config" in content:
@@ -173,7 +169,6 @@ def _apex_fp16_optimizer(place: Path, found: Found) -> None:
 
 
 def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
-    """Return what a checkpoint of Lightning's Trainer has."""
     optimizers, schedulers = content.get("optimizer_states") or [], content.get("lr_schedulers") or []
     if not optimizers:
         raise refusal(place, WEIGHTS_ALONE)
@@ -190,9 +185,6 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
         updates=content.get("global_step"),
         extra={key: value for key, value in content.items() if key not in taken},
     )
-
-
-# ---------------------------------------------------------------------- folders
 
 
 REFUSED = {
@@ -212,7 +204,6 @@ MODEL, OPTIMIZER = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", r"optimiz
 
 
 def _names(place: Path) -> list[str]:
-    """Return the names of the files in a folder, and in those in it."""
     return sorted(path.name for path in (*place.glob("*"), *place.glob("*/*")))
 
 
@@ -255,7 +246,6 @@ def _folder(place: Path, rank: int, ranks: int) -> Found:
 
 
 def _accelerate_random(place: Path, found: Found) -> None:
-    """Take the states of generators of one process."""
     numpy = sys.modules.get("numpy")
     allowed: AbstractContextManager[Any] = nullcontext()
     if numpy is not None:
@@ -296,9 +286,6 @@ def _safetensors(place: Path) -> dict[str, Tensor]:
             raise
         raise refusal(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
     return tensors
-
-
-# ---------------------------------------------------------------------- a state of the step
 
 
 def _state(step: TrainStep, found: Found) -> dict[str, Any]:
@@ -386,7 +373,6 @@ def _masters(step: TrainStep, found: Found, model: dict[str, Any]) -> bool:
 
 
 def _optimizer(step: TrainStep, found: Found) -> dict[str, Any]:
-    """Return the optimizer's state with the options that this optimizer has."""
     saved = found.optimizer
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(step.optimizer.param_groups):

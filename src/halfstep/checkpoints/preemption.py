@@ -150,7 +150,6 @@ class Preemption(Part):
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: Python calls this between two bytecodes of the main thread."""
         if self.requested:
             return
         self.requested = int(number)
@@ -158,8 +157,6 @@ class Preemption(Part):
             self._last = self._finished + 1
         else:  # wake this rank's thread, which wakes the others
             self._store.set(f"wake/{self._rank}", str(self.requested))
-
-    # ------------------------------------------------------------------ called by the step
 
     def end_call(self, result: StepResult, batch: Any) -> None:
         """Count an update; after the last one, save and end the run.
@@ -181,8 +178,6 @@ class Preemption(Part):
         made = self._save()
         LOG.warning("signal %d: the run ends after its update, with the checkpoint %s", number, made.path)
         raise SystemExit(128 + number)
-
-    # ------------------------------------------------------------------ called by the thread
 
     def _agree(self, store: Any, number: int) -> None:
         """Wait for a signal on any rank; then agree on the last update: note [the same update]."""

@@ -133,9 +133,6 @@ class Saving:
         return self.path
 
 
-# ---------------------------------------------------------------------- saving
-
-
 @one_thread
 def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: Any = None, wait: bool = True) -> Saving:
     """Write a checkpoint of `step` into the folder `path`, and delete all but the last `keep` there.
@@ -264,7 +261,6 @@ class _Write:
     kernels: str
 
     def file(self, state: dict[str, Any], names: list[list[str]], *, wait: bool) -> Callable[[], None]:
-        """Return the work of a checkpoint in one file."""
         mine = state if wait or self.room.rank else _copied(state)
         return lambda: self._finish(lambda: self._commit(mine, {}, names=names))
 
@@ -310,7 +306,6 @@ class _Write:
         return work
 
     def _commit(self, state: Any, entries: dict[str, files.Entry], **more: Any) -> None:
-        """Write the file of rank 0, give the checkpoint its name, and delete old ones."""
         content = {"state": state, "ranks": [one["own"] for one in self.told], **more}
         entry = files.write_state(self.folder / files.STATE, content)
         self.lock.check()
@@ -320,7 +315,6 @@ class _Write:
             files.prune(self.lock.root, self.keep, run)
 
     def _finish(self, commit: Callable[[], None]) -> None:
-        """Commit on rank 0, and raise what it raised on all ranks."""
         problem = ""
         cause: BaseException | None = None
         try:
@@ -341,7 +335,6 @@ class _Write:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state` on the host."""
     return dict(map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
 
@@ -353,9 +346,6 @@ def _in_a_line(error: BaseException) -> str:
         return f"rank {rank}: {_in_a_line(inner)}"
     text = files.first_line(error)
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
-
-
-# ---------------------------------------------------------------------- loading
 
 
 @overload
@@ -478,7 +468,6 @@ def _another_run(found: list[Path], last: Saving | None) -> list[str]:
 
 
 def _load_folder(step: TrainStep, folder: Path, room: Meeting, notes: list[str]) -> Loaded:
-    """Load a checkpoint whose files are as they were written."""
     manifest = files.manifest_of(folder)
 
     def read() -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
@@ -524,7 +513,6 @@ def _kernels(step: TrainStep) -> str:
 
 
 def _device(step: TrainStep) -> torch.device:
-    """Return the device of the first parameter that is trained."""
     return next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
@@ -535,15 +523,14 @@ def _read(
     model, optimizer = unwrap(step.model), step.optimizer
     have = model.state_dict()
     whole = not any(map(is_sharded, have.values()))
-    content = files.read_state(folder / files.STATE, mmap=not whole)
-    check_content(content, Each(str, Any), str(folder / files.STATE), CheckpointError)
-    check_content(content, SHARDED if "rests" in content else PLAIN, str(folder / files.STATE), CheckpointError)
+    place = folder / files.STATE
+    content = files.read_state(place, mmap=not whole)
+    check_content(content, Each(str, Any), str(place), CheckpointError)
+    check_content(content, SHARDED if "rests" in content else PLAIN, str(place), CheckpointError)
     state, ranks = content["state"], content["ranks"]
     same = {"step": state.get("step"), "ranks": len(ranks)}
     if same != {key: manifest[key] for key in same}:
-        raise CheckpointError(
-            f"{folder / files.STATE} is of another checkpoint than {files.MANIFEST}; nothing was loaded"
-        )
+        raise CheckpointError(f"{place} is of another checkpoint than {files.MANIFEST}; nothing was loaded")
     names = names_of(model, optimizer)
     if "rests" not in content and whole and content["names"] == names:
         return state, ranks
@@ -552,9 +539,9 @@ def _read(
         from halfstep.checkpoints import shards
 
         rests = content["rests"]
-        check_content(content, {"shards": shards.TABLE, ...: Any}, str(folder / files.STATE), CheckpointError)
+        check_content(content, {"shards": shards.TABLE, ...: Any}, str(place), CheckpointError)
         if not rests:
-            raise CheckpointError(f"{folder / files.STATE}: 'rests' is empty; nothing was loaded")
+            raise CheckpointError(f"{place}: 'rests' is empty; nothing was loaded")
         if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
             raise CheckpointError(
                 f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
@@ -575,7 +562,6 @@ def _read(
 
 
 def _check_groups(rests: list[Any], names: list[list[str]]) -> None:
-    """Check that each parameter is in the group that it was saved in."""
     place = {name: i for rest in rests for i, group in enumerate(rest["names"]) for name in group}
     for i, group in enumerate(names):
         for name in group:
@@ -596,8 +582,6 @@ def _on_own_device(weights: Mapping[str, Any], step: TrainStep) -> dict[str, Any
 
 
 def _load_foreign(step: TrainStep, place: Path, room: Meeting) -> Loaded:
-    """Load a checkpoint of another library; see `checkpoints.foreign`."""
-
     def read() -> tuple[dict[str, Any], tuple[str, ...], Any, Any]:
         state, notes, random, extra = converted(step, place, room.rank, room.size)
         check_state(step, state)

@@ -34,8 +34,6 @@ Table = dict[str, dict[str, Any]]
 PART = {"at": [whole(), ...], "size": [whole(), ...], "file": FILE, "offset": whole(), "length": whole()}
 TABLE = Each(str, {"dtype": torch.dtype, "size": [whole(), ...], "parts": [PART, ...]})
 
-# ---------------------------------------------------------------------- writing
-
 
 class Writer(FileSystemWriter):
     """The files of torch.distributed.checkpoint in `folder`, and on rank 0 what stands in them: `table`."""
@@ -70,9 +68,6 @@ class Writer(FileSystemWriter):
 def own_files(folder: Path, rank: int) -> list[Path]:
     """Return the files that `write` has made on this rank."""
     return [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def read(
@@ -186,7 +181,6 @@ def _fill(tensor: Tensor, saved: Mapping[str, Any], folder: Path, flat: str) -> 
 
 
 def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
-    """Return one saved part of a tensor."""
     try:
         with (folder / part["file"]).open("rb") as file:
             file.seek(part["offset"])

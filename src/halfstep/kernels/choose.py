@@ -51,9 +51,6 @@ KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
 _LOCK = threading.RLock()
 
 
-# ------------------------------------------------------------------ loading
-
-
 def load_kernels(device: str, index: int | None = None) -> str:
     """Register the kernels of a device type; return "" if device `index` can use them, else why not, in one sentence.
 
@@ -175,9 +172,6 @@ def cannot_update(parameters: Sequence[Tensor]) -> str:
     return why_no_kernels(parameter)
 
 
-# ------------------------------------------------------------------ operators
-
-
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
 
@@ -219,10 +213,8 @@ def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
     """Add the exponents of the n-th tensor to the n-th of contiguous rows (`reference.exponents`), without a wait."""
     found = [exponents.parts(tensor) for tensor in tensors]
     for tensor in found:
-        if tensor.device != rows.device:
-            raise FormatError(
-                f"a tensor on {tensor.device} cannot be counted in rows on {rows.device}; move one of them"
-            )
+        if (at := tensor.device) != rows.device:
+            raise FormatError(f"a tensor on {at} cannot be counted in rows on {rows.device}; move one of them")
     if not found:
         return
     if all(type(tensor) in KERNEL_TYPES for tensor in found) and not (why_no_kernels(rows) and rows.is_cuda):
@@ -258,11 +250,7 @@ def losses(
 
 
 def row_sums(
-    logits: Tensor,
-    target: Tensor,
-    by_class: Tensor | None,
-    first: int = 0,
-    before: cross_entropy.RowSums | None = None,
+    logits: Tensor, target: Tensor, by_class: Tensor | None, first: int = 0, before: cross_entropy.RowSums | None = None
 ) -> cross_entropy.RowSums:
     """Return the sums of rows: `reference.cross_entropy.row_sums`; kernels write into those `before`."""
     if not kernels_take_logits(logits):

@@ -90,9 +90,6 @@ LIBRARY.impl("exponents_", count_, "CompositeExplicitAutograd")
 LIBRARY.impl("exponents", _exponents, "CompositeExplicitAutograd")
 
 
-# ------------------------------------------------------------------ shapes, for fake tensors
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     "norms": lambda gradients: gradients[0].new_empty(len(gradients), dtype=torch.float32),
     "judge": lambda norms, *rest: (norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())),

@@ -50,7 +50,6 @@ def keep_pages(user: object) -> None:
 
 
 def _leave(user: int) -> None:
-    """Go back to malloc's defaults if this was the last user."""
     users = _users()
     users.discard(user)
     if not users:
@@ -75,7 +74,6 @@ def _users() -> set[int]:
 
 @cache
 def _glibc() -> Any:
-    """Return the C library if it is glibc, else None."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)

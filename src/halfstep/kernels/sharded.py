@@ -40,15 +40,10 @@ def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
+    like: Any = tensor
+    place = like.device_mesh, like.placements
     with torch.no_grad():
-        whole: Tensor = DTensor.from_local(
-            part,
-            tensor.device_mesh,  # type: ignore[attr-defined]
-            tensor.placements,  # type: ignore[attr-defined]
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        whole: Tensor = DTensor.from_local(part, *place, run_check=False, shape=like.shape, stride=like.stride())
     return whole
 
 

@@ -343,7 +343,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _derived(values: Tensor, **attributes: Any) -> Tensor:
-    """Return `values` as a `WeightTensor` with those of `attributes` that are not None."""
     made: Tensor = values.as_subclass(WeightTensor)
     made.__dict__.update({name: value for name, value in attributes.items() if value is not None})
     return made
@@ -367,7 +366,6 @@ def _reads_fp32(source: Any, values: Any) -> bool:
 
 
 def _fresh(value: Any) -> Any:
-    """Return the values of an alias as a new fp32 tensor, and a copy as it is."""
     return value if _source(value) is None else _fp32(value).clone()
 
 
@@ -422,11 +420,7 @@ def written(*values: Any) -> Iterator[list[Any]]:
         ]
 
 
-# ------------------------------------------------------------------ methods of parameters
-
-
 def _method(name: str) -> Any:
-    """Return the method `name` of tensors for low parameters and their copies."""
     plain = getattr(Tensor, name)
 
     @wraps(plain)

@@ -56,7 +56,6 @@ class DelayedFlag:
     """
 
     def __init__(self) -> None:
-        """Start without a copy under way."""
         self._landing: Landing | None = None
 
     def read(self, flag: Tensor) -> bool | None:
@@ -71,9 +70,6 @@ class DelayedFlag:
         earlier = None if landing.flag is None else peek(landing.landed()[0])
         landing.send([flag])
         return earlier
-
-
-# ------------------------------------------------------------------ gradients that were not scaled
 
 
 def is_scaler(value: Any) -> bool:

@@ -150,7 +150,6 @@ def _run(gradients: Iterable[Tensor], flags: dict[torch.device, Tensor], factor:
 
 
 def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
-    """Return one flag on the first device; copies between devices do not wait."""
     result, *others = flags.values()
     for flag in others:
         result = torch.maximum(result, flag.to(result.device, non_blocking=True))
@@ -165,7 +164,6 @@ def values_of(gradient: Tensor) -> Tensor:
 
 
 def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Put an fp32 copy in the place of each low gradient and return the copies."""
     gradients = [gradient for _, gradient in pairs]
     if gradients and all(type(gradient) is Tensor for gradient in gradients):  # one kernel for all
         copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]

@@ -80,9 +80,6 @@ def step_with_flag(
         attributes.update(before)
 
 
-# ------------------------------------------------------------------ leaving the fused form
-
-
 def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = None) -> bool:
     """Take groups of an optimizer out of torch's fused form where its kernel does not work; return whether one was.
 

@@ -93,9 +93,8 @@ class OptimizerWork:
 
     def is_as_unscaled(self, unfollowed: int) -> bool:
         """Return whether gradients were unscaled and no scaled loss has been differentiated since."""
-        return (
-            self.found is not None and unfollowed == self.unfollowed and not (self.late or self.mixed or self.running)
-        )
+        since = self.late or self.mixed or self.running
+        return self.found is not None and unfollowed == self.unfollowed and not since
 
     def is_unclear(self, unfollowed: int) -> bool:
         """Return whether gradients that no known loss made may be scaled ones."""
@@ -149,12 +148,10 @@ class Iteration:
     """Everything done since the last update."""
 
     def __init__(self) -> None:
-        """Start with nothing done."""
         self._work: dict[int, OptimizerWork] = {}
         self._recorded: Tensor | None = None
 
     def __bool__(self) -> bool:
-        """Return whether anything was unscaled, stepped or recorded."""
         return bool(self._work) or self._recorded is not None
 
     def of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:

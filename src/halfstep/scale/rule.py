@@ -123,16 +123,9 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
     if rule.patience:
         streak = torch.where(bad, streak + 1, 0)
         alarm = alarm | (streak > rule.patience)
-    return ScaleState(
-        scale=torch.where(due, lowered, torch.where(grow, raised, scale)),
-        good=torch.where(bad, -rule.delay, torch.where(grow, 0, counted)),
-        slack=slack,
-        steps=steps,
-        misses=misses,
-        streak=streak,
-        bad=total + bad,
-        alarm=alarm,
-    )
+    scale = torch.where(due, lowered, torch.where(grow, raised, scale))
+    good = torch.where(bad, -rule.delay, torch.where(grow, 0, counted))
+    return ScaleState(scale, good, slack, steps, misses, streak, total + bad, alarm)
 
 
 def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:

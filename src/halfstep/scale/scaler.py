@@ -110,7 +110,7 @@ class GradScaler(StoredScale):
         if enabled and self._device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
                 "GradScaler('cuda') is enabled, but CUDA is not available: it switches itself off, as torch's does. "
-                "GradScaler() works where the loss is",
+                "GradScaler() works where the loss is"
             )
             enabled = False
         super().__init__(chosen, enabled=bool(enabled))
@@ -120,7 +120,6 @@ class GradScaler(StoredScale):
         self._begin()
 
     def _begin(self) -> None:
-        """Set up what is not saved."""
         self._iteration = Iteration()
         self._followed = FollowedLosses(self._pass_begins)
         self._unfollowed = 0  # how many losses were scaled in compiled code, where they get no hooks
@@ -149,8 +148,6 @@ class GradScaler(StoredScale):
         if isinstance(scale, (ScaleRule, str)):
             return cls(rule=scale)
         return cls(rule=ScaleRule.static(scale))
-
-    # --- scaling ---------------------------------------------------------------------------------------------------
 
     def scale(self, outputs: _T) -> _T:
         """Return `outputs` multiplied by the scale.
@@ -220,12 +217,8 @@ class GradScaler(StoredScale):
 
     def _unscale(self, work: OptimizerWork, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState) -> None:
         """Divide gradients of an optimizer by the scale, and add to its flag whether they were finite."""
-        found = finite.unscale_(
-            pairs,
-            state.scale,
-            into_fp32=getattr(work.optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
-            check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
-        )
+        wide, small = hasattr(work.optimizer, WEIGHTS_ATTRIBUTE), self._rule.floor < _SMALLEST_INVERTIBLE
+        found = finite.unscale_(pairs, state.scale, into_fp32=wide, check_scale=small)
         if found is not None:
             work.found = found if work.found is None else torch.maximum(work.found, found)
 
@@ -233,8 +226,6 @@ class GradScaler(StoredScale):
         work = self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
         ExpectedScaler.drop([optimizer])
         return work
-
-    # --- stepping --------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that has not been done, and step `optimizer` unless a gradient is not finite.
@@ -393,8 +384,6 @@ class GradScaler(StoredScale):
         """Discard what has been unscaled, stepped or recorded since the last update."""
         self._iteration = Iteration()
 
-    # --- torch's older protocol (before 1.13, Apex): the optimizer gets the scaler and calls the last three methods
-
     def _step_older(self, work: OptimizerWork, state: ScaleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``optimizer.step(grad_scaler=self)``; it skips a bad step, or not, by itself, as in torch.
 
@@ -429,8 +418,6 @@ class GradScaler(StoredScale):
     def _get_scale_async(self) -> Tensor | None:
         """Return the scale as a tensor without waiting; None before the first scaled loss."""
         return None if self._state is None else self._state.scale.float()
-
-    # --- the alarm -------------------------------------------------------------------------------------------------
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Remember names (``model.named_parameters()``) for messages; parameters are not kept alive."""
@@ -481,10 +468,7 @@ class GradScaler(StoredScale):
             self._warned = True
             warn(text)
 
-    # --- copying ---------------------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy keep: the rule and the numbers, no tensors."""
         if self._iteration:
             raise ScaleError(
                 "a GradScaler can be pickled or copied only between iterations; call update() first (an optimizer has "
@@ -493,12 +477,10 @@ class GradScaler(StoredScale):
         return {name: getattr(self, name) for name in _PICKLED} | {"_host": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Rebuild from `__getstate__`."""
         vars(self).update(state, _state=None)
         self._begin()
 
     def __repr__(self) -> str:
-        """Show the rule and whether it is on; never waits for the device."""
         return f"GradScaler(device={self._device!r}, enabled={self._enabled}, rule={self._rule!r})"
 
     def _read(self, flag: Tensor) -> bool:

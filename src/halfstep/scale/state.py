@@ -43,11 +43,7 @@ FACTORS = {
 
 
 def choose_rule(
-    values: Iterable[Any],
-    rule: ScaleRule | str | None,
-    floor: float | None,
-    ceiling: float | None,
-    hysteresis: int,
+    values: Iterable[Any], rule: ScaleRule | str | None, floor: float | None, ceiling: float | None, hysteresis: int
 ) -> ScaleRule:
     """Return the rule that GradScaler's arguments of these names describe; `values` are those of `TORCH_DEFAULTS`."""
     numbers = dict(zip(TORCH_DEFAULTS, map(plain, values), strict=True))
@@ -77,7 +73,6 @@ class StoredScale:
     """The part of a scaler that is read, set, saved and loaded; the methods are torch.amp.GradScaler's."""
 
     def __init__(self, rule: ScaleRule, *, enabled: bool) -> None:
-        """Start with the state before the first step of `rule`."""
         self._rule = rule
         self._enabled = enabled
         self._host = initial_host(rule)  # the state until there are tensors
@@ -175,7 +170,6 @@ class StoredScale:
         return self._state_on(device).scale.to(device=device, dtype=torch.float32, non_blocking=True)
 
     def _state_on(self, device: torch.device | str) -> ScaleState:
-        """Return the tensors, made on `device` if there are none yet."""
         if self._state is None:
             self._state = load_host(self._host, device, self._rule)
         return self._state
@@ -201,9 +195,6 @@ class StoredScale:
             self._host["scale"] = representable(self._rule, value)
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def _loaded(rule: ScaleRule, state: Mapping[str, Any]) -> tuple[ScaleRule, dict[str, Any]]:
     """Return `rule` with a checkpoint's growth, backoff and interval, and its state as `load_host` takes it."""
     if not isinstance(state, Mapping):
@@ -218,10 +209,7 @@ def _loaded(rule: ScaleRule, state: Mapping[str, Any]) -> tuple[ScaleRule, dict[
         raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
     try:
         rule = dataclasses.replace(
-            rule,
-            growth=state["growth_factor"],
-            backoff=state["backoff_factor"],
-            interval=state["growth_interval"],
+            rule, growth=state["growth_factor"], backoff=state["backoff_factor"], interval=state["growth_interval"]
         )
     except ScaleError as error:
         raise ScaleError(f"load_state_dict: {error}") from error
@@ -250,6 +238,6 @@ def _bounded(rule: ScaleRule, scale: float) -> float:
     if representable(rule, bounded) != representable(rule, scale):  # a bound may be a number that fp32 does not hold
         warn(
             f"load_state_dict: scale={scale!r} is outside [{rule.floor!r}, {rule.ceiling!r}]; going on with "
-            f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
+            f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it"
         )
     return representable(rule, bounded)

@@ -115,7 +115,6 @@ class CompiledLoss:
         return map_tensors(returned, Tensor.clone) if self._overwritten else returned
 
     def _note(self, reasons: list[str]) -> None:
-        """Remember, and log once, why a graph was broken."""
         new = [reason for reason in reasons if reason not in self.breaks]
         self.breaks += tuple(new)
         for reason in new:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,7 @@ REMEDY = "leave cuda_graph out"
 WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before a warning that graphs are captured again and again
+Work = Callable[[], tuple[StepResult, Tensor, Tensor]]  # what is captured; it returns what `_packed` does
 
 
 @dataclass(slots=True)
@@ -98,8 +100,6 @@ class Graphs:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._rates = Rates(self._device)
         self._full = False
-
-    # ------------------------------------------------------------------ one micro-batch
 
     def __call__(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
         """Train on one micro-batch: eagerly, or by a graph."""
@@ -146,7 +146,6 @@ class Graphs:
         return any(watcher.wants_update() for watcher in self._step.watchers)
 
     def _modes(self) -> Hashable:
-        """Return what Python decides in models besides the batch."""
         self._models.update((key, m) for key, other in self._statistics.models.items() if (m := other()) is not None)
         modules = tuple([m.training for other in self._models.values() for m in other.modules()])
         return modules, tuple([p.requires_grad for p in self._model.parameters()])
@@ -161,7 +160,7 @@ class Graphs:
                     warn(
                         f"cuda_graph=True: this is the {KINDS + 1}th kind of batch (shapes, formats, values that are "
                         f"no tensors), and graphs are kept for {KINDS}; the others run eagerly. Pad batches to fewer "
-                        "shapes, and pass numbers that change as tensors",
+                        "shapes, and pass numbers that change as tensors"
                     )
                 return None
             self._kinds.add(kind)
@@ -187,19 +186,10 @@ class Graphs:
                 foreach_copy_([self._gradients[p] for p in moved], [made[p] for p in moved])
         return result
 
-    # ------------------------------------------------------------------ capture and replay
-
     def _rates_as_tensors(self, *, updates: bool) -> AbstractContextManager[None]:
         return self._rates.as_tensors(self._step.optimizer) if updates else nullcontext()
 
-    def _capture(
-        self,
-        graph: _Graph,
-        work: Callable[[], tuple[StepResult, Tensor, Tensor]],
-        generators: list[torch.Generator],
-        *,
-        updates: bool,
-    ) -> None:
+    def _capture(self, graph: _Graph, work: Work, generators: list[torch.Generator], *, updates: bool) -> None:
         """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
         step = self._step
         record, before, statistics = step.record, dict(vars(step.record)), self._statistics.open
@@ -242,7 +232,6 @@ class Graphs:
         STATE.casts.clear()
 
     def _fill_inputs(self, graph: _Graph, found: list[Tensor], *, updates: bool) -> None:
-        """Fill the static tensors that `graph` reads."""
         with torch.no_grad():
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -286,15 +275,8 @@ class Graphs:
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
-        result = StepResult(
-            step=number,
-            loss=loss,
-            aux=map_tensors(static.aux, _copied),
-            scale=numbers[0],
-            grad_norm=numbers[1],
-            skipped=skipped,
-            due=updates,
-        )
+        aux = map_tensors(static.aux, _copied)
+        result = StepResult(number, loss, aux, numbers[0], numbers[1], skipped, updates)
         if updates:
             if isinstance(static.find_culprits, Culprits):
                 result.find_culprits = replace(static.find_culprits, norms=numbers[2:-1])
@@ -309,8 +291,6 @@ class Graphs:
         torch.autograd.graph.increment_version(changed)
         UnkeptWeights.stepped(changed)
         torch.clear_autocast_cache()  # torch's own does not look at versions
-
-    # ------------------------------------------------------------------ what graphs depend on
 
     def _check_facts(self) -> None:
         """Drop all graphs if anything they depend on has changed; note [what is captured]."""
@@ -333,7 +313,7 @@ class Graphs:
             warn(
                 f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
                 "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
-                f"{REMEDY}",
+                f"{REMEDY}"
             )
 
 
@@ -348,9 +328,6 @@ def _packed(result: StepResult) -> tuple[StepResult, Tensor, Tensor]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-# ------------------------------------------------------------------ what graphs read and depend on
 
 
 def facts_of(step: TrainStep) -> dict[str, Any]:
@@ -413,9 +390,6 @@ class Rates:
                 self._filled[i] = now
 
 
-# ------------------------------------------------------------------ what a graph can hold
-
-
 def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
     """Refuse what cannot be captured, before anything is changed; return the model's device."""
     wrapper = type(model).__name__
@@ -474,10 +448,9 @@ def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -
 
 def place_of(error: BaseException) -> str:
     """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
-    place, at = "", error.__traceback__
-    while at is not None:
-        name = at.tb_frame.f_code.co_filename
+    place = ""
+    for frame, line in walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
         if not name.startswith((*OURS, "<")):
-            place = f" at {name}:{at.tb_lineno} `{linecache.getline(name, at.tb_lineno).strip()}`"
-        at = at.tb_next
+            place = f" at {name}:{line} `{linecache.getline(name, line).strip()}`"
     return place

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -95,9 +96,6 @@ def evaluate(
                 module.training = training
 
 
-# ---------------------------------------------------------------------- what it returns
-
-
 def check_loss(loss: Any) -> None:
     """Refuse what a loss function returned in the place of a real scalar tensor with a gradient, with a remedy."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -141,9 +139,6 @@ def detached(aux: Any, loss: Tensor, *, check: bool) -> Any:
     return map_tensors(aux, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
 
-# ---------------------------------------------------------------------- its errors
-
-
 def explained(error: BaseException, batch: Batch) -> HalfstepError | None:
     """Return an error with cause and remedy for one that the batch or mixed formats cause, else None."""
     said = _out_of_range(error, batch) if isinstance(error, (IndexError, RuntimeError)) else ""
@@ -152,13 +147,9 @@ def explained(error: BaseException, batch: Batch) -> HalfstepError | None:
 
 def _out_of_range(error: BaseException, batch: Batch) -> str:
     """Return which input holds what the operator that raised `error` does not take, "" if that is not known."""
-    frame, trace = None, error.__traceback__
-    while trace is not None:  # the innermost function of torch.nn.functional
-        if trace.tb_frame.f_code.co_filename == functional.__file__:
-            frame = trace.tb_frame
-        trace = trace.tb_next
-    found = None if frame is None else _taken(frame)
-    if frame is None or found is None:
+    inside = [f for f, _ in walk_tb(error.__traceback__) if f.f_code.co_filename == functional.__file__]
+    found = _taken(inside[-1]) if inside else None  # the innermost function of torch.nn.functional
+    if found is None:
         return ""
     values, bad, taken = found
     if not bool(bad.any()):

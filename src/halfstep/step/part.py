@@ -22,6 +22,9 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 Run = Callable[[Tensor, Tensor], None]
 """Runs the backward pass of a loss from a seed, both 0-dim."""
 
+RunMicro = Callable[[tuple[Any, ...], dict[str, Any]], StepResult]
+"""Runs a micro-batch, given by the two parts of a `Batch`."""
+
 
 class Part:
     """One part of a training step; every method does nothing, and a subclass overrides the moments that it needs.
@@ -88,12 +91,7 @@ class Part:
         """Return whether the window runs again, not its update; `bad`, 0-dim bool: a gradient is not finite."""
         return False
 
-    def again(
-        self,
-        result: StepResult,
-        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
-        finish: Callable[[], StepResult] | None,
-    ) -> StepResult:
+    def again(self, result: StepResult, run: RunMicro, finish: Callable[[], StepResult] | None) -> StepResult:
         """Run the window again if `repeats` has said so, and return the result of the call, so far `result`.
 
         `run` runs one micro-batch, and the update after the last one of a window; `finish` updates with an unfinished

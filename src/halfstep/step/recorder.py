@@ -88,7 +88,6 @@ class CudaRecorder:
         return graph.replay, result
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the capture that is under way."""
         torch.cuda.set_stream(self._stream)  # the function may have left another one current
         try:
             graph.capture_end()

@@ -120,15 +120,11 @@ LEGACY = frozenset({"verbose"})  # of schedulers, in states of older torch
 UNBOUNDED = frozenset({"best", "mode_worse"})  # of schedulers: infinite until there was a metric
 
 
-# ---------------------------------------------------------------------- the model
-
-
 def check_model(model: nn.Module, state: object) -> None:
     """Check the saved state of `model`; parameters must be finite, and buffers may hold infinities: masks do."""
     have = model.state_dict()
-    check(
-        state, dict.fromkeys(have, Any), "model", StepError, "the saved model does not fit this one; nothing was loaded"
-    )
+    wrong = "the saved model does not fit this one; nothing was loaded"
+    check(state, dict.fromkeys(have, Any), "model", StepError, wrong)
     assert isinstance(state, Mapping)
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     given: dict[str, Tensor] = {}
@@ -143,7 +139,6 @@ def check_model(model: nn.Module, state: object) -> None:
 
 
 def _check_tensor(path: str, value: object, like: Tensor) -> None:
-    """Check shape and kind of a saved tensor."""
     check(value, Tensor, path, StepError, f"its shape is {tuple(like.shape)} here; nothing was loaded")
     assert isinstance(value, Tensor)
     if value.shape != like.shape:
@@ -167,9 +162,6 @@ def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> N
             f"{path} holds {'nan' if infinities else 'nan or inf'}: training from it would spread; load a state from "
             "before; nothing was loaded"
         )
-
-
-# ---------------------------------------------------------------------- the optimizer
 
 
 def check_optimizer(optimizer: Optimizer, state: object, *, groups_alone: bool = False) -> None:
@@ -262,7 +254,6 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def _check_state(path: str, name: object, value: object, parameter: Tensor, optimizer: Optimizer) -> None:
-    """Check one state of a parameter."""
     mine = (optimizer.state.get(parameter) or {}).get(name)
     known = _is_known(optimizer)
     if not known and not isinstance(mine, Tensor):
@@ -272,9 +263,6 @@ def _check_state(path: str, name: object, value: object, parameter: Tensor, opti
     elif value is not None:
         like = mine if isinstance(mine, Tensor) and not known else parameter
         _check_tensor(path, value, like)
-
-
-# ---------------------------------------------------------------------- the scheduler
 
 
 def check_scheduler(scheduler: Any, state: object) -> None:

@@ -143,8 +143,6 @@ class Settings:
             "step(*batch), or load a checkpoint, before"
         )
 
-    # ------------------------------------------------------------------ parts
-
     def add_part(self, part: P, *, in_graphs: bool = False) -> P:
         """Call `part` too, after the others, from the next call of the step on; return it.
 
@@ -181,7 +179,6 @@ class Settings:
         return made
 
     def _weighing(self) -> Weights | None:
-        """Return the part that weighs micro-batches, if there is one."""
         return next((part for part in self.parts if isinstance(part, Weights)), None)
 
     def _weigh(self, reference: float | None = None) -> None:
@@ -192,8 +189,6 @@ class Settings:
                 return
             weighing = self._moments.add(Weights(self._given, self._record, self._ranks))
         weighing.reference = reference if weighing.reference is None else weighing.reference
-
-    # ------------------------------------------------------------------ windows that end early
 
     @one_thread
     def flush(self) -> StepResult | None:
@@ -249,8 +244,6 @@ class Settings:
         """
         return self._ranks.join(self.flush)
 
-    # ------------------------------------------------------------------ how it is built
-
     def _build(self) -> None:
         """Prepare model and optimizer, and make the parts of the step; if that fails, nothing has changed."""
         given: Any = self._given
@@ -274,9 +267,7 @@ class Settings:
             self._binding: Binding = binding_of(unwrap(model))  # type: ignore[assignment]
             self._scaler = own_scaler if given.scaler is None else given.scaler
             self._make_parts()
-            self._graphs = None
-            if device is not None:
-                self._graphs = Graphs(step, device)
+            self._graphs = None if device is None else Graphs(step, device)
             self._take_optimizer()
             if self._scaler.is_enabled():
                 self._scaler.name_parameters(unwrap(model).named_parameters())
@@ -310,7 +301,7 @@ class Settings:
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
         if scales and given.retry:
-            retry = Retry(given.retry, self._scaler, optimizer, record, model, ranks, moments)
+            retry = Retry(given.retry, self._scaler, optimizer, record, ranks, moments)
             self._watchers.discards = retry.discards_unseen
             parts.append(retry)
         elif scales:
@@ -325,17 +316,13 @@ class Settings:
         self._moments.add(KeptPages(self, moments))
 
     def _make_in_backward(self) -> None:
+        self._in_backward = None
         if self.update_in_backward:
-            alone = self._verdicts.alone
-            self._in_backward = InBackward(
-                self._given, self._updater, self._scaler, self.record, self.watchers, alone=alone
-            )
+            given, alone = self._given, self._verdicts.alone
+            self._in_backward = InBackward(given, self._updater, self._scaler, self.record, self.watchers, alone=alone)
             self._moments.has_written = self._in_backward.has_written
-        else:
-            self._in_backward = None
 
     def _take_optimizer(self) -> None:
-        """Refuse parameters without masters, and use the optimizer's fused form."""
         self._updater.refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(self.model).modules()):  # fused forms take none of those
             self._updater.prefer_fused()
@@ -379,7 +366,6 @@ class Settings:
                 part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:
-        """Refuse `what` in the middle of a window, or in a state that was cut off."""
         self._moments.refuse(self.record.done)
         self._refuse_window(what, "assign it")
 

@@ -77,9 +77,6 @@ def check_state(step: Settings, state: object, *, tensors: bool = True) -> int:
     return int(state["step"])
 
 
-# ---------------------------------------------------------------------- parts of the snapshot
-
-
 def _scaler(step: Settings) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
@@ -88,9 +85,6 @@ def _scaler(step: Settings) -> Callable[[], None]:
             step.scaler.load_state_dict(before)
 
     return restore
-
-
-# ---------------------------------------------------------------------- methods of a training step
 
 
 class Stateful(Settings):

@@ -145,8 +145,6 @@ class TrainStep(Stateful):
         else:
             self._build()
 
-    # ------------------------------------------------------------------ one micro-batch
-
     @one_thread
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one micro-batch and return a handle on what happened.
@@ -317,8 +315,6 @@ class TrainStep(Stateful):
             parameter.grad = None
         record.host_reads += updater.host_read
         return found
-
-    # ------------------------------------------------------------------ other calls
 
     def evaluate(self, *batch: Any, **named: Any) -> Any:
         """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.

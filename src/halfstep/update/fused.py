@@ -42,9 +42,6 @@ Made = list[tuple[nn.Parameter, str, Tensor]]  # states that an update begins wi
 _grad, _address = attrgetter("grad"), Tensor.data_ptr
 
 
-# ------------------------------------------------------------------ one reading pass
-
-
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
     """The result of one reading pass over the gradients of a window, all of it on the device."""
@@ -59,9 +56,6 @@ def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_no
     """Read `gradients`, still scaled, once; `divisor`, 0-dim fp32, unscales them."""
     norms = norms_for(gradients)
     return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
-
-
-# ------------------------------------------------------------------ one writing pass
 
 
 @dataclass(slots=True)
@@ -111,9 +105,8 @@ class FusedUpdate:
         self._tensors = [t for call in self._calls for tensors in call.tensors() for t in tensors]
         self._values = [t for call in self._calls for tensors in call.values for t in tensors]
         self._laid_out = laid_out = self._lay_out(gradients)
-        in_place = all(
-            same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
-        )
+        pairs = zip(self._calls, laid_out, strict=True)
+        in_place = all(same(some, [gradients[n] for n in call.chosen]) for call, some in pairs)
         self.stays = (  # whether it can be used again, as long as it `fits`
             part is None
             and in_place
@@ -164,7 +157,6 @@ class FusedUpdate:
         return lists
 
     def _counters_of(self, name: str, parameters: Sequence[nn.Parameter], beside: Tensor) -> list[Tensor]:
-        """Return the counters called `name` as fp32 on the device of `beside`."""
         some = []
         for parameter in parameters:
             value = self._optimizer.state.get(parameter, NONE).get(name)
@@ -185,10 +177,7 @@ class FusedUpdate:
             for call in self._calls
         ]
 
-    # ------------------------------------------------------------------ note [tables]
-
     def _note(self, gradients: list[Tensor]) -> None:
-        """Note what `fits` compares."""
         groups, parameters = self._optimizer.param_groups, self._parameters
         self._groups, self._lengths = list(groups), [len(group["params"]) for group in groups]
         self._generation = 0 if self._store is None else self._store.generation
@@ -203,7 +192,6 @@ class FusedUpdate:
             call.packed = Packed(*call.values, call.states, call.counters, [gradients[n] for n in call.chosen])
 
     def _states_now(self) -> list[Any]:
-        """Return the optimizer's states and what these hold."""
         states = self._optimizer.state.values()
         return [*states, *chain.from_iterable(map(dict.values, states))]
 
@@ -228,7 +216,6 @@ class FusedUpdate:
         return [*map(_address, self._tensors)] == self._addresses
 
     def _lie_as_weights(self, gradients: list[Tensor]) -> bool:
-        """Return whether gradients have the strides of their parameters."""
         if not self._strided:
             return all(map(Tensor.is_contiguous, gradients))
         strides = [gradients[n].stride() for n in self._strided]
@@ -237,8 +224,6 @@ class FusedUpdate:
     def _direct(self) -> Kernels | None:
         """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
         return None if len_torch_dispatch_stack() or profiler_enabled() else self._kernels
-
-    # ------------------------------------------------------------------ the two passes
 
     def check(self, gradients: list[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
         """Read the gradients: `check_gradients`."""

@@ -44,9 +44,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
     keep_working_form(optimizer, parameters)
     if is_fused(optimizer):
         vars(optimizer)["_step_supports_amp_scaling"] = True  # a copy or a pickle of one has lost it
-    if not can_fuse(optimizer):
-        return
-    if not parameters or not all(_fits(optimizer, p) for p in parameters):
+    if not can_fuse(optimizer) or not parameters or not all(_fits(optimizer, p) for p in parameters):
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
@@ -60,15 +58,13 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     Low parameters without masters are computed in fp32 and rounded once there, where the other forms round after every
     operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
-    device = parameter.device.type
+    kind, device = type(optimizer), parameter.device.type
     stored = type(Tensor.data.__get__(parameter))  # type: ignore[attr-defined]  # of C
-    if stored not in WHOLE_TENSORS or not fused_here(type(optimizer), device):
+    if stored not in WHOLE_TENSORS or not fused_here(kind, device) or not fused_works(kind, parameter):
         return False
-    if not fused_works(type(optimizer), parameter):
+    if kind is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
-    if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
-        return False
-    return parameter.dtype is torch.float32 or (parameter.dtype in LOW_DTYPES and type(optimizer) is not Adagrad)
+    return parameter.dtype is torch.float32 or (parameter.dtype in LOW_DTYPES and kind is not Adagrad)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -78,9 +74,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def can_fuse(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` itself allows torch's fused form."""
-    return (
-        type(optimizer) in FUSED and not _stepped(optimizer) and all(_free(group) for group in optimizer.param_groups)
-    )
+    return type(optimizer) in FUSED and not _stepped(optimizer) and all(map(_free, optimizer.param_groups))
 
 
 def _free(group: dict[str, Any]) -> bool:

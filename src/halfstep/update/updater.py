@@ -376,7 +376,6 @@ class Deferral:
             self._deliver()
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        """Stand for a handler of the user's."""
         handler = self._handlers[number]
         if not self._on:  # note [left behind]
             _signal.signal(number, handler)

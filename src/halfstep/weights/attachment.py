@@ -79,8 +79,6 @@ class Attachment:
         else:
             delattr(optimizer, WEIGHTS_ATTRIBUTE)
 
-    # ------------------------------------------------------------------ substitution
-
     def substitute(self, optimizer: Optimizer, *state_dict: Any) -> None:
         """Put masters into the optimizer's groups and re-key its state; `restore` undoes it from any line."""
         self.store.restore()
@@ -116,8 +114,6 @@ class Attachment:
                     parameter.grad.zero_()
         self.drop_gradients()
         self.restore(optimizer)
-
-    # ------------------------------------------------------------------ gradients
 
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into fp32 buffers and return all gradients that `optimizer` will read, but for None.
@@ -171,8 +167,6 @@ class Attachment:
         self.gradients.clear()
         for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_masters]:
             del self.buffers[key]
-
-    # ------------------------------------------------------------------ hooks
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

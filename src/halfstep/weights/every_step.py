@@ -40,7 +40,6 @@ class _EveryStep:
             self.calls[turn][1](optimizer)
 
     def leave(self, user: tuple[Turn, int]) -> None:
-        """Forget `user`; the last one takes the hooks along."""
         self.users.discard(user)
         if not self.users:
             while self.handles:

@@ -33,11 +33,8 @@ def refuse_waiting_hook(wrapper: DistributedDataParallel) -> None:
     buckets of gradients block both. One bucket has one format and at most DistributedDataParallel's first limit.
     """
     waiting = [hook for hook, _ in comm_hooks(wrapper) if _waits(hook)]
-    trained = [
-        parameter
-        for name, parameter in wrapper.module.named_parameters()
-        if parameter.requires_grad and name not in wrapper.parameters_to_ignore
-    ]
+    ignored = wrapper.parameters_to_ignore
+    trained = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
     if not waiting or backend_of(wrapper.process_group, trained[0].device) != "gloo":
         return
     formats = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})

@@ -121,11 +121,9 @@ def _keep_if_listed(optimizer: Optimizer) -> None:
     listed = _listed()
     if not listed or optimizer in LowStates._known:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in listed:
-                LowStates(optimizer, listed[parameter])
-                return
+    found = next((p for group in optimizer.param_groups for p in group["params"] if p in listed), None)
+    if found is not None:
+        LowStates(optimizer, listed[found])
 
 
 def _elementwise(parameter: object, state: object) -> list[tuple[str, Tensor]]:

@@ -145,7 +145,6 @@ class WeightStore(Owner):
             known.copy_(part)
 
     def _wide(self, key: int) -> Tensor:
-        """Return the fp32 value that is stored, where no master is."""
         parameter = self._parameters[key]
         return sharded_like(parameter, self._unpack(key, local(Tensor.detach(parameter))))
 
@@ -217,7 +216,6 @@ class WeightStore(Owner):
         return next((store for store in stores() if parameter in store), None)
 
     def __contains__(self, parameter: object) -> bool:
-        """Return whether `parameter` is a low parameter of this store."""
         return id(parameter) in self._parameters
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -404,7 +402,6 @@ class WeightStore(Owner):
             )
 
     def _warn_unseen(self, parameter: nn.Parameter) -> None:
-        """Warn that low values were written."""
         self.warn_once(
             "unseen",
             f"the low weight {self.names[id(parameter)]} was written by no method of its own (but by out=, "

@@ -27,6 +27,7 @@ from halfstep.kernels.ops import FORMS
 from halfstep.kernels.optimizers import COUNTERS, SPECS, STATES, OptimizerSpec
 
 Tensors: TypeAlias = Sequence[Tensor]
+Lists: TypeAlias = Sequence[Tensors]
 
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000, "loss": 30_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
@@ -98,7 +99,6 @@ class Kernels:
             function.restype = None
 
     def _read(self, function: Any, work: str, out: Tensor, columns: Columns) -> None:
-        """Call a function that reads tensors and writes `out`."""
         threads = torch.get_num_threads() if columns.elements > ALONE[work] else 1
         function(out.data_ptr(), columns.packed, len(columns.sizes), pack("4q", threads, *self._runtime))
 
@@ -128,9 +128,8 @@ class Kernels:
         out = ctypes.create_string_buffer(12 + 4 * count)
         at = ctypes.addressof(out)
         threads = torch.get_num_threads() if gradients.elements > ALONE["norms"] else 1
-        self._both(
-            at + 12, gradients.packed, count, pack("4q", threads, *self._runtime), None, None, at, at + 4, at + 8
-        )
+        runtime = pack("4q", threads, *self._runtime)
+        self._both(at + 12, gradients.packed, count, runtime, None, None, at, at + 4, at + 8)
         found: float = struct.unpack_from("f", out)[0]
         return found
 
@@ -156,7 +155,6 @@ class Kernels:
         self._slope(self._logits(logits), *addresses, first, out.data_ptr(), out.stride(0))
 
     def _logits(self, logits: Tensor) -> bytes:
-        """Return the struct `Logits` of `loss.h`."""
         threads = torch.get_num_threads() if logits.numel() > ALONE["loss"] else 1
         table = (*logits.shape, logits.stride(0), TYPES[logits.dtype], logits.data_ptr())
         return pack("9q", *table, threads, *self._runtime)
@@ -198,25 +196,15 @@ class Kernels:
         """Carry out the update of a spec, given by its name, on tensors that are packed."""
         if draws is None and (form == "stochastic" or tensors.chance):
             raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
-        job = self._pack_job[name](
-            tensors.count,
-            torch.get_num_threads() if tensors.elements > ALONE["update"] else 1,
-            *self._runtime,
-            FORM_CODES[form],
-            start,
-            rate is not None and rate.dtype is torch.float64,
-            factor.data_ptr(),
-            bad.data_ptr(),
-            0 if draws is None else draws.data_ptr(),
-            0 if rate is None else rate.data_ptr(),
-            lr,
-            *options,
-        )
+        threads = torch.get_num_threads() if tensors.elements > ALONE["update"] else 1
+        wide = rate is not None and rate.dtype is torch.float64
+        head = tensors.count, threads, *self._runtime, FORM_CODES[form], start, wide
+        addresses = [0 if t is None else t.data_ptr() for t in (factor, bad, draws, rate)]
+        job = self._pack_job[name](*head, *addresses, lr, *options)
         self._updates[name](job, tensors.packed)
 
 
 def _words(values: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
-    """Return int64 values packed in memory that can be written."""
     return ctypes.create_string_buffer(pack(f"{len(values)}q", *values), 8 * len(values))
 
 
@@ -248,14 +236,7 @@ class Packed:
 
     __slots__ = ("chance", "count", "elements", "packed")
 
-    def __init__(
-        self,
-        weights: Tensors,
-        beside: Tensors,
-        states: Sequence[Tensors],
-        counters: Sequence[Tensors],
-        gradients: Tensors,
-    ) -> None:
+    def __init__(self, weights: Tensors, beside: Tensors, states: Lists, counters: Lists, gradients: Tensors) -> None:
         sizes = [*map(_size, weights)]
         if sizes != [*map(_size, gradients)]:
             raise ValueError(f"gradients and weights differ in size: {[*map(_size, gradients)]} and {sizes}")

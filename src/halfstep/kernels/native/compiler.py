@@ -45,15 +45,11 @@ class Unavailable(Exception):
 
 def _compiler() -> str:
     named = os.environ.get("CXX", "").strip()
-    if named:
-        found = shutil.which(named)
-        if found is None:
-            raise Unavailable(f"the environment variable CXX names {named!r}, which is no program here")
+    found = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+    if found is not None:
         return found
-    for name in COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
+    if named:
+        raise Unavailable(f"the environment variable CXX names {named!r}, which is no program here")
     raise Unavailable(f"no C++ compiler was found (looked for {', '.join(COMPILERS)}; CXX can name one)")
 
 
@@ -167,7 +163,6 @@ def cache_folder() -> Path:
 
 @cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that lasts as long as this process."""
     return tempfile.TemporaryDirectory(prefix="halfstep-")
 
 

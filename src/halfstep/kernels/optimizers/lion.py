@@ -106,9 +106,6 @@ class Lion(Optimizer):
             momentum.copy_(torch.where(keep, momentum, moved))
 
 
-# ------------------------------------------------------------------ its fused update
-
-
 def lion(
     value: Tensor, gradient: Tensor, lr: float, average: Tensor, *, beta1: float, beta2: float, weight_decay: float
 ) -> tuple[Tensor, ...]:

@@ -70,7 +70,6 @@ def count_(into: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return the row of one tensor that is not empty."""
     if tensor.device.type == "cpu" and tensor.dtype is not torch.float64:
         return _row_on_cpu(tensor.reshape(-1).to(torch.float32))
     if tensor.dtype is torch.float64:

@@ -19,9 +19,6 @@ WEIGHT, FIRST, SECOND = range(3)
 """Streams of noise."""
 
 
-# ------------------------------------------------------------------ norms and the check of gradients
-
-
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, dense or sparse, accumulated in fp32: (n,) on the device of the first."""
     if not tensors:
@@ -50,9 +47,6 @@ def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) 
     if clip_norm is not None:
         whole = whole * ((norm + CLIP_EPS) / clip_norm).clamp(min=1.0)
     return norm, bad, one / whole
-
-
-# ------------------------------------------------------------------ bf16 and its remainder
 
 
 def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,9 +82,6 @@ def split_kahan(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return low, rest
 
 
-# ------------------------------------------------------------------ noise
-
-
 def mix(word: Tensor) -> Tensor:
     """Scramble 32-bit words held in int64: the constants of Chris Wellons' "lowbias32" (public domain, 2018)."""
     word = word & WORD
@@ -115,29 +106,18 @@ def stochastic_bf16(wide: Tensor, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(wide), cut, wide).to(torch.bfloat16)
 
 
-# ------------------------------------------------------------------ forms
-
-
 def _take(form: str, weight: Tensor, beside: Tensor | None) -> Tensor:
     """Return the fp32 value as a new tensor."""
-    if form == "split":
+    if form in {"split", "kahan"}:
         assert beside is not None
-        return join_bf16(weight, beside)
-    if form == "kahan":
-        assert beside is not None
-        return weight.float() + beside.float()
+        return join_bf16(weight, beside) if form == "split" else weight.float() + beside.float()
     return weight.to(torch.float32, copy=True)
 
 
 def _put(form: str, value: Tensor, weight: Tensor, beside: Tensor | None, bits: Tensor | None) -> None:
-    """Write a new fp32 value in its form."""
-    if form == "split":
+    if form in {"split", "kahan"}:
         assert beside is not None
-        low, rest = split_bf16(value)
-        weight.copy_(low), beside.copy_(rest)
-    elif form == "kahan":
-        assert beside is not None
-        low, rest = split_kahan(value, weight.dtype)
+        low, rest = split_bf16(value) if form == "split" else split_kahan(value, weight.dtype)
         weight.copy_(low), beside.copy_(rest)
     elif form == "stochastic":
         assert bits is not None
@@ -155,9 +135,6 @@ def _store(state: Tensor, value: Tensor, bits: Tensor | None) -> None:
     else:
         assert bits is not None
         state.copy_(stochastic_bf16(value, bits))
-
-
-# ------------------------------------------------------------------ updates
 
 
 def single(number: float) -> Tensor:

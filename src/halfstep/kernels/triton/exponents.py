@@ -81,11 +81,8 @@ def _places64(bits, inside):
 def _bits(address, offsets, inside, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Return the patterns of the numbers at `offsets`, those of fp64 in int64, all others as fp32 in int32."""
     words = load(address, offsets, inside, KIND, WHOLE, WHOLE)
-    if KIND == "fp64":
-        found = tl.cast(words, tl.int64, bitcast=True)
-    else:
-        found = tl.cast(wide(words, KIND), tl.int32, bitcast=True)
-    return found
+    number = words if KIND == "fp64" else wide(words, KIND)
+    return tl.cast(number, tl.int64 if KIND == "fp64" else tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -110,22 +107,15 @@ def _near(bits, base, KIND: tl.constexpr, TOP: tl.constexpr):
 @triton.jit
 def _counted(bits, inside, negatives, largest, smallest, KIND: tl.constexpr, TOP: tl.constexpr):
     """Count the numbers that are `inside` in all places: return their histogram and the three with them."""
-    if KIND == "fp64":
-        counted, number, size, below = _places64(bits, inside)
-    else:
-        counted, number, size, below = _places32(bits, inside)
+    counted, number, size, below = _places64(bits, inside) if KIND == "fp64" else _places32(bits, inside)
     negatives, largest, smallest = _ends(number, below, size, negatives, largest, smallest, TOP)
     return tl.histogram(counted, PLACES), negatives, largest, smallest
 
 
 @triton.jit
 def _bits64(size, KIND: tl.constexpr):
-    """Return the bits of a magnitude as fp64."""
-    if KIND == "fp64":
-        found = size
-    else:
-        found = tl.cast(tl.cast(size, tl.float32, bitcast=True).to(tl.float64), tl.int64, bitcast=True)
-    return found
+    number = size if KIND == "fp64" else tl.cast(size, tl.float32, bitcast=True).to(tl.float64)
+    return tl.cast(number, tl.int64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count", "first"])
@@ -217,21 +207,10 @@ def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
             dtype = launch.dtypes[0]
             assert dtype is not None
             double = dtype is torch.float64
-            exponents_kernel[(launch.programs,)](
-                walk.rows,
-                walk.chunks,
-                rows,
-                len(dense),
-                launch.first,
-                KIND=KINDS[dtype],
-                CHUNK=walk.chunk,
-                BLOCK=THREADS * (2 if double else 4),
-                THREADS=THREADS,
-                BYTES=dtype.itemsize,
-                ROW=ROW,
-                TOP=(INF64 if double else INF32).value,
-                **OPTIONS,
-            )
+            block, top = THREADS * (2 if double else 4), (INF64 if double else INF32).value
+            shape = {"CHUNK": walk.chunk, "BLOCK": block, "THREADS": THREADS, "BYTES": dtype.itemsize, "ROW": ROW}
+            tables = walk.rows, walk.chunks, rows, len(dense), launch.first
+            exponents_kernel[(launch.programs,)](*tables, KIND=KINDS[dtype], TOP=top, **shape, **OPTIONS)
 
 
 assert (NEGATIVES, LARGEST, SMALLEST) == (ZEROS + 3, ZEROS + 4, ZEROS + 5), "the kernel counts places from ZEROS"

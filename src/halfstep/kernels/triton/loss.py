@@ -223,17 +223,9 @@ def row_sums_(
     """Add logits (N, C), whose classes lie side by side, to `RowSums` in fp32."""
     if len(logits):
         with on(logits.device):
-            sums_kernel[(len(logits),)](
-                lse,
-                own,
-                dot,
-                logits,
-                logits.stride(0),
-                target.contiguous(),
-                None if by_class is None else by_class.contiguous(),
-                first,
-                **_options(logits, aligned=_aligned(logits)),
-            )
+            target, shares = target.contiguous(), None if by_class is None else by_class.contiguous()
+            options = _options(logits, aligned=_aligned(logits))
+            sums_kernel[(len(logits),)](lse, own, dot, logits, logits.stride(0), target, shares, first, **options)
 
 
 def gradient(
@@ -251,20 +243,9 @@ def gradient(
     """Write the gradient of logits (N, C) to `out`, which may be `logits`; label to by_class are those of `Shares`."""
     if len(logits):
         with on(logits.device):
-            gradient_kernel[(len(logits),)](
-                logits,
-                logits.stride(0),
-                out,
-                out.stride(0),
-                lse.contiguous(),
-                label.contiguous(),
-                own.contiguous(),
-                every.contiguous(),
-                scale.contiguous(),
-                None if by_class is None else by_class.contiguous(),
-                first,
-                **_options(logits, aligned=_aligned(logits) and _aligned(out)),
-            )
+            dense = [None if t is None else t.contiguous() for t in (lse, label, own, every, scale, by_class)]
+            options = _options(logits, aligned=_aligned(logits) and _aligned(out))
+            gradient_kernel[(len(logits),)](logits, logits.stride(0), out, out.stride(0), *dense, first, **options)
 
 
 def _options(logits: Tensor, *, aligned: bool) -> dict[str, Any]:
@@ -275,5 +256,4 @@ def _options(logits: Tensor, *, aligned: bool) -> dict[str, Any]:
 
 
 def _aligned(rows: Tensor) -> bool:
-    """Return whether every row begins at a multiple of `ALIGNMENT` bytes."""
     return rows.data_ptr() % ALIGNMENT == 0 and (rows.stride(0) % EACH == 0 or len(rows) == 1)

@@ -139,19 +139,9 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
         count = len(gradients)
         sums = torch.empty(max(walk.programs, 1), dtype=torch.float32, device=device)
         for launch in walk.launches:
-            squares_kernel[(launch.programs,)](
-                walk.rows,
-                walk.chunks,
-                sums,
-                count,
-                launch.first,
-                KIND=KINDS[launch.dtypes[0]],
-                ALIGNED=launch.aligned,
-                CHUNK=walk.chunk,
-                BLOCK=BLOCK,
-                num_warps=BLOCK // 256,
-                **FAITHFUL,
-            )
+            kind = {"KIND": KINDS[launch.dtypes[0]], "ALIGNED": launch.aligned, "CHUNK": walk.chunk, "BLOCK": BLOCK}
+            tables = walk.rows, walk.chunks, sums, count, launch.first
+            squares_kernel[(launch.programs,)](*tables, **kind, num_warps=BLOCK // 256, **FAITHFUL)
         found = torch.empty(count, dtype=torch.float32, device=device)
         norms_kernel[(count,)](walk.rows, walk.ends, sums, found, count, MANY=MANY, **FAITHFUL)
     return found
@@ -162,19 +152,9 @@ def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) 
     with on(norms.device):
         norm, factor = norms.new_empty(()), norms.new_empty(())
         bad = norms.new_empty((), dtype=torch.bool)
-        check_kernel[(1,)](
-            norms,
-            divisor,
-            norm,
-            bad,
-            factor,
-            norms.numel(),
-            1.0 if clip_norm is None else float(clip_norm),
-            CLIP_EPS,
-            CLIPS=clip_norm is not None,
-            MANY=MANY,
-            **FAITHFUL,
-        )
+        limit = 1.0 if clip_norm is None else float(clip_norm)
+        given = norms, divisor, norm, bad, factor, norms.numel(), limit, CLIP_EPS
+        check_kernel[(1,)](*given, CLIPS=clip_norm is not None, MANY=MANY, **FAITHFUL)
     return norm, bad, factor
 
 

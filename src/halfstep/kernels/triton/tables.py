@@ -53,8 +53,6 @@ SMALL = 1 << 22
 
 LOOPS = 8
 
-# ------------------------------------------------------------------ from host to device
-
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` current: Triton launches on the current one. Nothing to do on CPU (the interpreter) or one GPU."""
@@ -150,9 +148,6 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# ------------------------------------------------------------------ programs and tensors
-
-
 class Launch(NamedTuple):
     """Programs for tensors of the same formats."""
 
@@ -237,7 +232,6 @@ def _rows(
     block: int,
     start: int,
 ) -> tuple[Copied, Layout]:
-    """Make the table of addresses."""
     full = [bool(tensors) for tensors in lists]
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
@@ -288,12 +282,5 @@ def _layout(
         if last > first:
             launches.append(Launch(dtypes, aligned, first, last - first))
         before += len(positions)
-    return Layout(
-        chunks=Copied(torch.stack((columns, parts), 1), device),
-        ends=Copied(ends, device),
-        chunk=chunk,
-        programs=len(columns),
-        launches=launches,
-        order=order,
-        facts=torch.stack((elements, order + start)),
-    )
+    chunks, facts = torch.stack((columns, parts), 1), torch.stack((elements, order + start))
+    return Layout(Copied(chunks, device), Copied(ends, device), chunk, len(columns), launches, order, facts)

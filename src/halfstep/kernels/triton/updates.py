@@ -61,11 +61,7 @@ def wide_number(bits):
 @triton.jit
 def learning_rate(rate, lr):
     """Return the learning rate, fp64: `rate`, a tensor, if there is one, else that of the pattern `lr`."""
-    if rate is None:
-        found = wide_number(lr)
-    else:
-        found = tl.load(rate).to(tl.float64)
-    return found
+    return wide_number(lr) if rate is None else tl.load(rate).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["count", "lr", "beta1", "beta2", "cooling"])
@@ -289,9 +285,6 @@ def update_kernel(
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------ launches
-
-
 def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) -> None:
     """Carry out the update operator of a spec; `given` are its arguments from the first state on."""
     states, counters = given[: len(spec.states)], given[len(spec.states) : len(spec.states) + len(spec.counters)]
@@ -303,55 +296,23 @@ def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) 
         corrections = None
         if spec.counters:
             corrections = torch.empty(count, 3, dtype=torch.float32, device=device)
-            count_kernel[(-(-count // FEW),)](
-                walk.rows,
-                corrections,
-                bad,
-                rate,
-                count,
-                _bits(lr),
-                _bits(options["beta1"]),
-                _bits(options["beta2"]),
-                _bits(0.96 ** options.get("momentum_decay", 0.0)),
-                METHOD=spec.name,
-                FEW=FEW,
-                BITS=BITS,
-                **FAITHFUL,
-            )
+            cooling = 0.96 ** options.get("momentum_decay", 0.0)
+            bits = [_bits(one) for one in (lr, options["beta1"], options["beta2"], cooling)]
+            constants = {"METHOD": spec.name, "FEW": FEW, "BITS": BITS, **FAITHFUL}
+            count_kernel[(-(-count // FEW),)](walk.rows, corrections, bad, rate, count, *bits, **constants)
         weight_decay, numbers = options["weight_decay"], NUMBERS[spec.name](options)
+        tensors = walk.rows, walk.chunks, corrections, factor, bad, draws, rate
+        scalars = _bits(lr), _bits(weight_decay), float(weight_decay), *map(float, (*numbers, 0.0, 0.0, 0.0)[:4])
+        variant, maximize = bool(options.get("decoupled") or options.get("nesterov")), bool(options["maximize"])
+        rule = {"METHOD": spec.name, "VARIANT": variant, "DECAYS": bool(weight_decay), "MAXIMIZE": maximize}
         for launch in walk.launches:
             weight, low, first, second, _, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
-            update_kernel[(launch.programs,)](
-                walk.rows,
-                walk.chunks,
-                corrections,
-                factor,
-                bad,
-                draws,
-                rate,
-                count,
-                launch.first,
-                _bits(lr),
-                _bits(weight_decay),
-                float(weight_decay),
-                *map(float, (*numbers, 0.0, 0.0, 0.0)[:4]),
-                METHOD=spec.name,
-                FORM=form if form != "copy" or low != "none" else "plain",
-                WEIGHT=weight,
-                BESIDE=low,
-                FIRST=first,
-                SECOND=second,
-                GRADIENT=gradient,
-                VARIANT=bool(options.get("decoupled") or options.get("nesterov")),
-                DECAYS=bool(weight_decay),
-                MAXIMIZE=bool(options["maximize"]),
-                ALIGNED=launch.aligned,
-                CHUNK=walk.chunk,
-                BLOCK=BLOCK,
-                **UPDATE,
-            )
+            kinds = {"WEIGHT": weight, "BESIDE": low, "FIRST": first, "SECOND": second, "GRADIENT": gradient}
+            stored = form if form != "copy" or low != "none" else "plain"
+            shape = {"FORM": stored, "ALIGNED": launch.aligned, "CHUNK": walk.chunk, "BLOCK": BLOCK}
+            given = *tensors, count, launch.first, *scalars
+            update_kernel[(launch.programs,)](*given, **rule, **kinds, **shape, **UPDATE)
 
 
 def _bits(number: float) -> int:
-    """Return the pattern of `number` as fp64."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])

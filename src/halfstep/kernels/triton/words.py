@@ -70,11 +70,7 @@ def store(address, offsets, mask, value, KIND: tl.constexpr, WHOLE: tl.constexpr
 @triton.jit
 def wide(words, KIND: tl.constexpr):
     """Return what `load` has loaded as fp32."""
-    if KIND == "bf16":
-        found = tl.cast(words.to(tl.uint32) << 16, tl.float32, bitcast=True)
-    else:
-        found = words.to(tl.float32)
-    return found
+    return tl.cast(words.to(tl.uint32) << 16, tl.float32, bitcast=True) if KIND == "bf16" else words.to(tl.float32)
 
 
 # ------------------------------------------------------------------ roundings
@@ -105,11 +101,7 @@ def bf16_stochastic(value, noise):
 @triton.jit
 def nearest(value, KIND: tl.constexpr):
     """Return fp32 `value` rounded half to even to `KIND`, as fp32."""
-    if KIND == "bf16":
-        found = wide(bf16_nearest(value), KIND)
-    else:
-        found = value.to(tl.float16).to(tl.float32)
-    return found
+    return wide(bf16_nearest(value), KIND) if KIND == "bf16" else value.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
@@ -226,10 +218,8 @@ def put(
 @triton.jit
 def keep(value, state_at, offsets, mask, bits, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Store a new optimizer state: fp32 as it is, bf16 rounded stochastically."""
-    if KIND == "bf16":
-        store(state_at, offsets, mask, bf16_stochastic(value, bits), "bf16", WHOLE, ALIGNED)
-    else:
-        store(state_at, offsets, mask, value, KIND, WHOLE, ALIGNED)
+    words = bf16_stochastic(value, bits) if KIND == "bf16" else value
+    store(state_at, offsets, mask, words, KIND, WHOLE, ALIGNED)
 
 
 # ------------------------------------------------------------------ whether Triton works on a device

@@ -49,7 +49,6 @@ class Sums(Part):
                     hook_weakly(parameter.register_post_accumulate_grad_hook, self.add)
 
     def __bool__(self) -> bool:
-        """Return whether there are parameters to look after."""
         return bool(self._large)
 
     def begin_window(self) -> None:

@@ -20,7 +20,7 @@ pass belongs to the critical part: signals are deferred to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from halfstep.kernels.choose import check_norms, norms_for
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import TWICE, Given
 from halfstep.step.loss import RECOMPUTES
-from halfstep.step.moments import Moments
+from halfstep.step.moments import Moments, Watchers
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.trees import graph_of
@@ -53,14 +53,7 @@ class InBackward:
     """The updates of one training step, made inside its backward passes."""
 
     def __init__(
-        self,
-        given: Given,
-        updater: Updater,
-        scaler: GradScaler,
-        record: Record,
-        watchers: Sequence[object],
-        *,
-        alone: bool,
+        self, given: Given, updater: Updater, scaler: GradScaler, record: Record, watchers: Watchers, *, alone: bool
     ) -> None:
         _refuse(given, updater, scaler, alone=alone)
         self._given, self._updater, self._record, self._watchers = given, updater, record, watchers
@@ -176,12 +169,10 @@ class InBackward:
             self._use(self._places[parameter])
 
     def _taken(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Return the parameters that wait, and their gradients."""
         parameters, self._waiting, self._bytes = self._waiting, [], 0
         return parameters, [p.grad for p in parameters]  # type: ignore[misc]
 
     def _measure(self, place: int) -> None:
-        """Take the norms of the gradients that wait, and drop these."""
         parameters, gradients = self._taken()
         if parameters:
             self._found += zip(parameters, norms_for(gradients).unbind(), strict=True)

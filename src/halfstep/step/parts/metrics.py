@@ -56,7 +56,6 @@ class StepMetrics:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"step", "culprits"}}
 
     def __str__(self) -> str:
-        """Return one readable line."""
         return (
             f"step {self.step}: loss {self.loss:.4g}, scale {self.scale:g}, {self.skipped} skipped, "
             f"gradient norm {self.grad_norm:.3g}, {self.samples_per_second:,.0f} samples/s"
@@ -149,7 +148,7 @@ class Metrics(Part):
             if not self.dropped:
                 warn(
                     f"{MOST_WAITING} records of step.metrics(every={self.every}) were not polled, and the oldest are "
-                    "dropped; call metrics.poll() in the loop, or give it a logger: step.metrics(to=...)",
+                    "dropped; call metrics.poll() in the loop, or give it a logger: step.metrics(to=...)"
                 )
             self.dropped += 1
 

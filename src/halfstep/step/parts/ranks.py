@@ -146,9 +146,7 @@ class Ranks(OneRank):
             )
         first = ddp.static_graph and not has_recorded_static_graph(ddp)
         postpones = not first and (self.own or self.joining or not last)
-        model: Any = self._model
-        context: AbstractContextManager[Any] = model.no_sync() if postpones else NOTHING
-        return context
+        return self._no_sync() if postpones and self._no_sync is not None else NOTHING
 
     @property
     def device(self) -> torch.device:
@@ -258,8 +256,6 @@ class Ranks(OneRank):
             if parameter.requires_grad and name not in ignored:
                 yield parameter
 
-    # ------------------------------------------------------------------ formats
-
     def _given(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the format a gradient is accumulated in."""
         wide = self._policy.grads == "fp32" and self._store is not None and parameter in self._store
@@ -285,8 +281,6 @@ class Ranks(OneRank):
         if parameter.grad_dtype not in {None, dtype}:
             parameter.grad_dtype = None
         parameter.grad = mean.to(dtype) if mean.is_sparse else torch.empty_like(parameter, dtype=dtype).copy_(mean)
-
-    # ------------------------------------------------------------------ sums
 
     def _buckets(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Split `parameters` into lists that are sent at once: one device and one pair of formats each."""
@@ -320,12 +314,10 @@ class Ranks(OneRank):
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is None:
-            size = (0, *parameter.shape[1:])
-            none = torch.empty(size, dtype=self._given(parameter), device=parameter.device)
-            where = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            gradient = torch.sparse_coo_tensor(
-                where, none, parameter.shape, device=parameter.device, check_invariants=False
-            )
+            shape, device = parameter.shape, parameter.device
+            none = torch.empty((0, *shape[1:]), dtype=self._given(parameter), device=device)
+            where = torch.empty((1, 0), dtype=torch.int64, device=device)
+            gradient = torch.sparse_coo_tensor(where, none, shape, device=device, check_invariants=False)
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         mean = (gradient.coalesce() * (1 / self._count)).to(self._sent(parameter)).coalesce()

@@ -233,8 +233,7 @@ class History:
         if self._unchanged is None:
             self._note_buffers()
         for module, name in self._changing.values():
-            value = module._buffers.get(name)
-            if value is not None:
+            if (value := module._buffers.get(name)) is not None:
                 window.buffers.append((module, name, value.clone()))
 
     def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
@@ -331,7 +330,6 @@ class History:
         return False
 
     def _find_changing(self) -> None:
-        """Find out which buffers the window's forward passes have changed."""
         changed = self._changed()
         for module, name in changed:
             self._changing.setdefault((id(module), name), (module, name))

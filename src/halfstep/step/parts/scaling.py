@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from halfstep.errors import ScaleError
 from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.moments import Moments
-from halfstep.step.part import Part
+from halfstep.step.part import Part, RunMicro
 from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
@@ -61,19 +60,12 @@ class Retry(Scaling):
     """The loss scale, and which windows of one training step run again at a lower one."""
 
     def __init__(
-        self,
-        most: int,
-        scaler: GradScaler,
-        optimizer: Optimizer,
-        record: Record,
-        model: nn.Module,
-        ranks: OneRank,
-        moments: Moments,
+        self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, ranks: OneRank, moments: Moments
     ) -> None:
         super().__init__(scaler, optimizer)
         self.most, self.record, self._ranks, self.moments = most, record, ranks, moments
         if record.history is None:
-            record.history = History(model, examined=False, signals=record.signals)
+            record.history = History(record.model, examined=False, signals=record.signals)
         record.history.keep_generators()
         self.history = record.history
         self._warned = False
@@ -85,8 +77,6 @@ class Retry(Scaling):
         self.poisoned = False  # whether backward passes start from nan; see note [ranks]
         self.retries = self._uncounted = 0
         self.fallen: float | None = None  # the loss scale that the window runs with again; None: the scaler's
-
-    # ------------------------------------------------------------------ the decision
 
     def repeats(self, bad: Tensor) -> bool:
         """Return whether the window runs again in the place of its update; waits for the device."""
@@ -114,7 +104,9 @@ class Retry(Scaling):
         if not ranks and not window.finite():  # no scale of a backward pass helps
             return None
         if obstacle := next(self._obstacles(window.batches), ""):
-            self._warn(window.last, obstacle)
+            if not self._warned:
+                self._warned = True
+                LOG.warning("retry: step %d overflowed and cannot run again: %s. It is skipped", window.last, obstacle)
             if not ranks:
                 return None
             self.poisoned = True
@@ -138,13 +130,6 @@ class Retry(Scaling):
         if name := self.history.unkept():
             yield f"its forward pass has changed the buffer {name!r} for the first time, and no copy was kept"
 
-    def _warn(self, number: int, obstacle: str) -> None:
-        if not self._warned:
-            self._warned = True
-            LOG.warning("retry: step %d overflowed and cannot run again: %s. It is skipped", number, obstacle)
-
-    # ------------------------------------------------------------------ another attempt
-
     def loss_scale(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window as a 0-dim fp32 tensor of its own on `device`."""
         if self.fallen is None:
@@ -155,12 +140,7 @@ class Retry(Scaling):
         """Return nan where the window must be skipped on all ranks; see note [ranks]."""
         return seed * float("nan") if self.poisoned else seed
 
-    def again(
-        self,
-        result: StepResult,
-        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
-        finish: Callable[[], StepResult] | None,
-    ) -> StepResult:
+    def again(self, result: StepResult, run: RunMicro, finish: Callable[[], StepResult] | None) -> StepResult:
         """Run the micro-batches of a window that was discarded again, as often as it is."""
         while self.due:
             batches = self.history.window.batches
