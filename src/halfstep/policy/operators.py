@@ -165,6 +165,11 @@ def operator_name(function: Function) -> str | None:
         return None
 
 
+def spell(function: Function, op: str) -> None:
+    """Let `function`, which is not torch's, be a spelling of the operator `op` for the instruments."""
+    _index()[1][function] = op
+
+
 @cache
 def canonical(name: str) -> str:
     """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax"."""
