@@ -178,11 +178,10 @@ def test_a_window_of_two_is_a_batch_of_both() -> None:
     # each micro-batch has a scale of its own: equal up to the rounding of fp8, where the gradients themselves agree
     (x, y), *_ = batches(1, rows=32)
     whole, parts = net(), net()
-    kwargs: dict[str, Any] = {"policy": policy(rule="fp8-rowwise")}
-    sgd = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)  # noqa: E731
+    sgd, wanted = (lambda model: torch.optim.SGD(model.parameters(), lr=1.0)), policy(rule="fp8-rowwise")
     begin = values(whole)
-    hs.TrainStep(whole, sgd(whole), loss_fn, **kwargs)(x, y)
-    two = hs.TrainStep(parts, sgd(parts), loss_fn, accumulate=2, **kwargs)
+    hs.TrainStep(whole, sgd(whole), loss_fn, policy=wanted)(x, y)
+    two = hs.TrainStep(parts, sgd(parts), loss_fn, accumulate=2, policy=wanted)
     results = [two(x[:16], y[:16]), two(x[16:], y[16:])]
     assert [result.due for result in results] == [False, True]
     moved = torch.cat([(a - b).flatten() for a, b in zip(values(whole), begin, strict=True)])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from halfstep.accelerators import type_here
 from halfstep.errors import PolicyError, warn
 from halfstep.formats import LOW_DTYPES
 from halfstep.policy.operators import spell
@@ -51,10 +52,11 @@ def layer_of(rule: str) -> type[nn.Linear] | None:
         raise PolicyError(f"module rule {rule!r} needs torchao: pip install 'halfstep[fp8]' ({error})") from error
     plain = float8.Float8LinearConfig.from_recipe_name(recipe)
     settings = {}
-    for cuda in (False, True):
-        # tokens that are no multiple of 16 are padded for the units
-        config = replace(plain, emulate=not (cuda and units("cuda").fp8), pad_inner_dim=True)
-        settings[cuda] = linear.Float8Linear(1, 1, bias=False, device="meta", config=config).linear_mm_config, config
+    for emulated in (False, True):
+        config = replace(plain, emulate=emulated, pad_inner_dim=True)  # tokens that are no multiple of 16 are padded
+        layer = linear.Float8Linear(1, 1, bias=False, device="meta", config=config)
+        settings[emulated] = layer.linear_mm_config, config
+    native = type_here() if type_here() and units(type_here()).fp8 else ""
 
     def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if has_torch_function((input, weight)):  # the black box and the audit see one operator
@@ -62,7 +64,8 @@ def layer_of(rule: str) -> type[nn.Linear] | None:
             return found
         if input.dtype not in LOW_DTYPES or not input.numel():  # a shadow in a wide format; no number to scale by
             return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-        output: Tensor = linear.matmul_with_hp_or_float8_args.apply(input, weight.t(), *settings[input.is_cuda])
+        config = settings[input.device.type != native]
+        output: Tensor = linear.matmul_with_hp_or_float8_args.apply(input, weight.t(), *config)
         return output if bias is None else output + bias.to(output.dtype)
 
     spell(product, "linear")

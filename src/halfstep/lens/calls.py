@@ -119,7 +119,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
     if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
         return 0.0, True, False
-    values = tensor.detach()
+    values: Any = tensor.detach()
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
     if hasattr(values, "placements"):

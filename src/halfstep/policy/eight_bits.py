@@ -8,6 +8,7 @@ own name ("blocks.*.qkv") converts it whatever its place and size. A module that
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -70,8 +71,9 @@ def _cannot(policy: Policy, layer: nn.Linear) -> str:
         return f"dtype {policy.dtype!r} is neither 'bf16' nor 'fp16'"
     if kind.forward is not nn.Linear.forward or issubclass(kind, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return f"{kind.__name__} is not computed by the forward of torch.nn.Linear"
-    if is_traceable_wrapper_subclass(layer.weight.data) and not hasattr(layer.weight, "placements"):  # not a DTensor
-        return f"its weight is a {type(layer.weight.data).__name__}"
+    values: Any = layer.weight.data
+    if is_traceable_wrapper_subclass(values) and not hasattr(values, "placements"):  # not a DTensor
+        return f"its weight is a {type(values).__name__}"
     wrong = [size for size in (layer.in_features, layer.out_features) if size % MULTIPLE]
     return f"{' and '.join(map(str, wrong))} no multiple of {MULTIPLE}" if wrong else ""
 
