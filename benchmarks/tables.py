@@ -52,7 +52,7 @@ from benchmarks.speed_tables import (
     stages,
 )
 from benchmarks.stamp import AGE
-from benchmarks.stories_tables import story_blocks
+from benchmarks.stories_tables import scores, story_blocks
 from benchmarks.upstream import upstream_tables
 from benchmarks.wheel import wheel_table
 from benchmarks.zoo_tables import zoo_table
@@ -123,6 +123,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "wheel": wheel_table(wheel),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
+        "stories fourth": scores(load("stories_fourth_first.json")),
         **compare_tables(),
         **upstream_tables(load("upstream.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
