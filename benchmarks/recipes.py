@@ -48,8 +48,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = x.to(self.cos.dtype).chunk(2, -1)
-        turned = torch.cat([-second, first], -1)
-        return (torch.cat([first, second], -1) * self.cos + turned * self.sin).type_as(x)
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        return (torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin).type_as(x)
 
 
 class Attention(nn.Module):

@@ -7,22 +7,42 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import halfstep as hs
 from benchmarks.invariance import OPERATORS, found
-from benchmarks.recipes import RECIPES, balance, errors, held_out, pair, trained
+from benchmarks.recipes import RECIPES, Recurrence, balance, errors, held_out, loss_fn, pair, trained
 
 ROOT = Path(__file__).parent.parent.parent
 
-AT_MOST = {"LM head": 0.9, "tied head": 0.9, "router": 1.1, "scan": 0.8, "RoPE tables": 0.95, "QK-norm": 1.1}
-"""Recipe -> the largest ratio of errors with and without its rule; those that help little must not harm by a tenth."""
+AT_MOST = {"LM head": 0.9, "tied head": 0.9}
+"""Recipe -> the largest ratio of errors with its rule and without; 1 where the part adds less than the weights."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_rule_brings_log_probabilities_nearer_to_float64(name: str) -> None:
-    without, ruled = errors(RECIPES[name], trained(RECIPES[name], 40))
-    assert 0 < ruled <= AT_MOST[name] * without
+    without, ruled = errors(RECIPES[name], trained(RECIPES[name]))
+    assert 0 < ruled <= AT_MOST.get(name, 1.0) * without
+
+
+def test_the_state_of_a_scan_is_fp32_under_the_rule() -> None:
+    class Scan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrence, self.gain = Recurrence(), nn.Parameter(torch.ones(1))
+
+        def forward(self, decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.recurrence(decay, x)  # type: ignore[no-any-return]
+
+    decay, x = torch.rand(4, 64, 8).bfloat16() * 0.1 + 0.9, torch.randn(4, 64, 8).bfloat16()
+    exact = Recurrence()(decay.double(), x.double())
+    apart = []
+    for rules in ({}, {"recurrence": "fp32"}):
+        policy = hs.Policy.of("O2", dtype="bf16", outputs="keep").with_modules(rules)
+        model = hs.prepare(Scan(), policy=policy)
+        apart.append(float((model(decay, x).double() - exact).abs().mean()))
+    assert 0 < apart[1] < 2**-12 * apart[0]  # fp32 has 16 bits more; a few are left for other values of the states
 
 
 def test_attention_gets_low_q_and_k_behind_fp32_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +66,10 @@ def test_the_balancing_bias_stays_fp32_and_moves() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     policy = hs.Policy.of("O2", dtype="bf16").with_modules(RECIPES["router"].rule)
     step = hs.TrainStep(
-        model, optimizer, lambda m, x, y: torch.nn.functional.cross_entropy(m(x).flatten(0, 1), y.flatten()), policy
+        model,
+        optimizer,
+        lambda m, x, y: torch.nn.functional.cross_entropy(m(x).flatten(0, 1), y.flatten()),
+        policy=policy,
     )
     tokens, targets = held_out()
     for _ in range(3):

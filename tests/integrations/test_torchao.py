@@ -249,6 +249,46 @@ def test_the_audit_measures_the_rounding_and_the_black_box_finds_a_nan(preset: s
     assert "batch" in str(step.explain())
 
 
+# ------------------------------------------------------------------ quantisation-aware training
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_quantisation_aware_training_learns_resumes_and_converts(preset: str, bits: int) -> None:
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    grid = {"granularity": "per_channel"} if bits == 8 else {"group_size": 32}
+    weights = IntxFakeQuantizeConfig(getattr(torch, f"int{bits}"), **grid, is_symmetric=True)
+    wanted, given = hs.Policy.of(preset, dtype="bf16"), list(batches(60, rows=64))
+
+    def quantised() -> Net:
+        model = net()
+        quantize_(model.blocks, QATConfig(weight_config=weights, step="prepare"))
+        return model
+
+    step = step_of(quantised(), wanted)
+    losses = [step(*batch).host().loss for batch in given[:30]]
+    state = copy.deepcopy(step.state_dict())
+    losses += [step(*batch).host().loss for batch in given[30:]]
+    plain = step_of(net(), wanted)
+    unquantised = [plain(*batch).host().loss for batch in given]
+    # rounded weights learn, and the run is another one than without rounding
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10]) and losses[0] != unquantised[0]
+    again = step_of(quantised(), wanted)
+    again.load_state_dict(state)
+    for batch in given[30:]:
+        again(*batch)
+    assert same(values(step.model), values(again.model))
+    before = values(step.model)
+    bad = given[0][0].clone()
+    bad[0] = float("inf")
+    assert step(bad, given[0][1]).host().skipped and same(before, values(step.model))
+    model = hs.unprepare(step.model)
+    quantize_(model.blocks, QATConfig(step="convert"))
+    assert same(before, values(model)) and type(model.get_submodule("blocks.0.up")) is nn.Linear
+
+
 # ------------------------------------------------------------------ what is not converted
 
 
