@@ -140,9 +140,6 @@ bench-optimizers: $(READY)  ## optimizers under each preset: train, resume, skip
 bench-recipes: $(READY)  ## rules for parts of a model, some 4 minutes on a core -> benchmarks/results/recipes.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.recipes --json benchmarks/results/recipes.json
 
-bench-block-formats: $(READY)  ## block formats beside bf16, some 15 minutes on a core -> benchmarks/results/block_formats.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.block_formats --json benchmarks/results/block_formats.json
-
 bench-invariance: $(READY)  ## equal bits over threads and batches, 10 seconds -> benchmarks/results/invariance.json
 	$(BIN)/python -m benchmarks.invariance --json benchmarks/results/invariance.json
 

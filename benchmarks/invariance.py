@@ -9,6 +9,7 @@ cell is yes if every size of `SIZES` gave the same bits, forward and backward to
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ QUESTIONS = ("again", "threads", "batch")
 
 def _weight(features: int, outputs: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(features)
-    values = torch.randn(outputs, features, generator=generator) / features**0.5
+    values = torch.randn(outputs, features, generator=generator) / math.sqrt(features)
     return values.to(dtype)
 
 

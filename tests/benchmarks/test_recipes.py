@@ -65,12 +65,7 @@ def test_the_balancing_bias_stays_fp32_and_moves() -> None:
     model = RECIPES["router"].make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     policy = hs.Policy.of("O2", dtype="bf16").with_modules(RECIPES["router"].rule)
-    step = hs.TrainStep(
-        model,
-        optimizer,
-        lambda m, x, y: torch.nn.functional.cross_entropy(m(x).flatten(0, 1), y.flatten()),
-        policy=policy,
-    )
+    step = hs.TrainStep(model, optimizer, loss_fn, policy=policy)
     tokens, targets = held_out()
     for _ in range(3):
         step(tokens[:4], targets[:4])
