@@ -157,7 +157,9 @@ def main() -> int:
         if not check:
             path.parent.mkdir(exist_ok=True)
             path.write_text(picture_file(chart, words), encoding="utf-8")
-    for name, picture in front_pictures(reports.cpu, load("lean.json"), load("verdict.json")).items():
+    for name, picture in front_pictures(
+        reports.cpu, load("lean.json"), load("plan.json"), load("verdict.json")
+    ).items():
         path = ROOT / "docs" / "pictures" / name
         if not path.exists() or path.read_text(encoding="utf-8") != picture:
             stale.append(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_attention_gets_low_q_and_k_behind_fp32_tables(monkeypatch: pytest.Monke
     given = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: bool) -> torch.Tensor:
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         given.append((q.dtype, k.dtype, v.dtype))
         return attend(q, k, v, **options)
 

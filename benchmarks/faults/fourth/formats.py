@@ -394,11 +394,12 @@ def bce(model: Any, x: Tensor, y: Tensor) -> Any:
 )
 def certain_detector_in_half(healthy: bool) -> Case:
     """A binary cross-entropy by hand: the sigmoid of 9 is 1 in fp16, and log(1 - p) of it is -inf."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    body, head = nn.Linear(8, 16), nn.Linear(16, 1)
+    model = nn.Sequential(body, nn.Tanh(), head)
     with torch.no_grad():
-        model[0].weight[0] = 0.0
-        model[0].weight[0, 0] = 1.0
-        model[2].weight[0, 0] = 9.5
+        body.weight[0] = 0.0
+        body.weight[0, 0] = 1.0
+        head.weight[0, 0] = 9.5
 
     def batch(step: int) -> tuple[Any, ...]:
         x = 0.1 * normal(step, 16, 8)
