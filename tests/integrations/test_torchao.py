@@ -178,10 +178,10 @@ def test_a_window_of_two_is_a_batch_of_both() -> None:
     # each micro-batch has a scale of its own: equal up to the rounding of fp8, where the gradients themselves agree
     (x, y), *_ = batches(1, rows=32)
     whole, parts = net(), net()
-    sgd, wanted = (lambda model: torch.optim.SGD(model.parameters(), lr=1.0)), policy(rule="fp8-rowwise")
-    begin = values(whole)
-    hs.TrainStep(whole, sgd(whole), loss_fn, policy=wanted)(x, y)
-    two = hs.TrainStep(parts, sgd(parts), loss_fn, accumulate=2, policy=wanted)
+    first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for model in (whole, parts))
+    wanted, begin = policy(rule="fp8-rowwise"), values(whole)
+    hs.TrainStep(whole, first, loss_fn, policy=wanted)(x, y)
+    two = hs.TrainStep(parts, second, loss_fn, accumulate=2, policy=wanted)
     results = [two(x[:16], y[:16]), two(x[16:], y[16:])]
     assert [result.due for result in results] == [False, True]
     moved = torch.cat([(a - b).flatten() for a, b in zip(values(whole), begin, strict=True)])
