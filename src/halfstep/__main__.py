@@ -1,6 +1,6 @@
 """``python -m halfstep``: the command line."""
 
-from halfstep.cli import app
+from halfstep.cli import main
 
 if __name__ == "__main__":
-    app(prog_name="halfstep")
+    main()

@@ -28,6 +28,8 @@ LATE: Mapping[tuple[str, str], str] = {
     ("advise.plan.ranks", "torch"): "start, and builds of torch without distributed: a process group without processes",
     ("binding.shard", "torch"): FSDP,
     ("checkpoints.save", "halfstep.checkpoints"): SHARDS,
+    ("cli", "halfstep.advise"): "start: files are checked without typer and rich",
+    ("cli", "halfstep.cli"): "start: files are checked without typer and rich",
     ("cli.lint", "halfstep.tasks"): TRACED,
     ("cli.options", "halfstep.tasks"): COMPLETION,
     ("cli.shim.sitecustomize", "halfstep.cli"): "start: every Python of a process tree runs this file",

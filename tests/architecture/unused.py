@@ -26,6 +26,7 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "lenet5_task": "tasks.registry builds the name",
     "resnet_task": "tasks.registry builds the name",
     "visit_Name": "ast.NodeTransformer calls it",
+    "visit_Return": "ast.NodeTransformer calls it",
     "get_code": "importlib's SourceFileLoader.exec_module calls it",
     "generate_vmap_rule": "torch.autograd.Function reads it",
     "avoid_device_init": "torch's FakeTensorMode reads it",

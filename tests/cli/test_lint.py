@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from halfstep.advise.lint.__main__ import main
 from halfstep.cli import app
 from tests.advise.lint.test_lint import BAD
 
@@ -95,9 +100,28 @@ def test_findings_are_written_as_json_and_sarif(folder: Path) -> None:
     assert place == {"artifactLocation": {"uri": "train.py"}, "region": {"startLine": 7}}
 
 
-def test_the_hook_of_pre_commit_calls_the_command() -> None:
-    hooks = (Path(__file__).parent.parent.parent / ".pre-commit-hooks.yaml").read_text()
-    assert "entry: halfstep lint\n" in hooks and "types: [python]\n" in hooks
+def test_the_hook_of_pre_commit_prints_what_the_command_does_and_needs_no_package(folder: Path) -> None:
+    root = Path(__file__).parent.parent.parent
+    (entry,) = re.findall(r"entry: (\S+)\n", (root / ".pre-commit-hooks.yaml").read_text())
+    assert os.access(root / entry, os.X_OK)
+    words = [sys.executable, "-I", "-S", str(root / entry), "train.py", "note.py"]  # -S: no site-packages
+    hook = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert (hook.returncode, hook.stdout, hook.stderr) == run("train.py", "note.py")
+    hook = subprocess.run([*words[:4], "absent.py"], cwd=folder, capture_output=True, text=True)
+    message = "error: target 'absent.py' does not exist; expected a .py file or a folder\n"
+    assert (hook.returncode, hook.stdout, hook.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "severity", "code"),
+    [(["good.py"], "warning", 0), (["note.py"], "note", 1), (["train.py"], "error", 1)],
+)
+def test_the_module_of_the_linter_is_a_command(
+    folder: Path, words: list[str], severity: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--severity", severity]) == run(*words, "--severity", severity)[0] == code
+    assert tuple(capsys.readouterr()) == run(*words)[1:]
+    assert main([*words, "--ignore", "HS001,HS026"]) == 0
 
 
 def test_a_mistake_that_only_a_run_shows_is_explained_too() -> None:

@@ -43,7 +43,7 @@ def in_wheel(wheel: Path, root: Path, *, native: bool) -> Iterator[str]:
         names = archive.namelist()
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         yield from _in_metadata(archive.read(f"{info}/METADATA").decode(), root)
-        if "halfstep = halfstep.cli:app" not in archive.read(f"{info}/entry_points.txt").decode():
+        if "halfstep = halfstep.cli:main" not in archive.read(f"{info}/entry_points.txt").decode():
             yield f"{wheel.name} has no command halfstep"
         if archive.read(f"{info}/licenses/LICENSE") != (root / "LICENSE").read_bytes():
             yield f"{wheel.name} has another LICENSE"

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import halfstep as hs
 from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
+from halfstep.advise.lint.rule import exit_code, lines
 from halfstep.advise.lint.run import POLICY, is_source
 from halfstep.cli.options import split
 from halfstep.cli.terminal import Files, command_line, console, record, say
 from halfstep.errors import LintError, did_you_mean
-from halfstep.report import SarifResult, counted, sarif_log, strict_json
-
-FOUND = 1
-"""Exit code for findings that are severe enough."""
-
-COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+from halfstep.report import SarifResult, sarif_log, strict_json
 
 
 def carry_out(
@@ -41,40 +34,21 @@ def carry_out(
     chosen = policy if policy == POLICY and all(map(is_source, targets)) else _named(policy)
     left_out = split(ignore)
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
-    _print(out, found)
+    for text, style in lines(found):
+        say(out, text, style=style or None)
     again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))
     files.write(
         out,
         json=record(again, findings=[finding.record() for finding in found]),
         sarif=lambda path: strict_json(_sarif(found), path),
     )
-    severe = SEVERITIES[: SEVERITIES.index(severity) + 1]
-    return FOUND if any(finding.severity in severe for finding in found) else 0
+    return exit_code(found, severity)
 
 
 def _named(policy: str) -> hs.Policy:
     from halfstep.tasks.candidates import policy_named
 
     return policy_named(policy, "cpu")
-
-
-def _print(out: Console, found: Sequence[LintFinding]) -> None:
-    """Print each finding; why and fix stand with the first of a rule."""
-    explained: set[tuple[str, str]] = set()
-    for finding in found:
-        place = f"{finding.place}: " if finding.file else ""
-        say(out, f"{place}{finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
-        if (finding.code, finding.fix) not in explained:
-            explained.add((finding.code, finding.fix))
-            say(out, f"    why: {finding.why}")
-            say(out, f"    fix: {finding.fix}")
-    if not found:
-        say(out, "nothing found", style="green")
-        return
-    counts = Counter(finding.severity for finding in found)
-    words = [counted(counts[s], s) for s in SEVERITIES if counts[s]]
-    say(out)
-    say(out, f"{', '.join(words)}; `halfstep lint --explain {found[0].code}` shows an example", style="bold")
 
 
 def _sarif(found: Sequence[LintFinding]) -> dict[str, Any]:

@@ -40,16 +40,41 @@ def test_the_statements_under_the_guard_of_a_script_are_under_no_condition() -> 
 
 
 @pytest.mark.parametrize(
+    ("script", "becomes"),
+    [
+        ("def f(x):\n    if x:\n        return 1\n    return 2\ny = f(z)", "if z:\n    y = 1\nelse:\n    y = 2"),
+        ("def f(x):\n    with a:\n        return x.b\ny = f(z)", "with a:\n    y = z.b"),
+        ("def f(x):\n    g(x)\n    return x.b\nh(1, f(z))", "g(z)\nh(1, z.b)"),
+        ("def f(x):\n    h(x)\n    h(x)\nf(m.parameters())", "h(m.parameters())\nh(m.parameters())"),
+        ("def f(x):\n    return x.b\nif f(z):\n    pass", "if z.b:\n    pass"),
+    ],
+)
+def test_returns_and_calls_in_expressions_are_followed(script: str, becomes: str) -> None:
+    assert text(script) == becomes
+
+
+def test_a_method_that_its_class_calls_is_followed() -> None:
+    base = "class A:\n\n    def f(self, x):\n        self.y = x\n"
+    script = f"{base}\nclass B(A):\n\n    def g(self):\n        self.f(1)"
+    assert text(script) == "class A:\n    pass\n\nclass B(A):\n\n    def g(self):\n        self.y = 1"
+
+
+@pytest.mark.parametrize(
     "script",
     [
-        "def f(x):\n    if x:\n        return 1\n    return 2\ny = f(z)",  # returns in two places
+        "def f(x):\n    for y in x:\n        return 1\n    return 2\ny = f(z)",  # returns out of a loop
+        "def f(x):\n    if x:\n        y = 2\n        if y:\n            return 1\n    return 2\ny = f(z)",
         "def f(*x):\n    g(x)\nf(z)",
         "@h\ndef f(x):\n    g(x)\nf(z)",
         "def f(x):\n    yield x\ny = f(z)",
         "def f(x):\n    f(x)",  # itself
         "def f(x):\n    g(x)\nf(*z)",
         "def f(x):\n    g(x)\nf()",
-        "def f(x):\n    g(x)\nh(f(z))",  # inside of an expression
+        "def f(x):\n    g(x)\nh(f(z))",  # returns nothing
+        "def f(x):\n    return g(x)\ny = a and f(z)",  # perhaps
+        "def f(x):\n    return g(x)\ny = [f(z) for z in a]",
+        "class A:\n\n    def f(self):\n        self.x = 1\na.f()",  # of another object
+        "class A:\n\n    def f(self):\n        pass\n\nclass B:\n\n    def g(self):\n        self.f()",
         "def f(x):\n    g(x)\nif a:\n\n    def f(x):\n        pass\nf(z)",
     ],
 )

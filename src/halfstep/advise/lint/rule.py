@@ -6,12 +6,15 @@ Static rules read a script's syntax tree (`static`), traced rules one traced ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 SEVERITIES = ("error", "warning", "note")
 """From the worst: raises or trains wrongly; loses precision or time, or fails for some data; worth knowing."""
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,30 @@ class LintFinding:
     def record(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON."""
         return dataclasses.asdict(self)
+
+
+def lines(found: Sequence[LintFinding]) -> Iterator[tuple[str, str]]:
+    """Yield the lines that a command prints, each with its style; why and fix stand with the first of a rule."""
+    explained: set[tuple[str, str]] = set()
+    for finding in found:
+        place = f"{finding.place}: " if finding.file else ""
+        yield f"{place}{finding.severity} {finding.code}: {finding.what}", COLOURS[finding.severity]
+        if (finding.code, finding.fix) not in explained:
+            explained.add((finding.code, finding.fix))
+            yield f"    why: {finding.why}", ""
+            yield f"    fix: {finding.fix}", ""
+    if not found:
+        yield "nothing found", "green"
+        return
+    counts = Counter(finding.severity for finding in found)
+    words = [f"{counts[s]} {s}{'s' * (counts[s] > 1)}" for s in SEVERITIES if counts[s]]
+    yield "", ""
+    yield f"{', '.join(words)}; `halfstep lint --explain {found[0].code}` shows an example", "bold"
+
+
+def exit_code(found: Sequence[LintFinding], severity: str) -> int:
+    """Return 1 if there is a finding of at least a severity, else 0."""
+    return int(any(f.severity in SEVERITIES[: SEVERITIES.index(severity) + 1] for f in found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.paths import CLIPPING
-from halfstep.advise.lint.static.regions import Site, all_sites, argument
+from halfstep.advise.lint.static.paths import CLIPPING, WINDOW, words
+from halfstep.advise.lint.static.regions import Site, all_sites, sites
 from halfstep.advise.lint.static.scaling import holds_optimizer
-from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
+from halfstep.advise.lint.static.script import OPTIMIZERS, Script, argument, method, walked
 from halfstep.advise.lint.static.weights import made_low
 
 
@@ -21,9 +21,9 @@ def _amp(script: Script, node: ast.AST) -> str:
 
 
 def _initialized(script: Script) -> Iterator[Site]:
-    """Yield the calls of amp.initialize that are not under a condition, and not told to do nothing."""
+    """Yield the calls of amp.initialize that are not told to do nothing; under a condition, that may be a flag."""
     for site in all_sites(script):
-        if _amp(script, site.call) == "initialize" and not site.place.branches:
+        if _amp(script, site.call) == "initialize":
             level, enabled = _level(script, site), argument(site.call, 2, "enabled")
             if level != "O0" and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True)):
                 yield site
@@ -43,11 +43,36 @@ def _names(script: Script, node: ast.expr | None) -> set[str]:
 
 @check_of("HS056")
 def _never_scaled(script: Script) -> Iterator[Hit]:
-    if not list(_initialized(script)) or "scale_loss" in script.text:
-        return
-    for site in all_sites(script):
-        if method(site.call) == "backward" and script.owner(site.call) not in script.optimizers:
+    made = list(_initialized(script))
+    known = {name for each in made for name in _names(script, argument(each.call, 1, "optimizers"))}
+    blocks = [n for n in walked(script.tree) if isinstance(n, ast.With) and "scale_loss" in ast.unparse(n.items[0])]
+    scaled = {id(n) for block in blocks for n in walked(block)}
+    for site in all_sites(script) if made else ():
+        owner = script.owner(site.call)
+        if (
+            method(site.call) != "backward"
+            or owner in script.optimizers
+            or not all(_beside(site, each) for each in made)
+        ):
+            continue
+        often = all(WINDOW.search(ast.unparse(choice.test)) for choice, _ in site.place.branches)
+        if "scale_loss" not in script.text and (often or not any(each.place.branches for each in made)):
             yield Hit(site.call.lineno, f"`{ast.unparse(site.call)}` under amp.initialize, and the file scales no loss")
+        elif "scale_loss" in script.text and often and id(site.call) not in scaled:
+            behind = sites(script, site.function)[site.index :]
+            step = next(
+                (s for s in behind if method(s.call) == "step" and script.owner(s.call) in script.optimizers), None
+            )
+            names = {script.key(i.optional_vars) for b in blocks for i in b.items if i.optional_vars is not None}
+            if step is not None and script.owner(step.call) in known and owner not in names:
+                what = f"`{ast.unparse(site.call)}` is not scaled, and amp.initialize has `{script.owner(step.call)}`"
+                yield Hit(site.call.lineno, what)
+
+
+def _beside(site: Site, made: Site) -> bool:
+    """Return whether a call is made where amp.initialize is, as far as it is known: no condition is like its own."""
+    about = [words(ast.unparse(choice.test)) for choice, _ in made.place.branches]
+    return not any(words(ast.unparse(choice.test)) & each for choice, _ in site.place.branches for each in about)
 
 
 @check_of("HS057")
@@ -55,9 +80,12 @@ def _clips_copies(script: Script) -> Iterator[Hit]:
     for made in _initialized(script):
         masters = argument(made.call, None, "master_weights")
         models = _names(script, argument(made.call, 0, "models")) if _level(script, made) == "O2" else set()
-        for call in script.calls if masters is None else ():
+        for site in all_sites(script) if masters is None else ():
+            call = site.call
             first = call.args[0] if CLIPPING.fullmatch(script.called(call)) and call.args else None
-            if method(first) == "parameters" and first is not None and script.owner(first) in models:
+            if first is None or method(first) != "parameters" or script.owner(first) not in models:
+                continue
+            if _beside(site, made):
                 yield Hit(call.lineno, f"under O2 the optimizer steps fp32 copies, not `{ast.unparse(first)}`")
 
 
@@ -79,8 +107,8 @@ def _state(script: Script) -> Iterator[Hit]:
 def _half_before(script: Script) -> Iterator[Hit]:
     for made in _initialized(script):
         models = _names(script, argument(made.call, 0, "models"))
-        for site in all_sites(script):
-            before = site.call.lineno < made.call.lineno and not site.place.branches
+        for site in all_sites(script) if not made.place.branches else ():
+            before = site.precedes(made) and not site.place.branches
             if before and script.low_format(site.call) and (model := made_low(script, site)) in models:
                 yield Hit(site.call.lineno, f"`{model}` is made low before amp.initialize, which refuses it")
 
@@ -98,9 +126,21 @@ def _inside_scaling(script: Script) -> Iterator[Hit]:
 @check_of("HS061")
 def _unknown_optimizer(script: Script) -> Iterator[Hit]:
     scaled = {script.key(c.args[1]) for c in script.calls if _amp(script, c) == "scale_loss" and len(c.args) > 1}
-    lines = [made.call.lineno for made in _initialized(script)]
-    for site in all_sites(script) if lines else ():
+    made = [each for each in _initialized(script) if not each.place.branches]
+    late: set[str] = set()
+    for site in all_sites(script) if made else ():
         if OPTIMIZERS.fullmatch(script.called(site.call)) and isinstance(site.statement, ast.Assign):
             name = script.key(site.statement.targets[0])
-            if name in scaled and site.call.lineno > max(lines):
+            if name in scaled and all(each.precedes(site) for each in made):
+                late.add(name)
                 yield Hit(site.call.lineno, f"`{name}` is made behind amp.initialize, which does not know it")
+        elif _amp(script, site.call) == "scale_loss" and site.call.args[1:] and not late:
+            if all(argument(each.call, 1, "optimizers") is None and not _unpacked(each.call) for each in made):
+                what = (
+                    f"amp.initialize is given no optimizer, and `{ast.unparse(site.call.args[1])}` steps what is scaled"
+                )
+                yield Hit(site.call.lineno, what)
+
+
+def _unpacked(call: ast.Call) -> bool:
+    return any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)

@@ -1,8 +1,8 @@
 """Functions of a file put in the place of their calls, so that rules see one training step in one function.
 
 ``model, optimizer = make()`` becomes the statements of `make` with the names of its results, and a parameter becomes
-the argument; lines stay those of the function. This is done with functions that are defined once, return at their end
-alone, and are called as a statement or for the value of an assignment.
+the argument; lines stay those of the function. This is done with functions, and with methods that a class calls of
+itself, which are defined once and have nothing behind a return, where they are called whenever the statement runs.
 """
 
 from __future__ import annotations
@@ -11,33 +11,51 @@ import ast
 from collections.abc import Mapping
 from copy import deepcopy
 
-DEPTH = 3
+DEPTH = 4
 """Functions in functions that are followed."""
 
 MOST_NODES = 8000
 """Nodes of the syntax tree of a function that is put in place."""
 
-ODD = (
-    ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
-    ast.Return,
-)  # fmt: skip
-"""What a function that is put in place does not have, but for a return at its end."""
+BUDGET = 100_000
+"""Nodes that are put in place in one file."""
+
+ODD = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+"""What a function that is put in place does not have."""
+
+PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Expressions of which some parts are not computed once."""
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def inlined(tree: ast.Module) -> ast.Module:
     """Return the tree with calls of its own plain functions replaced by their statements."""
     tree.body = [part for statement in tree.body for part in _unguarded(statement)]
-    every = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nodes = list(ast.walk(tree))
+    every = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     names = [node.name for node in every]
-    plain = {
-        n.name: n for n in tree.body if isinstance(n, ast.FunctionDef) and names.count(n.name) == 1 if _is_plain(n)
-    }
-    walk = _Inliner(plain)
+    methods: dict[str, dict[str, ast.FunctionDef]] = {}  # name of a class -> its methods and those of its bases
+    plain = {n.name: made for n in every if names.count(n.name) == 1 and (made := _plain(n)) is not None}
+    of_class = {id(n): c.name for c in classes for n in c.body}
+    for one in classes:
+        inside = [name for n in one.body if (name := getattr(n, "name", "")) in plain]
+        own = {f"self.{name}": plain.pop(name) for name in inside}
+        bases = [methods.get(base.id, {}) for base in one.bases if isinstance(base, ast.Name)]
+        methods[one.name] = {k: v for found in (*bases, own) for k, v in found.items()}
+    walk = _Inliner()
     for node in every:
-        node.body = walk.block(node.body, {node.name})
+        walk.functions = {**plain, **methods.get(of_class.get(id(node), ""), {})}
+        node.body = walk.block(node.body, {node.name, f"self.{node.name}"})
+    walk.functions = plain
     tree.body = walk.block(tree.body, set())
-    gone = walk.done - {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    tree.body = [s for s in tree.body if not (isinstance(s, ast.FunctionDef) and s.name in gone)]
+    nodes = list(ast.walk(tree))
+    named = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    for owner in nodes:
+        if isinstance(owner, (ast.Module, *DEFINITIONS)):
+            kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
+            owner.body = kept or [ast.Pass()]
     return tree
 
 
@@ -47,42 +65,125 @@ def _unguarded(statement: ast.stmt) -> list[ast.stmt]:
     return statement.body if guard and isinstance(statement, ast.If) else [statement]
 
 
-def _is_plain(node: ast.FunctionDef) -> bool:
-    last = node.body[-1]
-    inner = [n for statement in node.body for n in ast.walk(statement) if n is not last]
-    odd = node.args.vararg or node.args.kwarg or node.decorator_list or any(isinstance(n, ODD) for n in inner)
-    return not odd and len(inner) <= MOST_NODES
+def _is_epoch(node: ast.stmt) -> bool:
+    """Return whether a function runs a training loop, and so is a place of its own."""
+    loops = [n for n in ast.walk(node) if isinstance(n, (ast.For, ast.While))]
+    return any(isinstance(n, ast.Attribute) and n.attr == "backward" for loop in loops for n in ast.walk(loop))
+
+
+def _plain(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | None:
+    """Return a function as it is put in place, without self; None if it is not."""
+    args, inner = node.args, [n for statement in node.body for n in ast.walk(statement)]
+    odd = args.vararg or args.kwarg or node.decorator_list or any(isinstance(n, ODD) for n in inner)
+    if odd or len(inner) > MOST_NODES or isinstance(node, ast.AsyncFunctionDef):
+        return None
+    body = _tailed(deepcopy(node.body))
+    if args.args and args.args[0].arg == "self":
+        args = ast.arguments(
+            args.posonlyargs, args.args[1:], None, args.kwonlyargs, args.kw_defaults, None, args.defaults
+        )
+    return None if body is None else ast.FunctionDef(node.name, args, body, [])
+
+
+def _tailed(body: list[ast.stmt]) -> list[ast.stmt] | None:
+    """Return statements with nothing behind a return: what follows ``if x: return`` is its else; None if none are."""
+    for index, statement in enumerate(body):
+        rest = body[index + 1 :]
+        match statement:
+            case ast.Return():
+                return body[: index + 1]
+            case ast.If(body=first, orelse=other) if _returns(statement):
+                one, two = _tailed(first), _tailed([*other, *rest])
+                if one is None or two is None or (rest and not isinstance(first[-1], (ast.Return, ast.Raise))):
+                    return None
+                statement.body, statement.orelse = one, two
+                return body[: index + 1]
+            case ast.With(body=first) if _returns(statement):
+                one = _tailed(first)
+                if one is None or rest:
+                    return None
+                statement.body = one
+            case _ if _returns(statement):
+                return None
+    return body
+
+
+def _returns(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Return) for n in ast.walk(node))
 
 
 class _Inliner:
-    """Replaces calls; `done` has the functions that were put in place."""
+    """Replaces calls of `functions`; `done` has the names of those that were put in place."""
 
-    def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
-        self.functions, self.done = functions, set[str]()
+    def __init__(self) -> None:
+        self.functions: Mapping[str, ast.FunctionDef] = {}
+        self.done: set[str] = set()
+        self.left = BUDGET
 
     def block(self, body: list[ast.stmt], inside: set[str]) -> list[ast.stmt]:
         """Return the statements of a block with calls replaced; `inside`: the functions that it is part of."""
-        for statement in body:
-            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                for field in ("body", "orelse", "finalbody"):
-                    if part := getattr(statement, field, None):
-                        setattr(statement, field, self.block(part, inside))
-        return [part for statement in body for part in self._replaced(statement, inside)]
+        return [part for statement in body for part in self.statement(statement, inside)]
 
-    def _replaced(self, statement: ast.stmt, inside: set[str]) -> list[ast.stmt]:
-        match statement:
-            case ast.Expr(value=ast.Call(func=ast.Name(id=name)) as call):
-                target = None
-            case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=name)) as call):
-                pass
-            case _:
-                return [statement]
-        function = self.functions.get(name) if name not in inside and len(inside) <= DEPTH else None
-        given = _given(function.args, call) if function is not None else None
+    def statement(self, node: ast.stmt, inside: set[str]) -> list[ast.stmt]:
+        if isinstance(node, DEFINITIONS):
+            return [node]
+        for field in ("body", "orelse", "finalbody"):
+            if part := getattr(node, field, None):
+                setattr(node, field, self.block(part, inside))
+        before: list[ast.stmt] = []
+        call: ast.expr | None = None
+        target: ast.expr | None = None
+        match node:
+            case ast.Expr(value=value):
+                call = value
+            case ast.Assign(targets=[one], value=value):
+                call, target = value, one
+        for field in () if isinstance(node, ast.While) else ("value", "test", "iter"):
+            if (part := getattr(node, field, None)) is not None and part is not call:
+                setattr(node, field, self.expression(part, inside, before))
+        for item in getattr(node, "items", ()):
+            item.context_expr = self.expression(item.context_expr, inside, before)
+        if call is not None:
+            self.parts(call, inside, before)
+            placed = self.placed(call, target, inside)
+            return [*before, *([node] if placed is None else placed)]
+        return [*before, node]
+
+    def expression(self, node: ast.expr, inside: set[str], before: list[ast.stmt]) -> ast.expr:
+        """Return an expression with calls replaced by what is returned; `before` gets the other statements."""
+        self.parts(node, inside, before)
+        function = self.functions.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        if function is not None and isinstance(function.body[-1], ast.Return):
+            match self.placed(node, None, inside):
+                case [*others, ast.Expr(value=result)]:
+                    before += others
+                    return result
+        return node
+
+    def parts(self, node: ast.AST, inside: set[str], before: list[ast.stmt]) -> None:
+        """Replace the calls in the parts of an expression."""
+        for field, value in () if isinstance(node, PERHAPS) else ast.iter_fields(node):
+            if isinstance(value, ast.expr):
+                setattr(node, field, self.expression(value, inside, before))
+            elif isinstance(value, list):
+                value[:] = [self.expression(v, inside, before) if isinstance(v, ast.expr) else v for v in value]
+                for keyword in value:
+                    if isinstance(keyword, ast.keyword):
+                        keyword.value = self.expression(keyword.value, inside, before)
+
+    def placed(self, call: ast.expr, target: ast.expr | None, inside: set[str]) -> list[ast.stmt] | None:
+        """Return the statements of a function that is called, its result in `target` or in the last one, or None."""
+        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        function = (
+            self.functions.get(name) if name not in inside and len(inside) <= 2 * DEPTH and self.left > 0 else None
+        )
+        given = _given(function.args, call) if function is not None and isinstance(call, ast.Call) else None
         if function is None or given is None:
-            return [statement]
-        self.done.add(name)
-        return self.block(_placed(function, given, target), {*inside, name})
+            return None
+        self.done.add(function.name)
+        made = _placed(function, given, target)
+        self.left -= sum(1 for statement in made for _ in ast.walk(statement))
+        return self.block(made, {*inside, name, function.name})
 
 
 def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | None:
@@ -98,32 +199,35 @@ def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | Non
 
 def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: ast.expr | None) -> list[ast.stmt]:
     """Return the statements of a function with its arguments, and its result in `target`."""
-    *body, last = deepcopy(function.body)
-    result = last.value if isinstance(last, ast.Return) else None
-    body += [] if isinstance(last, ast.Return) else [last]
-    stored = {n.id for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    plain = {
-        n: v for n, v in given.items() if n not in stored and isinstance(v, (ast.Name, ast.Attribute, ast.Constant))
-    }
-    parts, values = (n.elts if isinstance(n, ast.Tuple) else [n] for n in (target, result))
-    pairs = zip(parts, values, strict=False) if len(parts) == len(values) else ()
-    results = {v.id: part for part, v in pairs if part is not None and isinstance(v, ast.Name) and v.id in stored}
-    rename = _Rename({**results, **plain})
+    body = deepcopy(function.body)
+    nodes = [n for s in body for n in ast.walk(s)]
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    returned = [n.value for n in nodes if isinstance(n, ast.Return)]
+    plain = {n: v for n, v in given.items() if n not in stored and _is_simple(v)}
+    results = {}
+    if len(returned) == 1:
+        parts, values = (n.elts if isinstance(n, ast.Tuple) else [n] for n in (target, returned[0]))
+        pairs = zip(parts, values, strict=False) if len(parts) == len(values) else ()
+        results = {v.id: part for part, v in pairs if part is not None and isinstance(v, ast.Name) and v.id in stored}
+    rename = _Rename({**results, **plain}, target)
     own = [n for n in given if n not in plain]
     first: list[ast.stmt] = [ast.Assign([rename.visit(ast.Name(n, ast.Store()))], given[n]) for n in own]
-    placed = [*first, *(rename.visit(statement) for statement in body)]
-    if result is not None:
-        value = rename.visit(result)
-        if target is None or ast.unparse(target) != ast.unparse(value):
-            placed.append(ast.Expr(value) if target is None else ast.Assign([target], value))
-    return [ast.fix_missing_locations(ast.copy_location(s, s if hasattr(s, "lineno") else last)) for s in placed]
+    placed = [*first, *(part for statement in body if (part := rename.visit(statement)) is not None)]
+    return [ast.fix_missing_locations(ast.copy_location(s, s if hasattr(s, "lineno") else body[-1])) for s in placed]
+
+
+def _is_simple(node: ast.expr) -> bool:
+    """Return whether an argument can stand in the place of its parameter: a name, or ``model.parameters()``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "parameters" in node.func.attr:
+        return not (node.args or node.keywords)
+    return isinstance(node, (ast.Name, ast.Attribute, ast.Constant))
 
 
 class _Rename(ast.NodeTransformer):
-    """Puts expressions in the place of names."""
+    """Puts expressions in the place of names, and what is returned in `target`."""
 
-    def __init__(self, new: Mapping[str, ast.expr]) -> None:
-        self.new = new
+    def __init__(self, new: Mapping[str, ast.expr], target: ast.expr | None) -> None:
+        self.new, self.target = new, target
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return what stands for a name."""
@@ -131,3 +235,13 @@ class _Rename(ast.NodeTransformer):
         if isinstance(made, (ast.Name, ast.Attribute)):
             made.ctx = node.ctx
         return ast.copy_location(made, node)
+
+    def visit_Return(self, node: ast.Return) -> ast.stmt | None:
+        """Return the statement that keeps what is returned; None if it is kept already."""
+        if node.value is None:
+            return None
+        value = self.visit(node.value)
+        if self.target is None:
+            return ast.copy_location(ast.Expr(value), node)
+        same = ast.unparse(self.target) == ast.unparse(value)
+        return None if same else ast.copy_location(ast.Assign([deepcopy(self.target)], value), node)

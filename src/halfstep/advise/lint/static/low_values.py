@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.numerics import operand, raised, squared
-from halfstep.advise.lint.static.regions import Placed, argument, placed
-from halfstep.advise.lint.static.script import Script, method, stored, walked
+from halfstep.advise.lint.static.regions import Placed, placed
+from halfstep.advise.lint.static.script import Script, argument, method, stored, walked
 
 PRODUCTS = re.compile(
     r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
@@ -21,13 +21,17 @@ PRODUCTS = re.compile(
 )
 """Functions that autocast runs in the low format."""
 
+MAKING = re.compile(r"torch\.(zeros|ones|full|empty|tensor|arange|rand|randn|linspace|as_tensor)(_like)?")
+ZEROS = re.compile(r"torch\.(zeros|tensor|full|as_tensor)(_like)?")
+VIEWS = frozenset({"T", "mT", "data"})
+
 KEEPING = frozenset(
     "sigmoid tanh relu abs view reshape transpose permute squeeze unsqueeze contiguous clone detach masked_fill expand "
-    "flatten mul div add sub neg clamp t mT T".split()
+    "flatten mul div add sub neg clamp clamp_min t chunk gather".split()
 )
 """Methods and functions whose result has the format of their first operand."""
 
-REDUCING = frozenset("mean var std pow sqrt square sum norm rsqrt".split())
+REDUCING = frozenset("mean var std pow sqrt square sum norm vector_norm rsqrt softmax".split())
 """The same, where nothing in the file autocasts: a region computes some of them in fp32."""
 
 LOSSES = re.compile(
@@ -53,6 +57,7 @@ class _Formats:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.known: dict[str, str] = {}
+        self.sums: dict[str, int] = {}  # name of zeros -> the loops around them
 
     def of(self, node: ast.AST, where: Placed) -> str:
         """Return "fp16" or "bf16" for an expression that has this format for certain, else ""."""
@@ -63,8 +68,10 @@ class _Formats:
                 return where.place.low
             if isinstance(node.op, ast.Pow):
                 return self.of(node.left, where) if "autocast" not in self.script.text else ""
-            sides = {self.of(side, where) for side in (node.left, node.right) if not _is_number(side)}
+            sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
+        if isinstance(node, (ast.Subscript, ast.UnaryOp)) or (isinstance(node, ast.Attribute) and node.attr in VIEWS):
+            return self.of(node.operand if isinstance(node, ast.UnaryOp) else node.value, where)
         if not isinstance(node, ast.Call):
             return ""
         called = self.script.called(node)
@@ -73,6 +80,12 @@ class _Formats:
             return where.place.low
         if form := self.script.low_format(node):
             return form
+        given = argument(node, None, "dtype")
+        if MAKING.fullmatch(called):
+            return self.script.format_of(given) if self.script.format_of(given) in ("fp16", "bf16") else ""
+        if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
+            like = given or node.args[0]
+            return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
         keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             if any(keyword.arg == "dtype" for keyword in node.keywords):
@@ -89,7 +102,9 @@ class _Formats:
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
             forms = {part.id: self.of(value, where) for part, value in parts if isinstance(part, ast.Name)}
             self.known |= dict.fromkeys(stored(*statement.targets), "") | forms
-        elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)) and isinstance(statement.target, ast.Name):
+            zeros = [n for n in forms if ZEROS.fullmatch(self.script.called(statement.value))]
+            self.sums |= dict.fromkeys(zeros, len(where.place.loops))
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             self.known.pop(statement.target.id, None)
 
 
@@ -100,14 +115,8 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
         yield target, value
 
 
-def _is_number(node: ast.AST) -> bool:
-    if isinstance(node, ast.UnaryOp):
-        return _is_number(node.operand)
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
-
-
 def _number(script: Script, node: ast.expr | None) -> float | None:
-    match script.constant(node):
+    match script.constant(script.defaults.get(script.key(node), node) if node is not None else None):
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = _number(script, operand)
             return None if value is None else -value
@@ -131,6 +140,10 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
 @check_of("HS044")
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
+        if isinstance(where.node, ast.Assign) and node in where.node.targets and isinstance(node, ast.Subscript):
+            value = _number(script, where.node.value)
+            if value is not None and LARGEST_FP16 < abs(value) < float("inf") and formats.of(node, where) == "fp16":
+                yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
         match node:
             case ast.Call(func=ast.Attribute(attr=("masked_fill" | "masked_fill_" | "fill_") as name, value=filled)):
                 value = _number(script, argument(node, 0 if name == "fill_" else 1, "value"))
@@ -144,9 +157,12 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         match node:
             case ast.BinOp(op=ast.Add(), left=value, right=right):
+                value, right = (value, right) if _number(script, value) is None else (right, value)
                 low, high = _number(script, right), None
-            case ast.Call(func=ast.Attribute(attr="clamp", value=value)):
-                low, high = _number(script, argument(node, 0, "min")), _number(script, argument(node, 1, "max"))
+            case ast.Call(func=ast.Attribute(attr="clamp" | "clamp_min", value=value)):
+                first = int(script.called(node).startswith("torch."))
+                value = node.args[0] if first and node.args else value
+                low, high = (_number(script, argument(node, first + i, name)) for i, name in enumerate(("min", "max")))
             case _:
                 continue
         form = formats.of(value, where)
@@ -204,3 +220,15 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
                 if isinstance(target, ast.Name) and script.called(node.value) in script.models:
                     if where.place.low in ("fp16", "bf16"):
                         outputs[target.id] = (region.dtype, region.node.lineno)
+
+
+@check_of("HS062")
+def _low_sum(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        formats = _Formats(script)
+        for where in placed(script, function):
+            match where.node:
+                case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()) if formats.known.get(name):
+                    if formats.sums.get(name, 99) < len(where.place.loops):
+                        yield Hit(where.node.lineno, f"`{name}` sums up in {formats.known[name]}")
+            formats.note(where)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.regions import Placed, expressions, placed
+from halfstep.advise.lint.static.regions import Placed, expressions, placed, value_at
 from halfstep.advise.lint.static.script import Function, Script, method, walked
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
@@ -33,14 +33,14 @@ def operand(script: Script, node: ast.AST | None, *names: str) -> ast.expr | Non
 
 @check_of("HS039")
 def _softmax_by_hand(script: Script) -> Iterator[Hit]:
-    for function, _, node in _differentiated(script):
+    for function, where, node in _differentiated(script):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             continue
         summed = operand(script, node.right, "sum")
-        power = operand(script, script.local(function, node.left), "exp")
+        power = operand(script, value_at(script, function, where, node.left), "exp")
         if summed is None or power is None or ast.unparse(summed) != ast.unparse(node.left):
             continue
-        power = script.local(function, power)
+        power = value_at(script, function, where, power)
         bounded = isinstance(power, ast.UnaryOp) or "max" in ast.unparse(power) or "norm" in ast.unparse(power)
         if not bounded and not (isinstance(power, ast.BinOp) and isinstance(power.op, ast.Sub)):
             yield Hit(node.lineno, f"exp of `{ast.unparse(power)}`, divided by its sum, with no maximum subtracted")
@@ -48,11 +48,11 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
 
 @check_of("HS040")
 def _log_of_probability(script: Script) -> Iterator[Hit]:
-    for function, _, node in _differentiated(script):
+    for function, where, node in _differentiated(script):
         inner = operand(script, node, "log")
-        value = script.local(function, inner) if inner is not None else None
+        value = value_at(script, function, where, inner) if inner is not None else None
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub) and ast.unparse(value.left) in ("1", "1.0"):
-            value = script.local(function, value.right)
+            value = value_at(script, function, where, value.right)
             if operand(script, value, "sigmoid") is None:
                 continue
         for name in ("softmax", "sigmoid"):
@@ -117,12 +117,12 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
             inner = node.left if ast.unparse(node.right) in ("0.5", "1 / 2") else None
         if inner is None or not _in_a_loss(script, function, where):
             continue
-        value = script.local(function, inner)
+        value = value_at(script, function, where, inner)
         summed = operand(script, value, "sum", "mean")
         if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
             found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
         else:
-            found = summed is not None and _is_square(script, script.local(function, summed))
+            found = summed is not None and _is_square(script, value_at(script, function, where, summed))
         if found:
             yield Hit(node.lineno, f"the root of `{ast.unparse(inner)}`, whose gradient at 0 is not finite")
 
@@ -133,9 +133,8 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
         return function.name == "forward" or "loss" in function.name.lower()
     names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
     reached = function.name == "forward" or "loss" in function.name.lower()
-    for each in placed(script, function):
-        if each.node is where.node or each.statement.lineno < where.statement.lineno:
-            continue
+    every = placed(script, function)
+    for each in every[every.index(where) + 1 :]:
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
             return True
         for node in walked(each.node):

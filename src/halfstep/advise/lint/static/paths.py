@@ -21,8 +21,9 @@ CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|no
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
+READS = frozenset({"item", "tolist", "detach", "cpu", "numpy"})
 OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"}
-SIZES = frozenset({"norm", "abs", "max", "mean", "std", "square", "pow", "histc"})
+SIZES = frozenset("norm vector_norm get_total_norm abs max mean std square pow histc".split())
 """Methods and functions that take the size of gradients."""
 
 HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")
@@ -43,6 +44,7 @@ class Op:
     place: Place
     scaler: str = ""  # "" if none takes part
     target: str = ""  # the optimizer, scheduler or loss; of "clip" the source of what is clipped
+    of: str = ""  # of "clip", the one optimizer that has the parameters, if the file makes each for one model
 
 
 def words(text: str) -> set[str]:
@@ -162,7 +164,7 @@ class _Walk:
             return False
         for call in calls_in(node):
             name, owner = method(call), self.script.owner(call)
-            if name in ("backward", "zero_grad", "unscale_") or (name == "item" and self.script.keeps_scaled):
+            if name in ("backward", "zero_grad", "unscale_") or (self.script.keeps_scaled and _read(self.script, call)):
                 return True
             if name in METHODS and (owner in self.keys or owner in self.script.schedulers):
                 return True
@@ -184,7 +186,9 @@ class _Walk:
                 state.ops += (Op("grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
                 state.ops += (Op("grads", node, place),)
-            case ast.Assign() | ast.Expr() if any(_takes_size(n) for n in walked(node)):
+            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(
+                _takes_size(n) for n in walked(node)
+            ):
                 state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
@@ -192,7 +196,8 @@ class _Walk:
         script, called, name, owner = self.script, self.script.called(call), method(call), self.script.owner(call)
         key = self._versioned(owner, state)
         if CLIPPING.fullmatch(called):
-            yield Op("clip", call, place, target=ast.unparse(call.args[0]) if call.args else "")
+            of = script.optimizer_of.get(script.owner(call.args[0]), "") if call.args else ""
+            yield Op("clip", call, place, target=ast.unparse(call.args[0]) if call.args else "", of=of)
         elif called == "torch.autograd.backward":
             yield self._backward(call, call.args[0] if call.args else call, state, place)
         elif name and owner in script.scalers:
@@ -212,8 +217,8 @@ class _Walk:
             yield Op("zero", call, place, target=key)
         elif name.endswith("_") and _has_grad(call.func):
             yield Op("grads", call, place)
-        elif name in ("item", "tolist") and (scaler := state.scaled.get(owner)):
-            yield Op("read", call, place, scaler, owner)
+        elif (read := _read(script, call)) and (scaler := state.scaled.get(read)):
+            yield Op("read", call, place, scaler, read)
         else:
             yield from self._escapes(call, called, state, place)
 
@@ -235,7 +240,8 @@ class _Walk:
         if HARMLESS.fullmatch(name):
             return
         given = {self.script.key(n) for a in (*call.args, *(k.value for k in call.keywords)) for n in _parts(a)}
-        local = self.script.mentions.get(name.rpartition(".")[2], set())
+        model = name.rpartition(".")[0] in self.script.models  # model.train() is no function of the file
+        local = self.script.mentions.get(name.rpartition(".")[2], set()) if not model else set[str]()
         root = name.partition(".")[0]
         for key in self.keys:
             inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local
@@ -381,6 +387,13 @@ class _Walk:
 
 def _has_grad(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
+
+
+def _read(script: Script, call: ast.Call) -> str:
+    """Return what a call takes the value of, outside of the graph: ``loss.item()``, ``float(loss)``; "" if nothing."""
+    if method(call) in READS:
+        return script.owner(call)
+    return script.name(call.args[0]) if script.called(call) in ("float", "print") and call.args else ""
 
 
 def _takes_size(node: ast.AST) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
-from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, in_torch_regions, region_of
-from halfstep.advise.lint.static.script import Script, method, walked
+from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torch_regions, region_of
+from halfstep.advise.lint.static.script import Script, argument, method, walked
 
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from halfstep.advise.lint.static.script import Function, Script, calls_in, walked
+from halfstep.advise.lint.static.script import Function, Script, argument, calls_in, stored, walked
 
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
 """Autocast's constructors that are for one device."""
@@ -71,6 +71,14 @@ class Site:
     call: ast.Call
     place: Place
     statement: ast.stmt
+    function: Function
+    index: int  # in the function
+
+    def precedes(self, other: Site) -> bool:
+        """Return whether the call stands before another one."""
+        if self.function is other.function:
+            return self.index < other.index
+        return self.call.lineno < other.call.lineno
 
 
 def region_of(script: Script, node: ast.expr | None) -> Region | None:
@@ -97,16 +105,6 @@ def region_of(script: Script, node: ast.expr | None) -> Region | None:
         script.format_of(dtype) if dtype is not None else "" if policy is not None else DEFAULTS.get(device, ""),
         True if enabled is None else known,
     )  # fmt: skip
-
-
-def argument(call: ast.Call, index: int | None, name: str) -> ast.expr | None:
-    """Return an argument of a call by its place or its name; None if it is not given."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if index is not None and index < len(call.args) and not any(isinstance(arg, ast.Starred) for arg in call.args):
-        return call.args[index]
-    return None
 
 
 def entered(script: Script, place: Place, node: ast.expr) -> Place:
@@ -145,6 +143,26 @@ def placed(script: Script, function: Function) -> tuple[Placed, ...]:
     return tuple(_placed(script, function.node.body, place_of(script, function)))
 
 
+def value_at(script: Script, function: Function, where: Placed, node: ast.expr) -> ast.expr:
+    """Return `node`, or the value that it has at a statement if it is a name that is assigned before it for certain."""
+    if not isinstance(node, ast.Name) or (found := script.local(function, node)) is not node:
+        return node if not isinstance(node, ast.Name) else found
+    value, behind = None, False
+    for each in placed(script, function):
+        behind = behind or each is where
+        head = isinstance(each.statement, (ast.For, ast.AsyncFor)) and each.statement.target
+        if node.id not in stored(each.node, *([head] if head else [])):
+            continue
+        around = [*each.place.loops, *each.place.branches]
+        if not behind:
+            sure = all(part in (*where.place.loops, *where.place.branches) for part in around)
+            plain = isinstance(each.node, ast.Assign) and isinstance(each.node.targets[0], ast.Name)
+            value = (each.node.value, each.place.loops) if sure and plain else None  # type: ignore[attr-defined]
+        elif value is not None and any(loop in where.place.loops and loop not in value[1] for loop in each.place.loops):
+            return node  # an iteration before may have assigned it
+    return node if value is None else value[0]
+
+
 def expressions(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
     """Yield the expressions of a file in the order of the source, if it uses torch, with function and statement."""
     for function in script.functions if script.uses_torch else ():
@@ -155,7 +173,8 @@ def expressions(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
 @lru_cache(maxsize=4096)
 def sites(script: Script, function: Function) -> tuple[Site, ...]:
     """Return the calls of a function in the order of the source, without those in functions defined in it."""
-    return tuple(Site(call, p.place, p.statement) for p in placed(script, function) for call in calls_in(p.node))
+    found = [(call, p) for p in placed(script, function) for call in calls_in(p.node)]
+    return tuple(Site(call, p.place, p.statement, function, index) for index, (call, p) in enumerate(found))
 
 
 def all_sites(script: Script) -> Iterator[Site]:

@@ -20,8 +20,8 @@ from halfstep.advise.lint.static.paths import (
     on_paths,
     plain,
 )
-from halfstep.advise.lint.static.regions import argument, region_of, sites
-from halfstep.advise.lint.static.script import SCALERS, Script, method, walked
+from halfstep.advise.lint.static.regions import region_of, sites
+from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, walked
 
 SKIPS = re.compile(r"skip|scale|inf|finite|overflow|stepped|applied|update|success|\bsync|\bdid_")
 """Words of a condition that may be about skipped steps."""
@@ -33,13 +33,16 @@ UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 @on_paths("HS001")
 def _clip_scaled(path: Sequence[Op]) -> Verdicts:
     scaler, known, waiting = "", False, []
+    unscaled: set[str] = set()
     for op in path:
         if op.kind == "scaled_backward":
-            scaler, known = op.scaler, True
-        elif op.kind in UNKNOWN or op.kind in ("unscale", "plain_backward"):
+            scaler, known, unscaled = op.scaler, True, set()
+        elif op.kind in UNKNOWN or op.kind == "plain_backward":
             known = False
+        elif op.kind == "unscale":
+            unscaled.add(plain(op.target))
         elif op.kind == "clip" and scaler:
-            waiting.append((op, known))
+            waiting.append((op, known and (not unscaled or bool(op.of) and op.of not in unscaled)))
         elif op.kind == "scaler_step":
             for clip, bad in waiting:
                 what = f"gradients are clipped while they are multiplied by the scale of `{plain(scaler)}`"
@@ -205,7 +208,7 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             more = set(op.place.branches) - set(step.place.branches)
             told = any(o.kind == "get_scale" for o in path) or any(SKIPS.search(ast.unparse(c.test)) for c, _ in more)
             what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
-            yield op, what if op.place.loops and op.place.loops == step.place.loops and not told else ""
+            yield op, what if op.place.loops == step.place.loops and not told else ""
 
 
 # ------------------------------------------------------------------ the scaler's life
@@ -231,12 +234,12 @@ def _made_in_loop(script: Script) -> Iterator[Hit]:
             for step in steps:
                 shared = [loop for loop in site.place.loops if loop in step.place.loops]
                 same = script.called(step.call) == f"{key}.step" and not site.place.branches
-                if shared and same and not _assigned_in(script, shared[-1], script.key(step.call.args[0])):
+                if shared and same and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
                     yield Hit(site.call.lineno, f"`{key}` is made anew in each iteration of the loop in which it steps")
                     break
 
 
-def _assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
+def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
     """Return whether a loop assigns an object: another training begins in each iteration."""
     return any(
         isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store) and script.key(n) == key
@@ -261,8 +264,8 @@ def _saved_without(script: Script) -> Iterator[Hit]:
 
 def holds_optimizer(script: Script, saved: ast.expr) -> bool:
     """Return whether what is saved has an optimizer's state."""
-    given = [saved, *(value.node for value in script.assigned.get(script.key(saved), []))]
-    return any(_is_call(script, n, script.optimizers, "state_dict") for part in given for n in walked(part))
+    nodes = [n for part in script.results(saved) for n in walked(part)]
+    return any(_is_call(script, n, script.optimizers, "state_dict") for n in nodes)
 
 
 @check_of("HS013")
@@ -302,7 +305,7 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
             continue
         for region in dict.fromkeys(s.place.region for s in calls if not s.place.no_grad):
             if region is not None and region.library == "torch" and region.dtype == "fp16":
-                if region.sure and region.enabled:
+                if region.enabled is not False:
                     yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
 
@@ -425,11 +428,16 @@ def _is_shift(node: ast.AST) -> bool:
     """Return whether a change of gradients is another one at another scale: it adds what is no gradient, or clamps."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=args):
-            return "clamp" in name or (name in ("add_", "sub_") and "grad" not in " ".join(map(ast.unparse, args)))
+            return "clamp" in name or (name in ("add_", "sub_") and not any(map(_has_scale, args)))
         case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
-            return "grad" not in ast.unparse(value)
+            return not _has_scale(value)
         case ast.Assign(value=ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right)):
-            return not ("grad" in ast.unparse(left) and "grad" in ast.unparse(right))
+            return not (_has_scale(left) and _has_scale(right))
         case ast.Assign(value=value):
             return "clamp" in method(value)
     return False
+
+
+def _has_scale(node: ast.expr) -> bool:
+    """Return whether a value is a multiple of gradients: it names them other than for their shape."""
+    return "grad" in re.sub(r"\w+_like\([^()]*\)", "", ast.unparse(node))

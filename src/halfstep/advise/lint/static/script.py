@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -58,6 +58,22 @@ def calls_in(node: ast.AST) -> Iterator[ast.Call]:
         yield from calls_in(child)
     if isinstance(node, ast.Call):
         yield node
+
+
+def argument(call: ast.Call, index: int | None, name: str) -> ast.expr | None:
+    """Return an argument of a call by its place or its name; None if it is not given."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if index is not None and index < len(call.args) and not any(isinstance(arg, ast.Starred) for arg in call.args):
+        return call.args[index]
+    return None
+
+
+def parameters_of(script: Script, call: ast.expr) -> str:
+    """Return the model that an optimizer is made for with ``Class(model.parameters(), ...)``; "" for other calls."""
+    first = argument(call, 0, "params") if OPTIMIZERS.fullmatch(script.called(call)) else None  # type: ignore[arg-type]
+    return script.owner(first) if first is not None and method(first) == "parameters" else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +154,18 @@ class Script:
         return bool(roots & {"torch", "halfstep"}) and not roots & {"paddle", "megengine", "mindspore", "tensorflow"}
 
     def name(self, node: ast.AST) -> str:
-        """Return the dotted name of an expression with its imports resolved, such as "torch.half"; "" if it is none."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return ""
-        return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
+        """Return the dotted name of an expression with its imports resolved, such as "torch.half"; "" if it is none.
+
+        An item with a constant key has a name too: "state['scaler']".
+        """
+        match node:
+            case ast.Name(id=name):
+                return self.imports.get(name, name)
+            case ast.Attribute(value=value, attr=attr):
+                return f"{name}.{attr}" if (name := self.name(value)) else ""
+            case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as index)):
+                return f"{name}[{index!r}]" if (name := self.name(value)) else ""
+        return ""
 
     def key(self, node: ast.AST) -> str:
         """Return what identifies an object in the file: its dotted name, or its source (``optimizers[0]``)."""
@@ -183,7 +203,12 @@ class Script:
         if value is None:
             return
         if not isinstance(target, (ast.Tuple, ast.List)):
-            yield self.key(target), Value(value)
+            yield (key := self.key(target)), Value(value)
+            if isinstance(value, ast.Dict):
+                parts = [(k, v) for k, v in zip(value.keys, value.values, strict=True) if isinstance(k, ast.Constant)]
+                yield from ((f"{key}[{k.value!r}]", Value(v)) for k, v in parts)
+            elif self.called(value) in {"types.SimpleNamespace", "argparse.Namespace", *self._classes}:
+                yield from ((f"{key}.{k.arg}", Value(k.value)) for k in value.keywords)  # type: ignore[attr-defined]
         elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
             for part, each in zip(target.elts, value.elts, strict=True):
                 yield from self._bound(part, each)
@@ -212,9 +237,61 @@ class Script:
         ]
         return values[0] if len(values) == len(named) == 1 and not isinstance(values[0], ast.Tuple) else node
 
+    def results(self, node: ast.expr) -> list[ast.expr]:
+        """Return the values that an expression may have: those of its name, and what a function of the file returns."""
+        name = self.called(node).rpartition(".")[2]
+        makers = [function.node for function in self.functions if function.name == name] if name else []
+        returned = [n.value for m in makers for n in walked(m) if isinstance(n, ast.Return) and n.value is not None]
+        values = [value for value in self._values(self.key(node)) if value is not node]
+        more = [v for r in returned for v in (r, *self._values(self.key(r)))]
+        return [node, *values, *more, *(r for v in values if isinstance(v, ast.Call) for r in self.results(v)[1:])]
+
+    def _values(self, key: str) -> list[ast.expr]:
+        """Return what the file assigns to a name and to its items."""
+        return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
+
+    @cached_property
+    def _classes(self) -> set[str]:
+        return {node.name for node in walked(self.tree) if isinstance(node, ast.ClassDef)}
+
     @cached_property
     def _arguments(self) -> set[str]:
         return set().union(*(function.arguments for function in self.functions))
+
+    @cached_property
+    def defaults(self) -> dict[str, ast.expr]:
+        """Argument that one function of the file has -> its default, if no call of the file names it."""
+        found: dict[str, list[ast.expr | None]] = {}
+        for args in [f.node.args for f in self.functions if not isinstance(f.node, ast.Module)]:
+            every = [*args.posonlyargs, *args.args]
+            values = [None] * (len(every) - len(args.defaults)) + list(args.defaults)
+            for one, value in zip([*every, *args.kwonlyargs], [*values, *args.kw_defaults], strict=True):
+                found.setdefault(one.arg, []).append(value)
+        named = {keyword.arg for call in self.calls for keyword in call.keywords} | stored(self.tree)
+        return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
+
+    def is_number(self, node: ast.AST, deep: int = 4) -> bool:
+        """Return whether a value is a Python number, which widens no tensor; follows `deep` assignments."""
+        match node:
+            case ast.Constant(value=value):
+                return isinstance(value, (int, float))
+            case ast.UnaryOp(operand=operand):
+                return self.is_number(operand, deep)
+            case ast.BinOp(left=left, right=right):
+                return self.is_number(left, deep) and self.is_number(right, deep)
+            case ast.Call():
+                name = self.called(node)
+                return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
+            case ast.Subscript(value=ast.Attribute(attr="shape")):
+                return True
+            case ast.Name(id=name) if name in self.defaults:
+                return deep > 0 and self.is_number(self.defaults[name], deep - 1)
+            case ast.Name() | ast.Attribute():
+                made = self.constant(node)
+                if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Pow) and isinstance(node, ast.Attribute):
+                    return self.is_number(made.right, 0)  # self.scale = dim**-0.5
+                return made is not node and made is not None and deep > 0 and self.is_number(made, deep - 1)
+        return False
 
     def format_of(self, node: ast.expr | None) -> str:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
@@ -269,6 +346,11 @@ class Script:
             match node:
                 case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
                     found.setdefault(node.arg, "torch")
+                case ast.ClassDef(body=body):
+                    fields = [
+                        s for s in body if isinstance(s, ast.AnnAssign) and "GradScaler" in ast.unparse(s.annotation)
+                    ]
+                    found |= {f"self.{ast.unparse(field.target)}": "torch" for field in fields}
                 case (
                     ast.Call(func=ast.Attribute(attr="unscale_", value=owner), args=[_])
                     | ast.Call(
@@ -279,7 +361,14 @@ class Script:
                 ):
                     if (key := self.name(owner)) and key not in strangers:
                         found.setdefault(key, "torch")
-        return found
+        return found | {key: found[own] for key, own in self._of_others(found) if key not in strangers}
+
+    def _of_others(self, known: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield (``trainer.scaler``, ``self.scaler``) for owners of calls whose attribute a class of the file has."""
+        for owner in {self.owner(call) for call in self.calls}:
+            own = f"self.{owner.rpartition('.')[2]}"
+            if "." in owner and not owner.startswith("self.") and own in known:
+                yield owner, own
 
     @cached_property
     def keeps_scaled(self) -> bool:
@@ -297,7 +386,19 @@ class Script:
                 found.add(self.key(call.args[0]))
             elif method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
                 found.add(owner)
-        return found - self.schedulers
+        return (found | {key for key, _ in self._of_others(found)}) - self.schedulers
+
+    @cached_property
+    def optimizer_of(self) -> dict[str, str]:
+        """Model -> the optimizer of its parameters; empty if the file makes one for others than one whole model."""
+        made = {
+            key: parameters_of(self, value.node)
+            for key, values in self.assigned.items()
+            for value in values
+            if OPTIMIZERS.fullmatch(self.called(value.node)) and value.index is None
+        }
+        found = {model: key for key, model in made.items()}
+        return found if len(found) == len(made) and "" not in found else {}
 
     @cached_property
     def schedulers(self) -> set[str]:
@@ -310,7 +411,14 @@ class Script:
         """Modules: objects whose parameters or mode the file asks for."""
         methods = ("parameters", "named_parameters", "train", "eval", "modules")
         owners = {self.owner(call) for call in self.calls if method(call) in methods}
-        return owners - {"", "self", "super"} - self.imports.keys()
+        found = owners - {"", "self", "super"} - self.imports.keys()
+        for key, values in self.assigned.items():  # self.net = net.cuda()
+            node: ast.AST = values[0].node
+            while method(node) in ("cuda", "to", "half", "float", "bfloat16", "train", "eval"):
+                node = node.func.value  # type: ignore[attr-defined]  # it calls a method
+            if len(values) == 1 and values[0].index is None and self.name(node) in owners and "." in key:
+                found.add(key)
+        return found
 
     def methods_of(self, key: str) -> Iterator[ast.Call]:
         """Yield the calls of methods of an object: in the source, and on the value that it is assigned."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.low_values import ROUNDS_TO_ZERO
-from halfstep.advise.lint.static.regions import Site, all_sites, argument, sites
-from halfstep.advise.lint.static.script import OPTIMIZERS, Script, method, walked
+from halfstep.advise.lint.static.regions import Site, all_sites, sites
+from halfstep.advise.lint.static.scaling import assigned_in
+from halfstep.advise.lint.static.script import Script, argument, method, parameters_of, walked
 
 PRECISE_BEHIND = re.compile(
     r"hs\.|halfstep|apex|master_?(param|weight|cop)|deepspeed|peft|get_peft_model|lora|bitsandbytes|8bit|kahan|stochastic_round|FSDP|fully_shard"
@@ -29,7 +30,7 @@ REPLACES = re.compile(
 )
 """Functions that give a model parameters that an optimizer made before does not have."""
 
-WRAPPERS = re.compile(r"torch\.nn\.(parallel\.)?(DistributedDataParallel|DataParallel)")
+WRAPPERS = re.compile(r"(torch\.nn|apex)\.(parallel\.)?(DistributedDataParallel|DataParallel)")
 AVERAGE_NAME = re.compile(r"(^|[._])(ema|avg|average|averaged|shadow|swa)(_\w+)?$|_(ema|avg|shadow)$", re.IGNORECASE)
 
 
@@ -50,21 +51,20 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
     for function in script.functions if script.uses_torch else ():
         calls = sites(script, function)
         for made in calls:
-            model = _parameters_of(script, made.call)
+            model = parameters_of(script, made.call)
             if not model or not isinstance(made.statement, ast.Assign) or made.place.branches:
                 continue
             optimizer = script.key(made.statement.targets[0])
             used = [  # calls that train: behind the optimizer, in a loop or with the model as an argument
-                site.call.lineno
-                for site in calls
-                if site.call.lineno > made.call.lineno
-                and (site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args))
+                site.index
+                for site in calls[made.index + 1 :]
+                if site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args)
             ]
             if any(method(call) == "float" for call in script.methods_of(model)):
                 continue  # made fp32 again in some place
             for site in calls:
                 form = script.low_format(site.call) or _low_when_loaded(script, site.call)
-                before = site.call.lineno < min(used, default=math.inf) and not site.place.branches
+                before = site.index < min(used, default=math.inf) and not site.place.branches
                 if form and before and made_low(script, site) == model:
                     yield _LowModel(model, site.call, form, optimizer, made.call)
 
@@ -92,6 +92,24 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
 def _half(script: Script) -> Iterator[Hit]:
     for low in _low_models(script):
         yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
+    for function in script.functions if not PRECISE_BEHIND.search(script.text) else ():
+        calls = sites(script, function) if script.uses_torch else ()
+        steps = [
+            s
+            for s in calls
+            if method(s.call) == "step" and script.owner(s.call) in script.optimizers | script.scalers.keys()
+        ]
+        for site in calls:
+            model, form = script.owner(site.call), script.low_format(site.call)
+            chosen = any("==" in ast.unparse(choice.test) for choice, _ in site.place.branches)
+            if not form or not site.place.loops or model not in script.models or chosen:
+                continue
+            loop = site.place.loops[-1]
+            trains = any(loop in step.place.loops for step in steps) and not assigned_in(script, loop, model)
+            if trains and not any(method(call) == "float" for call in script.methods_of(model)):
+                yield Hit(
+                    site.call.lineno, f"`{model}` is made {form} itself, and the loop trains it as it is from here on"
+                )
 
 
 @check_of("HS029")
@@ -122,7 +140,7 @@ def _made_early(script: Script) -> Iterator[Hit]:
         found: dict[str, Hit] = {}
         for site in sites(script, function):
             call, statement = site.call, site.statement
-            if isinstance(statement, ast.Assign) and (model := _parameters_of(script, call)):
+            if isinstance(statement, ast.Assign) and (model := parameters_of(script, call)):
                 found.pop(model, None)  # it is made again
                 if not site.place.branches and not site.place.loops:
                     made[model] = (script.key(statement.targets[0]), call.lineno)
@@ -134,12 +152,6 @@ def _made_early(script: Script) -> Iterator[Hit]:
                 what = f"`{optimizer}` has the parameters of `{model}` before line {call.lineno}: {how}"
                 found[model] = Hit(line, what)
         yield from found.values()
-
-
-def _parameters_of(script: Script, call: ast.Call) -> str:
-    """Return the model that an optimizer is made for with ``Class(model.parameters(), ...)``; "" for other calls."""
-    first = argument(call, 0, "params") if OPTIMIZERS.fullmatch(script.called(call)) else None
-    return script.owner(first) if first is not None and method(first) == "parameters" else ""
 
 
 def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[str]) -> tuple[str, str] | None:
