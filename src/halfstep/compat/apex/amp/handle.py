@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -441,7 +441,7 @@ def promote_function(fn: F) -> F:
 def _ruled(fn: F, rule: str) -> F:
     if not callable(fn):
         raise TypeError(f"amp's decorators take a function and got {fn!r}")
-    return cast(F, hs.operator(rule)(fn))
+    return hs.operator(rule)(fn)
 
 
 def register_half_function(module: Any, name: str) -> None:
