@@ -69,6 +69,7 @@ from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
     DisableTorchFunction,
+    get_tracing_state,
     is_in_torch_dispatch_mode,
     len_torch_function_stack,
     pop_torch_function_stack,
@@ -396,7 +397,7 @@ def _kept(binding: Binding, module: nn.Module) -> Copies | None:
     if torch.is_grad_enabled():
         binding.kept = None
         return None
-    if capturing(binding.device_types[0]) or is_in_torch_dispatch_mode() or torch.jit.is_tracing():
+    if capturing(binding.device_types[0]) or is_in_torch_dispatch_mode() or get_tracing_state():
         return None
     if binding.kept is None:
         binding.kept = Copies(module, module.parameters(), binding.recipe, sums=False, serving=True)
