@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 NATIVE = Path("halfstep", "kernels", "native")
+VERDICTS = Path(__file__).parent / "docs" / "verdicts"  # the pages that `halfstep explain` prints
 
 
 def compiler() -> ModuleType:
@@ -32,7 +34,7 @@ def compiler() -> ModuleType:
 
 
 class BuildPy(build_py):
-    """Copies the package, and compiles the portable kernels beside their sources."""
+    """Copies the package and the pages on causes, and compiles the portable kernels beside their sources."""
 
     def run(self) -> None:
         """Build."""
@@ -40,6 +42,8 @@ class BuildPy(build_py):
         folder = Path(self.build_lib, NATIVE)
         for old in folder.glob("portable-*.so"):  # of an earlier build
             old.unlink()
+        if not self.editable_mode:
+            shutil.copytree(VERDICTS, Path(self.build_lib, "halfstep", "verdicts"), dirs_exist_ok=True)
         wanted = os.environ.get("HALFSTEP_WHEEL", "")
         if wanted not in ("", "native", "pure"):
             raise SystemExit(f"HALFSTEP_WHEEL is {wanted!r}; it may be 'native', 'pure' or unset")

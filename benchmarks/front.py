@@ -1,9 +1,9 @@
-"""The README's two pictures: time and bytes beside torch.amp, and the verdict of a real run as a terminal shows it.
+"""The README's pictures: time and bytes beside torch.amp, what the bytes of a step are, and a verdict in a terminal.
 
     python -m benchmarks.front --json benchmarks/results/verdict.json    # keep what examples/why_nan.py prints
 
-`make tables` draws both from benchmarks/results/cpu.json, lean.json and verdict.json. Each picture has its own
-background and follows the reader's light or dark mode, because a page that shows it as an image cannot style it.
+`make tables` draws them from benchmarks/results/cpu.json, lean.json, plan.json and verdict.json. Each picture has its
+own background and follows the reader's light or dark mode, because a page that shows it as an image cannot style it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,26 @@ TERMINAL = 11  # px of the terminal's font; a character of a monospaced font is 
 COLUMNS = 96
 
 
-def front_pictures(bench: Mapping[str, Any], lean: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, str]:
+PLANNED = {"fp32": "fp32", "torch": "torch.amp", "mixed": "halfstep, mixed", "lean": "halfstep, lean"}
+"""Preset in plan.json -> its name in the picture; `torch` has the lists and the bytes of torch.amp."""
+PARTS = {  # part of hs.plan -> its colour, from the bytes that stay between steps to those of a moment
+    "parameters": "blue",
+    "optimizer state": "violet",
+    "low copies": "teal",
+    "saved for backward": "amber",
+    "temporaries": "grey",
+}
+
+
+def front_pictures(
+    bench: Mapping[str, Any], lean: Mapping[str, Any], plan: Mapping[str, Any], shown: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the README's pictures as SVG by file name."""
-    return {"front_numbers.svg": numbers(bench, lean), "front_verdict.svg": terminal(shown["lines"])}
+    return {
+        "front_numbers.svg": numbers(bench, lean),
+        "front_bytes.svg": peak(plan),
+        "front_verdict.svg": terminal(shown["lines"]),
+    }
 
 
 def verdict() -> list[str]:
@@ -95,6 +112,36 @@ def numbers(bench: Mapping[str, Any], lean: Mapping[str, Any]) -> str:
     parts.append(_text(20, y, f"{where}not measured on a GPU", "soft number"))
     words = "; ".join(f"{title} {text}" for title, text in _words(bench, lean))
     return _svg(WIDTH, y + 18, f"Time of a training step with fp32 as 1, and bytes: {words}", parts)
+
+
+def peak(plan: Mapping[str, Any]) -> str:
+    """Draw what the bytes of a GPT's step are at their most, as `hs.plan` counts them."""
+    rows = {title: plan["cases"]["gpt-5m"][preset] for preset, title in PLANNED.items()}
+    most = max(row["planned_peak"] for row in rows.values())
+    parts = [_text(20, 30, "Bytes of a training step at its peak (shorter is better)", "title")]
+    words, y = [], 48
+    for title, row in rows.items():
+        x = float(LEFT)
+        parts.append(_text(LEFT - 10, y + 16, title, "right"))
+        for part, colour in PARTS.items():
+            length = (WIDTH - LEFT - RIGHT) * row["parts"].get(part, 0) / most
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="22" class="{colour}"/>')
+            x += length
+        total = f"{row['planned_peak'] / 1e6:.0f} MB"
+        parts.append(_text(x + 6, y + 16, total, "number"))
+        kinds = ", ".join(f"{part} {row['parts'][part] / 1e6:.0f}" for part in PARTS if part in row["parts"])
+        words.append(f"{title} {total} ({kinds})")
+        y += 30
+    x = 20.0
+    for part, colour in PARTS.items():
+        parts.append(f'<rect x="{x:.0f}" y="{y + 6}" width="11" height="11" rx="2" class="{colour}"/>')
+        parts.append(_text(x + 15, y + 16, part, "number"))
+        x += 26 + 6.2 * len(part)
+    for line in ("A GPT of 5.3M parameters with AdamW, 4 × 128 tokens, in bf16 but for fp32",
+                 "counted by hs.plan; torch.amp stands for the preset torch, which has its lists"):  # fmt: skip
+        parts.append(_text(20, y + 42, line, "soft number"))
+        y += 18
+    return _svg(WIDTH, y + 42, f"Bytes of a training step at its peak: {'; '.join(words)}", parts)
 
 
 def _words(bench: Mapping[str, Any], lean: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ from benchmarks.speed_tables import (
     stages,
 )
 from benchmarks.stamp import AGE
-from benchmarks.stories_tables import story_blocks
+from benchmarks.stories_tables import scores, story_blocks
 from benchmarks.upstream import upstream_tables
 from benchmarks.wheel import wheel_table
 from benchmarks.zoo_tables import zoo_table
@@ -123,6 +123,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "wheel": wheel_table(wheel),
         "soak": soak_table(load("soak.json")),
         **story_blocks(load("stories.json")),
+        "stories fourth": scores(load("stories_fourth_first.json")),
         **compare_tables(),
         **upstream_tables(load("upstream.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
@@ -149,7 +150,9 @@ def main() -> int:
         if not check:
             path.parent.mkdir(exist_ok=True)
             path.write_text(picture_file(chart, words), encoding="utf-8")
-    for name, picture in front_pictures(reports.cpu, load("lean.json"), load("verdict.json")).items():
+    for name, picture in front_pictures(
+        reports.cpu, load("lean.json"), load("plan.json"), load("verdict.json")
+    ).items():
         path = ROOT / "docs" / "pictures" / name
         if not path.exists() or path.read_text(encoding="utf-8") != picture:
             stale.append(name)

@@ -17,6 +17,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_measured_case_says_everything",
         "test_explaining_and_auditing_leave_the_first_time_out",
     ),
+    "tests/docs/test_pages.py": ("test_each_program_is_a_script_of_its_own",),
     "tests/cli/test_compare.py": ("test_without_the_images_the_gpt_runs_alone", "test_python_dash_m"),
     "tests/cli/test_run_policy.py": (
         "test_processes_that_a_script_starts_follow_the_policy_too",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import halfstep as hs
+from halfstep.lens.verdict import CAUSES, Verdict
 from tests.release import archives
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("build")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place)
+    shutil.copytree(ROOT / "docs" / "verdicts", place / "docs" / "verdicts")
     shutil.copytree(ROOT / "src", place / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(place / "dist"), str(place))
     (built,) = (place / "dist").glob("*.whl")
@@ -93,3 +95,7 @@ def test_the_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     place, updated = json.loads(done.stdout)
     assert Path(place) == target / "halfstep" / "__init__.py" and updated is True
+    for page in CAUSES:
+        command = [sys.executable, "-m", "halfstep", *Verdict(kind="overflow", cause=page).page.split()[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.stdout.startswith(f"# Cause: {page}"), done.stderr

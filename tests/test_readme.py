@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 
 from benchmarks.lens_tables import named
-from tests.snippets import snippets
+from tests.snippets import programs, run_programs, snippets
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 TEXT = " ".join(README.read_text(encoding="utf-8").split())
 LINES = 150
-FOUND = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
 def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-READERS_OWN = """
-import torch, torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_
-import halfstep as hs
-
-device, model = "cpu", torch.nn.Linear(64, 10)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
-batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,)))] * 2
-"""
-"""What the two loops side by side start from."""
-
-
-def test_snippets_run_at_the_top_of_a_script(tmp_path: Path) -> None:
-    blocks = [code for _, code in snippets(README)]
-    script = tmp_path / "script.py"
-    evaluated = "assert float(step.evaluate(x, y)) > 0\n"
-    script.write_text("\n".join([READERS_OWN, *blocks, evaluated]), encoding="utf-8")
-    run = subprocess.run([sys.executable, script], cwd=tmp_path, env=FOUND, capture_output=True, text=True, check=False)
-    assert not run.returncode, run.stderr
-    assert len(blocks) == 4 and "softmax" in run.stdout
-    saved = torch.load(tmp_path / "weights.pt")
-    assert all(value.dtype is torch.float32 for value in saved.values())
+def test_each_snippet_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(programs(README)) == 3 == len(snippets(README))
+    run_programs(README)
 
 
 def test_it_is_short_and_its_first_screen_states_that_no_gpu_was_measured() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LINES
-    assert "No number on this page is from a GPU" in " ".join(lines[:12])
+    assert "No number on this page is from a GPU" in " ".join(lines[:10])
 
 
 def test_it_has_the_two_commands() -> None:
@@ -66,8 +43,12 @@ def test_its_numbers_of_time_and_bytes_are_those_of_the_committed_files() -> Non
     cases = [case["rows"] for name, case in results("cpu")["cases"].items() if not name.endswith("_fp16")]
     mixed, pure = ([rows[name]["to_amp"]["median"] for rows in cases] for name in ("mixed", "pure"))
     assert len(cases) == 10 and "On ten models" in TEXT
-    assert f"takes {min(mixed):.2f} to {max(mixed):.2f} of torch.amp's time under `mixed`" in TEXT
-    assert f"{min(pure):.2f} to {max(pure):.2f} under `pure`" in TEXT
+    assert f"takes {min(mixed):.2f} to {max(mixed):.2f} of `torch.amp`'s time" in TEXT
+    assert f"Under `pure` a step takes {min(pure):.2f} to {max(pure):.2f} of torch.amp's time" in TEXT
+    least, *others = sorted(
+        rows["mixed"]["counts"]["peak_bytes"] / rows["torch.amp"]["counts"]["peak_bytes"] for rows in cases
+    )
+    assert f"{least:.2f} of torch.amp's on a GPT and {others[0]:.2f} to {others[-1]:.2f} on the nine other" in TEXT
     saved = {name: row["counts"] for name, row in results("cpu")["cases"]["gpt256"]["rows"].items()}
     share = saved["mixed"]["saved_bytes"] / saved["torch.amp"]["saved_bytes"]
     assert f"{share:.2f} of torch.amp's bytes for backward" in TEXT
@@ -79,14 +60,22 @@ def test_its_numbers_of_instruments_and_decisions_are_those_of_the_committed_fil
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in named(results("lens")["faults"]).splitlines()
     ]
-    first = {row[1]: [int(cell) for cell in row[2:5]] for row in cells if row[0].startswith("first")}
+    named_first = {row[1]: [int(cell) for cell in row[2:5]] for row in cells if row[0].startswith("first")}
     faults = int(re.findall(r"\d+", next(row[0] for row in cells if row[0].startswith("first")))[0])
-    assert first.pop("hs.TrainStep") == [faults] * 3 and f"names all three right for {faults}" in TEXT
-    operator = max(first.values())
+    assert named_first.pop("hs.TrainStep") == [faults] * 3 and f"names all three right for {faults}" in TEXT
+    operator = max(named_first.values())
     assert f"four other instruments names the operator of {operator[0]} and the module of none" in TEXT
-    assert len(first) == 4 and operator[1] == 0
+    assert len(named_first) == 4 and operator[1] == 0
     tune = results("tune")["goals"]
     assert f"trained as fp32 did on {len(tune['equivalent'])} of {tune['tasks']} models" in TEXT
+    sets = [results(name)["stories"].values() for name in ("stories_first", "stories_fourth_first")]
+    first, later = ([story for story in stories if "died" not in story] for stories in sets)
+    right = [
+        [sum(story[name] is True for story in stories) for stories in (first, later)] for name in ("cause", "place")
+    ]
+    (cause, later_cause), (place, later_place) = right
+    assert f"root cause of {cause} of {len(first)}, and of {later_cause} of {len(later)} in a later set" in TEXT
+    assert f"of {place} of {len(first)}, and of {later_place} of {len(later)} (" in TEXT
     plan = results("plan")["largest_error"]
     assert f"({plan['persistent']:.1%} off" in TEXT.replace(" %", "%")
     assert f"{plan['peak']:.1%} at the peak" in TEXT.replace(" %", "%")

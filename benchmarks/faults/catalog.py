@@ -1,6 +1,6 @@
 """The lists: every fault and control, in the order in which they stand in their files.
 
-The programs of the second and of the third set were written without a look at what the instruments say of them.
+The programs of the second and later sets were written without a look at what the instruments say of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from benchmarks.faults import backward, forward, healthy, losses, quiet, ranks, state
+from benchmarks.faults import backward, forward, fourth, healthy, losses, quiet, ranks, state
 from benchmarks.faults.case import Control, Fault
 from benchmarks.faults.second import backward as backward_2
 from benchmarks.faults.second import forward as forward_2
@@ -22,6 +22,7 @@ from benchmarks.faults.story import stories
 __all__ = [
     "CONTROLS",
     "DEFINITIONS",
+    "FOURTH",
     "LIST_A",
     "LIST_A_RANKS",
     "LIST_B",
@@ -34,7 +35,11 @@ __all__ = [
 Entry = TypeVar("Entry")
 
 PROGRAMS = ("backward", "forward", "healthy", "losses", "quiet", "state")
-TOLD = sorted(f"third/{path.stem}" for path in (Path(__file__).parent / "third").glob("*.py"))
+TOLD = sorted(
+    f"{path.parent.name}/{path.stem}"
+    for path in Path(__file__).parent.glob("*/*.py")
+    if path.parent.name in ("third", "fourth")
+)
 DEFINITIONS = (
     *("case", "ranks", "score", *PROGRAMS),
     *(f"second/{name}" for name in PROGRAMS),
@@ -66,3 +71,6 @@ SECOND_CONTROLS = entries(Control, healthy_2)
 
 THIRD = stories()
 """Stories from public trackers, each with its root cause and a healthy twin."""
+
+FOURTH = stories(fourth)
+"""The same, written after the instruments had been changed by what the third set showed."""

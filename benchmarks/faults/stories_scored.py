@@ -34,7 +34,7 @@ from torch import nn
 import halfstep as hs
 from benchmarks.blame import OURS, PEERS, Run, Said, answer, plain
 from benchmarks.faults.case import FULL, Case, start
-from benchmarks.faults.catalog import THIRD
+from benchmarks.faults.catalog import FOURTH, THIRD
 from benchmarks.faults.observe import unwatched
 from benchmarks.faults.plain import plain_bad_steps
 from benchmarks.faults.score import HARMLESS
@@ -266,7 +266,7 @@ def each(chosen: list[Story], limit: float) -> Iterator[tuple[Story, dict[str, A
 
 
 def _send(name: str, there: Connection) -> None:
-    told = next(t for t in THIRD if t.name == name)
+    told = next(t for t in (*THIRD, *FOURTH) if t.name == name)
     try:
         row = scored(told)
     except Exception as error:
@@ -298,7 +298,8 @@ def main() -> None:
     """Score stories and write the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.stories_scored")
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--only", nargs="+", default=[], help="names of stories, or of files in third/")
+    parser.add_argument("--fourth", action="store_true", help="the fourth set instead of the third")
+    parser.add_argument("--only", nargs="+", default=[], help="names of stories, or of files")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a story may take")
     parser.add_argument("--verbose", action="store_true", help="show what was said and expected where it is wrong")
     options = parser.parse_args()
@@ -308,7 +309,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with suppress(ImportError):
         importlib.import_module("transformers.debug_utils")  # once, not in every fork
-    chosen = [t for t in THIRD if not options.only or {t.name, t.file.stem} & set(options.only)]
+    stories = FOURTH if options.fourth else THIRD
+    chosen = [t for t in stories if not options.only or {t.name, t.file.stem} & set(options.only)]
     begun = time.perf_counter()
     report: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.faults.stories_scored", *sys.argv[1:]]),

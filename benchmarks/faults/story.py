@@ -1,7 +1,8 @@
 """What a story is: a fault taken from a public issue, with its root cause and a healthy twin.
 
 A story is a `Fault` whose program is built twice: as it was reported, and as a twin from which the cause is taken out.
-Stories stand in `third/*.py`; `stories()` returns all of them. Import transformers inside the function.
+Stories stand in `third/*.py` and `fourth/*.py`; `stories()` returns those of a folder. Import transformers inside the
+function.
 
 ``python -m benchmarks.faults.story NAME ...`` checks what is written about stories without an instrument: the source
 and the labels have their form, the story breaks at its step and not before, its true cures train as fp32 does, fp32
@@ -38,7 +39,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from benchmarks.faults import third
+from benchmarks.faults import fourth, third
 from benchmarks.faults.case import FULL, Case, Fault, Truth, cured, marked_line, start
 from benchmarks.faults.observe import finite, unwatched
 from halfstep.lens.verdict import CAUSES, KINDS
@@ -85,7 +86,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Story(Fault):
-    """One story of the third set. `truth.cause` is its root cause, one of `halfstep.lens.verdict.CAUSES`.
+    """One story of the third or the fourth set. `truth.cause` is its root cause, one of `halfstep.lens.verdict.CAUSES`.
 
     Attributes:
         source: the public issue, "owner/repository#number".
@@ -176,10 +177,10 @@ def story(
     )
 
 
-def stories() -> tuple[Story, ...]:
-    """Return every story, in the order of files' names and of lines."""
-    names = sorted(found.name for found in pkgutil.iter_modules(third.__path__))
-    files = [importlib.import_module(f"{third.__name__}.{name}") for name in names]
+def stories(folder: Any = third) -> tuple[Story, ...]:
+    """Return the stories of a folder, `third` or `fourth`, in the order of files' names and of lines."""
+    names = sorted(found.name for found in pkgutil.iter_modules(folder.__path__))
+    files = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
     return tuple(value for file in files for value in vars(file).values() if isinstance(value, Story))
 
 
@@ -410,12 +411,12 @@ def _policies(told: Story) -> list[str]:
 def main() -> None:
     """Check the named stories, or all; print what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.story", description="Check stories.")
-    parser.add_argument("names", nargs="*", help="names of stories or of files of benchmarks/faults/third; none: all")
+    parser.add_argument("names", nargs="*", help="names of stories or of files; none: all")
     names = set(parser.parse_args().names)
     torch.set_num_threads(1)
     logging.getLogger("halfstep").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    chosen = [told for told in stories() if not names or names & {told.name, told.file.stem}]
+    chosen = [told for told in (*stories(), *stories(fourth)) if not names or names & {told.name, told.file.stem}]
     failed = not chosen
     for told in chosen:
         begun = time.perf_counter()

@@ -18,7 +18,7 @@ from halfstep.cli.demo import TIMED, carry_out
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import Cost, Pace, pace
+from halfstep.tasks.compare import Cost, Pace, Probe, pace
 from halfstep.tasks.overflow import Rescue
 from halfstep.tasks.workloads import Workload, workloads
 from halfstep.timing import Ratio
@@ -85,6 +85,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
         assert words.lower() in last.lower(), words
     assert "matmul in module 1, overflow.py:" in last and "Cure, verified by training on: matmul in fp32" in last
     assert "halfstep black box, step 19: overflow of float16" in shown.out  # the verdict as it is printed
+    assert shown.err.startswith("5 parts, about 1 minute\n")
     assert "[0 %] 1/5 time and bytes of a model bound by products ..." in shown.err and "Traceback" not in shown.err
     page = Page(html.read_text(encoding="utf-8"))
     assert page.problems == [] and page.fetches() == [] and len(page.pictures()) == 9
@@ -93,6 +94,22 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     data = json.loads(record.read_text())
     assert data["missing"] == [] and data["rescue"]["broken_at"] == 19 and len(data["paces"]) == 3
     assert data["paces"][0]["rows"][0]["label"] == "fp32" and data["tasks"][0]["task"] == "gpt"
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.001, 50), (0.5, 10), (0.04, 20)])
+def test_a_slow_machine_trains_fewer_steps(monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int) -> None:
+    asked: dict[str, Any] = {}
+
+    def compared(*given: Any, **options: Any) -> None:
+        asked.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load_task", lambda name: small_task(name=name))
+    monkeypatch.setattr(command, "probed", lambda *given: Probe(0, 0, seconds))
+    monkeypatch.setattr(command, "compare", compared)
+    with pytest.raises(KeyboardInterrupt):
+        command._train(demo([], BF16), "gpt", 50, lambda share: None)
+    assert asked["steps"] == steps
 
 
 @pytest.mark.usefixtures("small")

@@ -124,4 +124,4 @@ def test_the_page_shows_cause_place_cure_and_pictures(tmp_path: Path) -> None:
 
 def test_every_cause_has_its_page() -> None:
     assert {page.stem for page in PAGES.glob("*.md")} == {*CAUSES, "unknown"}
-    assert Verdict(kind="overflow").page == "docs/verdicts/unknown.md"
+    assert Verdict(kind="overflow").page == "halfstep explain unknown"

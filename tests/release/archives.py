@@ -53,7 +53,8 @@ def in_wheel(wheel: Path, root: Path, *, native: bool) -> Iterator[str]:
         yield f"{wheel.name} has {len(libraries)} compiled libraries"
     if wheel.name.endswith("-py3-none-any.whl") is native:
         yield f"{wheel.name} has the wrong tag for {len(libraries)} compiled libraries"
-    yield from _differences(inside - libraries, packaged(root), wheel.name)
+    wanted = packaged(root) | {f"halfstep/{name}" for name in verdicts(root)}
+    yield from _differences(inside - libraries, wanted, wheel.name)
 
 
 def in_sdist(sdist: Path, root: Path) -> Iterator[str]:
@@ -62,7 +63,7 @@ def in_sdist(sdist: Path, root: Path) -> Iterator[str]:
         names = [entry.name.partition("/")[2] for entry in archive if entry.isfile()]
     made = {"PKG-INFO", "setup.cfg"}
     inside = {name for name in names if name not in made and ".egg-info/" not in name}
-    wanted = {f"src/{name}" for name in packaged(root)} | set(SOURCES)
+    wanted = {f"src/{name}" for name in packaged(root)} | {f"docs/{name}" for name in verdicts(root)} | set(SOURCES)
     yield from _differences(inside, wanted, sdist.name)
 
 
@@ -70,6 +71,11 @@ def packaged(root: Path) -> set[str]:
     """Return the files of the package in a tree, as a wheel names them."""
     files = (path for path in (root / "src" / "halfstep").rglob("*") if path.is_file())
     return {path.relative_to(root / "src").as_posix() for path in files if "__pycache__" not in path.parts}
+
+
+def verdicts(root: Path) -> set[str]:
+    """Return the pages of docs/ that `halfstep explain` prints."""
+    return {path.relative_to(root / "docs").as_posix() for path in (root / "docs" / "verdicts").glob("*.md")}
 
 
 def _differences(inside: set[str], wanted: set[str], name: str) -> Iterator[str]:

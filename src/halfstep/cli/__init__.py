@@ -1,4 +1,4 @@
-"""The command line: ``halfstep compare``, ``doctor`` and ``ops``."""
+"""The command line, ``halfstep``: `app` lists its commands."""
 
 from halfstep.cli.app import app
 

@@ -88,8 +88,9 @@ def compare(
 
 @command
 def demo(html: Html = None, json: Json = None, device: Device = "") -> None:
-    """Show what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN explained and cured.
+    """Show what low formats do on this machine: time, bytes, accuracy, and a NaN explained and cured.
 
+    It prints how long that takes, about two minutes; a slow machine trains fewer steps.
     Ctrl-C keeps the finished parts: they are printed and written, and the exit code is 130.
     """
 
@@ -170,6 +171,15 @@ def engine(
     accept: Annotated[str, typer.Option(help="Fields of the policy that the engine may leave out, with commas.")] = "",
 ) -> None:
     """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
+
+
+@command
+def explain(
+    page: Annotated[
+        str, typer.Argument(help="precision, scale, data, model, divergence, loop or unknown. Default: list them.")
+    ] = "",
+) -> None:
+    """Print the page on a cause that a verdict names: what shows it, what to do, and an example."""
 
 
 @command

@@ -1,4 +1,4 @@
-"""``halfstep demo``: what low formats do on this machine, in two minutes: time, bytes, accuracy, and a NaN cured."""
+"""``halfstep demo``: what low formats do on this machine: time, bytes, accuracy, and a NaN cured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halfstep.report import Code, Facts, Paragraph, Section, write_page
 from halfstep.report.document import counted
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import compare, pace
+from halfstep.tasks.compare import compare, pace, probed
 from halfstep.tasks.machine import device_type, threads_of_torch
 from halfstep.tasks.measure import ENOUGH_SEEDS
 from halfstep.tasks.overflow import rescue
@@ -33,7 +33,9 @@ from halfstep.tasks.pitfalls import load_average, threads_to_use, usable_cores
 from halfstep.tasks.workloads import Workload, workloads
 
 SECONDS = (20.0, 15.0, 4.0)  # of timing each workload
-STEPS = {"lenet5": 120, "gpt": 50}  # of the tasks whose accuracy is compared
+STEPS = {"lenet5": 120, "gpt": 50}  # of the tasks whose accuracy is compared, at most
+LEAST_STEPS = 10  # of them, however slow the machine is
+TRAINED, EXPLAINED = 25.0, 8.0  # seconds of each of these tasks, and of the run that goes NaN
 BROKEN_STEPS = 120  # of the run that goes NaN
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
 
@@ -54,6 +56,9 @@ def carry_out(html: Path | None, json: Path | None, device: str) -> int:
     demo = Demo(device=where, units=hs.policy.units(where))
     say(out, machine_line(about))
     say(out, demo.units.reason)
+    parts = _parts(demo)
+    seconds = sum(weight for _, weight, _ in parts)
+    say(err, f"{counted(len(parts), 'part')}, about {counted(max(1, round(seconds / 60)), 'minute')}")
     load = load_average()
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if threads < torch.get_num_threads():
@@ -61,7 +66,7 @@ def carry_out(html: Path | None, json: Path | None, device: str) -> int:
                  f"measured with {counted(threads, 'thread')}, and less exactly")  # fmt: skip
     with threads_of_torch(threads), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
-        interrupted = _measure(demo, _parts(demo), out, err)
+        interrupted = _measure(demo, parts, out, err)
     print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
     again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
@@ -98,13 +103,13 @@ def _parts(demo: Demo) -> list[Part]:
         (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, w, seconds))
         for w, seconds in works
     ]
-    parts.append(("a run in fp16 that goes NaN", 8, partial(_break, demo)))
+    parts.append(("a run in fp16 that goes NaN", EXPLAINED, partial(_break, demo)))
     for name, steps in STEPS.items():
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
         else:
             run = partial(_train, demo, name, steps)
-            parts.append((f"accuracy of {name} beside fp32", 25, run))
+            parts.append((f"accuracy of {name} beside fp32", TRAINED, run))
     return parts
 
 
@@ -126,6 +131,9 @@ def _break(demo: Demo, on_share: OnShare) -> Section:
 
 def _train(demo: Demo, name: str, steps: int, on_share: OnShare) -> Section:
     compared, task = candidates(("mixed", "lean", "mixed:fp16"), demo.device), load_task(name)
+    seconds = [probed(task, each, demo.device).seconds for each in compared]
+    turns = ENOUGH_SEEDS * (sum(seconds) + seconds[1])  # torch.amp, the second, runs twice
+    steps = min(steps, max(LEAST_STEPS, int(TRAINED / turns)))
     seen, total = itertools.count(1), (len(compared) + 1) * steps * ENOUGH_SEEDS
     on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
     made = compare(task, compared, steps=steps, seeds=ENOUGH_SEEDS, device=demo.device, on_step=on_step)

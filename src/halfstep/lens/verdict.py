@@ -221,8 +221,8 @@ class Verdict:
 
     @property
     def page(self) -> str:
-        """The page of the documentation on this cause."""
-        return f"docs/verdicts/{self.cause or 'unknown'}.md"
+        """The command that prints the page on this cause."""
+        return f"halfstep explain {self.cause or 'unknown'}"
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the verdict as JSON, and write it to `path` if one is given; numbers that are not finite are null."""
@@ -243,7 +243,7 @@ class Verdict:
             line=int(number) if number.isdigit() else 0,
         )
         rules = {**CAUSES, "unknown": "the cause is not known"}
-        return strict_json(sarif_log(rules, "docs/verdicts/{}.md", [result]), path)
+        return strict_json(sarif_log(rules, "halfstep explain {}", [result]), path)
 
     def save_html(self, path: str | Path) -> None:
         """Write the verdict as one HTML file with pictures that needs nothing else."""

@@ -91,7 +91,7 @@ def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:
 
 def _rescue(rescued: Rescue) -> doc.Section:
     steps = tuple(float(step) for step in range(1, len(rescued.broken) + 1))
-    at, verdict = rescued.broken_at, rescued.verdict
+    at = rescued.broken_at
     skipped = tuple(step for step, loss in zip(steps, rescued.broken, strict=True) if not math.isfinite(loss))
     curves = (
         doc.Series("fp16", steps, rescued.broken, skipped[:1], doc.Key(2)),
@@ -110,24 +110,12 @@ def _rescue(rescued: Rescue) -> doc.Section:
         "Two blocks of attention that divide their logits after the product, trained in fp16. step.explain() "
         "replayed the first step that was not finite and tried cures by training on."
     )
-    operators = doc.table(
-        "The operators that led to it",
-        ("operator", "module", "phase", "format", "largest", "limit"),
-        (
-            (row.op, row.module or "the model", row.phase, row.dtype,
-             f"{row.largest:.4g}" if row.finite else "not finite", f"{row.limit:.6g}")
-            for row in verdict.story
-        ),
-    )  # fmt: skip
-    cures = (f"{cure.text.splitlines()[0]}{f' ({cure.outcome})' if cure.outcome else ''}" for cure in verdict.cures)
     return doc.Section(
         "A run that went NaN, explained and cured",
         (
             how,
             doc.Gallery((figure,), tuple((curve.label, curve.key) for curve in curves)),
-            operators,
-            doc.Paragraph("Cures, smallest first:"),
-            doc.Bullets(tuple(cures)),
-            doc.hidden("As print(step.explain()) shows it", str(verdict)),
+            doc.Paragraph("As print(step.explain()) shows it, with the operators that led to it and the cures:"),
+            doc.Code(str(rescued.verdict)),
         ),
     )
