@@ -311,9 +311,10 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "in place": lambda m: [p.mul_(2) for p in m.parameters()],
     "by .data": lambda m: [p.data.mul_(2) for p in m.parameters()],
     "by numpy": lambda m: [np.multiply(p.detach().numpy(), 2, out=p.detach().numpy()) for p in m.parameters()],
-    "data set": lambda m: [setattr(p, "data", p.data * 2) for p in m.parameters()],
+    "data set": lambda m: [p.set_(p.data * 2) for p in m.parameters()],  # type: ignore[call-overload]
     "parameters set": lambda m: [
-        setattr(part, name, nn.Parameter(p * 2)) for part in m.modules() for name, p in [*part._parameters.items()]
+        part._parameters.update({name: nn.Parameter(p * 2) for name, p in part.named_parameters(recurse=False)})
+        for part in m.modules()
     ],
     "state_dict": lambda m: m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()}),
 }

@@ -98,8 +98,9 @@ def open_recipe(recipe: Recipe, owner: object) -> _Frame:
     frame.mode, frame.bound, frame.statistics = state["mode"], state["bound"], state["statistics"]
     frame.cache = is_autocast_cache_enabled()
     frame.pushed = mode = recipe.mode
-    frame.states = states = []
-    frame.counts = counts = []
+    states: list[tuple[str, bool, torch.dtype]] = []
+    counts: list[int] = []
+    frame.states, frame.counts = states, counts
     frame.owner = ref(owner, _owner_freed)
     try:
         frames.append(frame)
