@@ -69,7 +69,6 @@ class Live(Watch):
 
 
 def _numbers(loop: Loop, step: int, batch: tuple[Any, ...], seconds: float) -> hs.step.StepMetrics:
-    """Return the numbers of the candidate that has just made a step."""
     samples = next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
     return hs.step.StepMetrics(
         step=step, loss=float(loop.loss), scale=loop.scale(), skipped=len(loop.skipped()),
