@@ -351,9 +351,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _print_changes(
-    out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str
-) -> None:  # fmt: skip
+def _print_changes(out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str) -> None:
     if not changes:
         say(out, f"operators on {device}: no rule differs")
         return
