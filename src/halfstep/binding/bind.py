@@ -46,6 +46,7 @@ from torch import nn
 from torch.fx import GraphModule, Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfstep.binding.fp8 import layer_of
 from halfstep.binding.fsdp import refuse_own_loop
 from halfstep.binding.precise import KEY, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
@@ -58,11 +59,11 @@ from halfstep.cast.rules.handlers import norm_forward
 from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
-from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
-from halfstep.policy.rule_kinds import MODULE_RULES, for_every_kind
+from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, for_every_kind
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
 from halfstep.torch_private.devices import storage_key
@@ -112,6 +113,7 @@ class Binding:
         self.policy = resolved(self.wanted, self.device_types[0]) if concrete is None else concrete
         self.holders = WeakSet[nn.Module]()  # the prepared models that a guest is a part of
         self.module_ref: Callable[[], nn.Module | None] = type(None)  # returns the module, None if it is gone
+        self.eight_bits = layer_of(self.rule)  # the class whose forward it runs instead of its own
         self.astray = ""  # of a root that was moved where its policy means other formats: the error of a call
         self.methods = _Methods()  # the functions of the methods that its module has been given, by name
         self.enter_on(self.device_types)
@@ -193,6 +195,7 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
         "fp32": {},  # the region is off
         "keep": {"table": "all-low", "ops": (("*", "keep"),), "residual": "fp32"},
         "mixed": {},
+        **dict.fromkeys((rule for rule, kind in RULE_KINDS.items() if kind.recipe), {}),  # the region is off
     },
     MODULE_RULES,
 )
@@ -202,7 +205,8 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
 @lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over operator rules; each policy has its own regions."""
-    return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=rule != "fp32")
+    off = rule == "fp32" or bool(rule and RULE_KINDS[rule].recipe)
+    return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=not off)
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -233,6 +237,9 @@ def _casts(
     # of a root in fp32 parameters that came low are fp32 now, and no operator casts
     if (binding.rule == "fp32" and binding.entrance) or (binding.root and policy.dtype == "fp32"):
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
+    elif binding.eight_bits:
+        low = DTYPES[policy.dtype]
+        args, kwargs = _cast_floats(args, low), _cast_floats(kwargs, low)
     elif binding.root and policy.inputs == "low" and not method:
         for _, dtype, on in binding.recipe.devices:
             if on and dtype is not None:
@@ -440,7 +447,7 @@ def _methods_of(original: type[nn.Module]) -> _Methods:
 
 def bind(module: nn.Module, binding: Binding) -> None:
     """Make `binding` the one of `module`, and give it the methods of a bound module."""
-    kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    kind = binding.eight_bits or (type(module).__bases__[0] if is_parametrized(module) else type(module))
     binding.module_ref, binding.methods = ref(module), _methods_of(kind)
     keeps_mode = kind not in LAYERS and norm_forward(kind) is None
     binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or keeps_mode)
