@@ -270,10 +270,9 @@ def _large_error(exam: Examination) -> Iterator[Finding]:
         unit = min(row.form, low, key=lambda each: each.mantissa_bits).eps / 2
         if not row.error >= max(ROUNDINGS * unit, 1e-3) or row.underflow >= FEW or row.overflow > 0:
             continue
-        roundings = row.error / unit
         cause = (
             f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
-            f"{roundings:.0f} roundings"
+            f"{row.error / unit:.0f} roundings"
         )
         yield exam.finding("rounding", row, row.error, cause, *exam.wider(row))
 
