@@ -438,7 +438,7 @@ class Learning(Part):
         if self not in self._moments.parts and any(p.dtype in LOW_DTYPES for p in model.parameters()):
             self._moments.add(self)
         suspected = max(self._silent.values(), default=0) >= AGAIN
-        if suspected and step._compiled is None and not any(map(is_compiled, model.modules())):
+        if suspected and step.compile in (None, False) and not any(map(is_compiled, model.modules())):
             for name, module in model.named_modules():
                 kind = type(module).__name__
                 if "Drop" not in kind and not any(True for _ in module.children()):
