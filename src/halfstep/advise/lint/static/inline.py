@@ -161,7 +161,6 @@ class _Inliner:
         return node
 
     def parts(self, node: ast.AST, inside: set[str], before: list[ast.stmt]) -> None:
-        """Replace the calls in the parts of an expression."""
         for field, value in () if isinstance(node, PERHAPS) else ast.iter_fields(node):
             if isinstance(value, ast.expr):
                 setattr(node, field, self.expression(value, inside, before))
@@ -198,7 +197,6 @@ def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | Non
 
 
 def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: ast.expr | None) -> list[ast.stmt]:
-    """Return the statements of a function with its arguments, and its result in `target`."""
     body = deepcopy(function.body)
     nodes = [n for s in body for n in ast.walk(s)]
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -224,20 +222,16 @@ def _is_simple(node: ast.expr) -> bool:
 
 
 class _Rename(ast.NodeTransformer):
-    """Puts expressions in the place of names, and what is returned in `target`."""
-
     def __init__(self, new: Mapping[str, ast.expr], target: ast.expr | None) -> None:
         self.new, self.target = new, target
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return what stands for a name."""
         made = deepcopy(self.new.get(node.id, node))
         if isinstance(made, (ast.Name, ast.Attribute)):
             made.ctx = node.ctx
         return ast.copy_location(made, node)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt | None:
-        """Return the statement that keeps what is returned; None if it is kept already."""
         if node.value is None:
             return None
         value = self.visit(node.value)

@@ -102,7 +102,6 @@ def _waits(script: Script) -> Iterator[Hit]:
 
 
 def _losses(script: Script, function: ast.AST) -> set[str]:
-    """Return the names whose backward pass a function runs."""
     found = set()
     for node in walked(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":

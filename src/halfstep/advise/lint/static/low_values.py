@@ -96,7 +96,6 @@ class _Formats:
         return ""
 
     def note(self, where: Placed) -> None:
-        """Note what a statement assigns."""
         statement = where.node
         if isinstance(statement, ast.Assign):
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
@@ -182,7 +181,6 @@ def _low_squares(script: Script) -> Iterator[Hit]:
 
 
 def _loss(script: Script, node: ast.AST) -> str:
-    """Return the name of torch's loss that a call computes; "" if it is none."""
     name = script.operator(node) if isinstance(node, ast.Call) and node.args else ""
     return name if LOSSES.fullmatch(name) else ""
 

@@ -16,7 +16,6 @@ FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
 
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
-    """Yield the expressions that can have gradients."""
     return (found for found in expressions(script) if not found[1].place.no_grad)
 
 

@@ -173,7 +173,6 @@ class _Walk:
         return _has_grad(node)
 
     def expression(self, node: ast.AST, state: State, place: Place) -> None:
-        """Note the operations in a statement without blocks, or in an expression."""
         perhaps = {id(c) for n in walked(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
         for call in calls_in(node):
             for op in self._operations(call, state, place):
@@ -192,7 +191,6 @@ class _Walk:
                 state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
-        """Yield what a call is."""
         script, called, name, owner = self.script, self.script.called(call), method(call), self.script.owner(call)
         key = self._versioned(owner, state)
         if CLIPPING.fullmatch(called):
@@ -227,7 +225,6 @@ class _Walk:
         return Op("scaled_backward" if scaler else "plain_backward", call, place, scaler, ast.unparse(loss))
 
     def _scaled_by(self, node: ast.expr, state: State) -> str:
-        """Return the scaler by which a loss is scaled; "" if it is not."""
         for part in walked(node):
             if method(part) == "scale" and (owner := self.script.owner(part)) in self.script.scalers:
                 return self._versioned(owner, state)
@@ -259,7 +256,6 @@ class _Walk:
         return f"{key}#{'.'.join(versions)}" if versions and key else key
 
     def assign(self, node: ast.stmt, state: State) -> None:
-        """Note what a statement assigns."""
         match node:
             case ast.Assign(targets=targets, value=value):
                 pass
@@ -345,7 +341,6 @@ class _Walk:
         return states
 
     def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:
-        """Take both branches of an if, as far as what is known of its condition allows it."""
         if not any(self.relevant(statement) for statement in (*node.body, *node.orelse)):
             return states
         found = []
@@ -402,7 +397,6 @@ def _takes_size(node: ast.AST) -> bool:
 
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield an argument, or the elements of one that is a list or a dict."""
     match node:
         case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(values=parts):
             yield from parts

@@ -106,7 +106,6 @@ def _function(script: Script) -> Iterator[Hit]:
 
 
 def _multiplies(script: Script, backward: ast.FunctionDef) -> bool:
-    """Return whether a backward pass multiplies its gradient with a saved tensor without a cast."""
     if re.search(r"\.to\(|\.type_as\(|\.float\(|\.half\(|autocast", ast.unparse(backward)):
         return False
     return any(

@@ -212,7 +212,6 @@ def _low_average(script: Script) -> Iterator[Hit]:
 
 
 def _is_updated(script: Script, name: str) -> bool:
-    """Return whether a loop of the file goes through the parameters of an average, or calls its update."""
     for node in walked(script.tree):
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True

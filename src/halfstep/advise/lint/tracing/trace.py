@@ -120,8 +120,6 @@ def trace_step(task: Task, policy: hs.Policy) -> Trace:
 
 
 class _Run:
-    """One step of a task."""
-
     def __init__(self, task: Task, policy: hs.Policy) -> None:
         self.task, self.policy = task, policy
         self.loss: Tensor | None = None
@@ -224,7 +222,6 @@ class _Run:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and floating buffers by name."""
     buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
     return {**dict(model.named_parameters()), **buffers}
 
