@@ -57,7 +57,7 @@ WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 
 def ends_window(op: Op) -> bool:
     """Return whether an operation stands under a condition that is true in some micro-batches."""
-    return any(WINDOW.search(ast.unparse(choice.test)) for choice, _ in op.place.branches)
+    return any(map(WINDOW.search, op.place.tests))
 
 
 def in_each(op: Op, backward: Op) -> bool:
@@ -179,15 +179,12 @@ class _Walk:
                 sure = id(call) not in perhaps or op.kind == "escape"
                 state.ops += (op if sure else replace(op, kind="escape"),)
         match node:
-            case ast.Assign(targets=targets, value=ast.Constant(value=None)) if any(map(_has_grad, targets)):
-                state.ops += (Op("zero", node, place),)
-            case ast.Assign(targets=targets) if any(map(_has_grad, targets)):
-                state.ops += (Op("grads", node, place),)
+            case ast.Assign(targets=targets, value=value) if any(map(_has_grad, targets)):
+                none = isinstance(value, ast.Constant) and value.value is None
+                state.ops += (Op("zero" if none else "grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
                 state.ops += (Op("grads", node, place),)
-            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(
-                _takes_size(n) for n in walked(node)
-            ):
+            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(map(_takes_size, walked(node))):
                 state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
@@ -240,9 +237,9 @@ class _Walk:
         model = name.rpartition(".")[0] in self.script.models  # model.train() is no function of the file
         local = self.script.mentions.get(name.rpartition(".")[2], set()) if not model else set[str]()
         root = name.partition(".")[0]
+        of_root = name.count(".") == 1 and not local and name not in self.script.models  # self.net(x) is none
         for key in self.keys:
-            inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local
-            inside = inside and name not in self.script.models  # self.net(x) is no method of self
+            inside = of_root and key.startswith(f"{root}.")
             if key in given or key in local or inside or (root == "super" and key.startswith("self.")):
                 versioned = self._versioned(key, state)
                 scaler = versioned if key in self.script.scalers else ""
@@ -262,7 +259,7 @@ class _Walk:
             case ast.AnnAssign(target=name, value=ast.expr() as value):
                 targets = [name]
             case ast.AugAssign(target=name):
-                self.forget({self.script.key(name)}, state)
+                self.forget({self.script.key(name).rpartition(".")[2]}, state)
                 return
             case _:
                 return
@@ -283,13 +280,14 @@ class _Walk:
             state.versions[name] = state.versions.get(name, 0) + 1
         for key in keys:
             state.scaled.pop(key, None)
-        self.forget(keys, state)
+        self.forget({key.rpartition(".")[2] for key in keys}, state)
 
     @staticmethod
-    def forget(keys: set[str], state: State) -> None:
-        """Forget what was known of conditions with these names."""
-        for text in [text for text in state.known if words(text) & {key.rpartition(".")[2] for key in keys}]:
-            del state.known[text]
+    def forget(names: set[str], state: State, varying: bool = False) -> None:
+        """Forget what was known of conditions with these names, and of those that are `VARYING`."""
+        for text in list(state.known):
+            if words(text) & names or (varying and VARYING.search(text)):
+                del state.known[text]
 
     # ------------------------------------------------------------------ statements
 
@@ -299,8 +297,7 @@ class _Walk:
             if not running:
                 break
             states = [state for state in states if state.ended] + self.statement(statement, running, place)
-            unique = {state.identity(): state for state in states}
-            states = list(unique.values())
+            states = list({state.identity(): state for state in states}.values())
             if len(states) > LIMIT:
                 raise _TooManyError
         return states
@@ -363,21 +360,15 @@ class _Walk:
             for state in states:
                 if not state.ended:
                     state.ops += (Op("iteration", node, inner),)
-                    self.vary(state, changed)
+                    self.forget(changed, state, varying=True)
                     if not isinstance(node, ast.While):
                         self.rebind(node.target, state)
             states = self.block(node.body, states, inner)
             for state in states:
                 state.ended = state.ended if state.ended == "function" else ""
-                self.vary(state, changed)
+                self.forget(changed, state, varying=True)
             states = list({state.identity(): state for state in states}.values())
         return states
-
-    @staticmethod
-    def vary(state: State, changed: set[str]) -> None:
-        """Forget the conditions that may have another truth in the next iteration."""
-        for text in [text for text in state.known if VARYING.search(text) or words(text) & changed]:
-            del state.known[text]
 
 
 def _has_grad(node: ast.AST) -> bool:
@@ -427,12 +418,8 @@ def assume(test: ast.expr, truth: bool, known: dict[str, bool]) -> bool:
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
         if ast.unparse(test.comparators[0]) == "None":
             text, truth = f"{ast.unparse(test.left)} is None", truth is isinstance(test.ops[0], ast.Is)
-            if truth and not _note(ast.unparse(test.left), False, known):
+            if truth and known.setdefault(ast.unparse(test.left), False):
                 return False
-    elif truth and not _note(f"{text} is None", False, known):
+    elif truth and known.setdefault(f"{text} is None", False):
         return False
-    return _note(text, truth, known)
-
-
-def _note(text: str, truth: bool, known: dict[str, bool]) -> bool:
     return known.setdefault(text, truth) is truth

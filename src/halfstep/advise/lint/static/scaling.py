@@ -226,12 +226,10 @@ FEW_STEPS = 20
 @check_of("HS011")
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
-        steps = [s for s in sites(script, function) if _is_call(script, s.call, script.scalers, "step") and s.call.args]
+        steps = [s for s in sites(script, function) if is_call(script, s.call, script.scalers, "step") and s.call.args]
         for site in sites(script, function):
-            if not SCALERS.fullmatch(script.called(site.call)) or not isinstance(site.statement, ast.Assign):
-                continue
-            key = script.key(site.statement.targets[0])
-            for step in steps:
+            key = script.target(site.statement) if SCALERS.fullmatch(script.called(site.call)) else ""
+            for step in steps if key else ():
                 shared = [loop for loop in site.place.loops if loop in step.place.loops]
                 same = script.called(step.call) == f"{key}.step" and not site.place.branches
                 if shared and same and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
@@ -251,21 +249,18 @@ def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
 def _saved_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "state_dict", r"save|checkpoint|ckpt"):
         return
-    seen = set()
-    for node in script.calls:
-        if script.called(node) == "torch.save" and node.args:
-            if (text := ast.unparse(node.args[0])) in seen:
-                continue
-            seen.add(text)
-            if holds_optimizer(script, node.args[0]):
-                name = next(iter(script.scalers))
-                yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
+    saves = [call for call in script.calls if script.called(call) == "torch.save" and call.args]
+    first = {ast.unparse(call.args[0]): call for call in reversed(saves)}
+    for call in first.values():
+        if holds_optimizer(script, call.args[0]):
+            name = next(iter(script.scalers))
+            yield Hit(call.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
 
 def holds_optimizer(script: Script, saved: ast.expr) -> bool:
     """Return whether what is saved has an optimizer's state."""
     nodes = [n for part in script.results(saved) for n in walked(part)]
-    return any(_is_call(script, n, script.optimizers, "state_dict") for n in nodes)
+    return any(is_call(script, n, script.optimizers, "state_dict") for n in nodes)
 
 
 @check_of("HS013")
@@ -273,8 +268,8 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "load_state_dict", r"load|resume"):
         return
     for call in script.calls:
-        own = any(_is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
-        if _is_call(script, call, script.optimizers, "load_state_dict") and not own:
+        own = any(is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
+        if is_call(script, call, script.optimizers, "load_state_dict") and not own:
             name = next(iter(script.scalers))
             yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
 
@@ -282,15 +277,14 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
 def _lost(script: Script, called: str, pattern: str) -> bool:
     """Return whether torch's scaler steps, nothing calls that method of it, and no function of such a name has it."""
     made = {method(call) for call in script.calls if script.owner(call) in script.scalers}
-    handed_on = any(
-        re.search(pattern, script.called(call), re.IGNORECASE)
-        and any(script.name(a) in script.scalers for a in (*call.args, *(k.value for k in call.keywords)))
-        for call in script.calls
-    )
+    those = [call for call in script.calls if re.search(pattern, script.called(call), re.IGNORECASE)]
+    given = {script.name(a) for call in those for a in (*call.args, *(k.value for k in call.keywords))}
+    handed_on = not given.isdisjoint(script.scalers)
     return "torch" in script.scalers.values() and "step" in made and called not in made and not handed_on
 
 
-def _is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
+def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
+    """Return whether `node` calls a method of one of `owners`."""
     return method(node) == name and script.owner(node) in owners
 
 
@@ -301,12 +295,11 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
         backward = any(method(s.call) == "backward" and not s.call.args for s in calls)
-        if not backward or not any(_is_call(script, s.call, script.optimizers, "step") for s in calls):
+        if not backward or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
             continue
-        for region in dict.fromkeys(s.place.region for s in calls if not s.place.no_grad):
-            if region is not None and region.library == "torch" and region.dtype == "fp16":
-                if region.enabled is not False:
-                    yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
+        for region in dict.fromkeys(s.place.torch_region for s in calls if not s.place.no_grad):
+            if region is not None and region.dtype == "fp16":
+                yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
 
 @check_of("HS015")
@@ -323,16 +316,15 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
 
 @check_of("HS016")
 def _penalty(script: Script) -> Iterator[Hit]:
-    for function in script.functions:
+    for function in script.functions if "inv_scale" not in script.text else ():
         calls = [site.call for site in sites(script, function)]
-        if any(method(c) in ("get_scale", "unscale", "_scale_grads_") for c in calls) or "inv_scale" in script.text:
+        if any(method(c) in ("get_scale", "unscale", "_scale_grads_") for c in calls):
             continue
-        for call in calls:
-            if script.called(call) == "torch.autograd.grad":
-                outputs = script.constant(argument(call, 0, "outputs"))
-                for node in walked(outputs) if outputs is not None else ():
-                    if _is_call(script, node, script.scalers, "scale"):
-                        yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
+        for call in [call for call in calls if script.called(call) == "torch.autograd.grad"]:
+            outputs = script.constant(argument(call, 0, "outputs"))
+            for node in walked(outputs) if outputs is not None else ():
+                if is_call(script, node, script.scalers, "scale"):
+                    yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
 @check_of("HS049")
@@ -365,12 +357,9 @@ def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
             tried = [s for s in calls if script.owner(s.call) == owner and method(s.call) in ("step", "unscale_")]
             inner = [[c for c, _ in s.place.branches if (c, True) not in outer] for s in tried]
             if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner):
-                if all(s.place.loops == site.place.loops for s in tried) and not WINDOW.search(_tests(outer)):
+                together = all(s.place.loops == site.place.loops for s in tried)
+                if together and not any(map(WINDOW.search, site.place.tests)):
                     yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
-
-
-def _tests(branches: Collection[tuple[ast.If, bool]]) -> str:
-    return " ".join(ast.unparse(choice.test) for choice, _ in branches)
 
 
 @on_paths("HS052", library="torch")
@@ -391,7 +380,7 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
 def _raises_instead(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         calls = [site.call for site in sites(script, function)]
-        if any(_is_call(script, call, script.scalers, "step") for call in calls):
+        if any(is_call(script, call, script.scalers, "step") for call in calls):
             for call in calls:
                 match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
                     case ast.Constant(value=True):

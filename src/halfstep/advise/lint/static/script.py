@@ -50,6 +50,13 @@ def stored(*nodes: ast.AST) -> set[str]:
     return {n.id for node in nodes for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+def targets(node: ast.AST) -> list[ast.expr]:
+    """Return what a statement or ``:=`` assigns to; nothing for other nodes."""
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in `node` in the order in which they are made, without those in functions it defines."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -193,12 +200,7 @@ class Script:
         """Name or attribute -> every value that the file assigns to it."""
         found: dict[str, list[Value]] = {}
         for node in walked(self.tree):
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-                targets = [node.target]
-            for target in targets:
+            for target in targets(node) if not isinstance(node, ast.AugAssign) else ():
                 for key, value in self._bound(target, node.value):  # type: ignore[attr-defined]  # it is one of them
                     found.setdefault(key, []).append(value)
         return found
