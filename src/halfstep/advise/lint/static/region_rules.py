@@ -97,7 +97,7 @@ def _function(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree):
         if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
             methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-            decorators = [decorator for each in (node, *methods.values()) for decorator in each.decorator_list]
+            decorators = [*node.decorator_list, *(d for m in methods.values() for d in m.decorator_list)]
             names = [script.called(decorator) or script.name(decorator) for decorator in decorators]
             cast = any(name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator")) for name in names)
             if not cast and "backward" in methods and _multiplies(script, methods["backward"]):

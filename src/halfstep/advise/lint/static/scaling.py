@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.paths import (
@@ -65,12 +66,9 @@ def _update_twice(path: Sequence[Op]) -> Verdicts:
         elif op.kind == "update" and isinstance(op.call, ast.Call) and not (op.call.args or op.call.keywords):
             name, before = plain(op.scaler), state.get(op.scaler, "")
             later = any(o.kind == "scaler_step" and o.scaler == op.scaler for o in path[number:])
-            if before == "updated":
-                yield op, f"`{name}.update()` runs twice with no `{name}.step` between"
-            elif not before and later:
-                yield op, f"`{name}.update()` runs before the first `{name}.step`"
-            else:
-                yield op, ""
+            first = f"`{name}.update()` runs before the first `{name}.step`" if not before and later else ""
+            twice = f"`{name}.update()` runs twice with no `{name}.step` between"
+            yield op, twice if before == "updated" else first
             state[op.scaler] = "updated"
 
 
@@ -158,10 +156,8 @@ def _forgotten_scale(script: Script) -> Iterator[Hit]:
 def _never_scaled(path: Sequence[Op]) -> Verdicts:
     backward: Op | None = None
     for op in path:
-        if op.kind == "plain_backward":
-            backward = op
-        elif op.kind in UNKNOWN:
-            backward = None
+        if op.kind == "plain_backward" or op.kind in UNKNOWN:
+            backward = op if op.kind == "plain_backward" else None
         elif op.kind == "scaler_step" and backward:
             what = f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss"
             yield backward, what
@@ -387,16 +383,6 @@ def _raises_instead(script: Script) -> Iterator[Hit]:
                         yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
 
 
-@on_paths("HS054")
-def _scaled_changed(path: Sequence[Op]) -> Verdicts:
-    return _while_scaled(path, "grads", "gradients are changed while they are multiplied by the scale of `{}`")
-
-
-@on_paths("HS055")
-def _scaled_read(path: Sequence[Op]) -> Verdicts:
-    return _while_scaled(path, "grads_read", "these are gradients times the scale of `{}`")
-
-
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
     """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
     scaler = ""
@@ -411,6 +397,11 @@ def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
         elif op.kind == "scaler_step":
             yield from ((each, what.format(plain(op.scaler)) if bad else "") for each, bad in waiting)
             scaler, waiting = "", []
+
+
+CHANGED = "gradients are changed while they are multiplied by the scale of `{}`"
+on_paths("HS054")(partial(_while_scaled, kind="grads", what=CHANGED))
+on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
 
 
 def _is_shift(node: ast.AST) -> bool:
