@@ -15,14 +15,16 @@ from functools import lru_cache, partial
 
 from halfstep.advise.lint.rule import CHECKS, Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
-from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, method, stored, walked
+from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, method, stored, targets, walked
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
 READS = frozenset({"item", "tolist", "detach", "cpu", "numpy"})
-OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"}
+OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"} | {
+    n: n for n in ("scale", "unscale", "update", "get_scale")
+}
 SIZES = frozenset("norm vector_norm get_total_norm abs max mean std square pow histc".split())
 """Methods and functions that take the size of gradients."""
 
@@ -179,7 +181,7 @@ class _Walk:
                 sure = id(call) not in perhaps or op.kind == "escape"
                 state.ops += (op if sure else replace(op, kind="escape"),)
         match node:
-            case ast.Assign(targets=targets, value=value) if any(map(_has_grad, targets)):
+            case ast.Assign(value=value) if any(map(_has_grad, targets(node))):
                 none = isinstance(value, ast.Constant) and value.value is None
                 state.ops += (Op("zero" if none else "grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
@@ -190,16 +192,16 @@ class _Walk:
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
         script, called, name, owner = self.script, self.script.called(call), method(call), self.script.owner(call)
         key = self._versioned(owner, state)
+        first = call.args[0] if call.args else None
         if CLIPPING.fullmatch(called):
-            of = script.optimizer_of.get(script.owner(call.args[0]), "") if call.args else ""
-            yield Op("clip", call, place, target=ast.unparse(call.args[0]) if call.args else "", of=of)
+            of = script.optimizer_of.get(script.owner(first), "")
+            yield Op("clip", call, place, target=ast.unparse(first) if first is not None else "", of=of)
         elif called == "torch.autograd.backward":
-            yield self._backward(call, call.args[0] if call.args else call, state, place)
+            yield self._backward(call, first or call, state, place)
         elif name and owner in script.scalers:
-            kind = OF_SCALERS.get(name, name)
-            if kind in ("scale", "unscale", "scaler_step", "update", "get_scale"):
-                first = self._versioned(script.key(call.args[0]), state) if call.args else ""
-                yield Op(kind, call, place, key, first)
+            if name in OF_SCALERS:
+                target = self._versioned(script.key(first), state) if first is not None else ""
+                yield Op(OF_SCALERS[name], call, place, key, target)
         elif name == "backward" and (call.args or MANAGERS.search(owner)):
             yield Op("managed_backward", call, place)
         elif isinstance(call.func, ast.Attribute) and name == "backward":
@@ -253,19 +255,15 @@ class _Walk:
         return f"{key}#{'.'.join(versions)}" if versions and key else key
 
     def assign(self, node: ast.stmt, state: State) -> None:
-        match node:
-            case ast.Assign(targets=targets, value=value):
-                pass
-            case ast.AnnAssign(target=name, value=ast.expr() as value):
-                targets = [name]
-            case ast.AugAssign(target=name):
-                self.forget({self.script.key(name).rpartition(".")[2]}, state)
-                return
-            case _:
-                return
+        if isinstance(node, ast.AugAssign):
+            self.forget({self.script.key(node.target).rpartition(".")[2]}, state)
+            return
+        value = getattr(node, "value", None)
+        if not targets(node) or value is None:
+            return
         scaler = self._scaled_by(value, state) if _is_arithmetic(value) else ""
-        new = isinstance(value, ast.Call) and SCALERS.fullmatch(self.script.called(value))
-        for target in targets:
+        new = SCALERS.fullmatch(self.script.called(value))
+        for target in targets(node):
             self.rebind(target, state)
             if scaler:
                 state.scaled[self.script.key(target)] = scaler
@@ -327,10 +325,9 @@ class _Walk:
             return self.block(node.body, states, place)
         if isinstance(node, ast.Match):
             return [s for case in node.cases for s in self.block(case.body, [s.fork() for s in states], place)] + states
-        if inside := blocks(node):  # try: its handlers are not taken
-            handlers = [handler.body for handler in getattr(node, "handlers", ())]
-            for part in [part for part in inside if part not in handlers]:
-                states = self.block(part, states, place)
+        if blocks(node):  # try: its handlers are not taken
+            for field in ("body", "orelse", "finalbody"):
+                states = self.block(getattr(node, field, []), states, place)
             return states
         for state in states:
             self.expression(node, state, place)
@@ -391,10 +388,8 @@ def _parts(node: ast.expr) -> Iterator[ast.expr]:
     match node:
         case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(values=parts):
             yield from parts
-        case ast.Starred(value=part):
-            yield part
         case _:
-            yield node
+            yield node.value if isinstance(node, ast.Starred) else node
 
 
 def _is_arithmetic(node: ast.expr) -> bool:

@@ -145,13 +145,12 @@ class Script:
         """Name in the file -> the module or object it was imported as; the first import of a name counts."""
         found: dict[str, str] = {}
         for node in walked(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
+            for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                if isinstance(node, ast.ImportFrom):
+                    found.setdefault(alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}")
+                else:
                     root = alias.name.partition(".")[0]
                     found.setdefault(alias.asname or root, alias.name if alias.asname else root)
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    found.setdefault(alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}")
         return found
 
     @cached_property
