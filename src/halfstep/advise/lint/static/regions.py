@@ -129,7 +129,7 @@ class Placed:
 def place_of(script: Script, function: Function) -> Place:
     """Return the place of a function's statements, which its decorators enter."""
     place = Place()
-    for decorator in [] if isinstance(function.node, ast.Module) else function.node.decorator_list:
+    for decorator in getattr(function.node, "decorator_list", ()):
         place = entered(script, place, decorator)
     return place
 

@@ -96,7 +96,7 @@ def _unscale_twice(path: Sequence[Op]) -> Verdicts:
         elif op.kind == "scaler_step":
             done[key] = "step"
         elif op.kind in ("update", "escape", "new_scaler"):
-            done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target not in k[1:]}
+            done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target != k[1]}
 
 
 @on_paths("HS004", library="torch")
@@ -109,7 +109,7 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
             yield op, what if (op.scaler, op.target) in done else ""
             done.add((op.scaler, op.target))
         elif op.kind in ("update", "escape", "new_scaler"):
-            done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
+            done = {(scaler, target) for scaler, target in done if scaler != op.scaler and target != op.target}
 
 
 @on_paths("HS005")
@@ -304,10 +304,10 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
         return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
     for call in script.calls if formats == {"bf16"} else ():
-        if SCALERS.fullmatch(script.called(call)) and "torch" in script.called(call):
-            enabled = argument(call, None, "enabled")
-            if not call.args[1:] and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)):
-                yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
+        enabled = argument(call, None, "enabled")
+        on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)
+        if on and not call.args[1:] and SCALERS.fullmatch(name := script.called(call)) and "torch" in name:
+            yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
 
 
 @check_of("HS016")

@@ -225,9 +225,9 @@ def _functions(trace: Trace) -> Iterator[Hit]:
 @by_line("HS113")
 def _in_place_wide(trace: Trace) -> Found:
     for call in trace.calls:
-        if call.in_place and trace.rules.get(call.op) == "low" and call.inputs:
-            if call.inputs[0].dtype is torch.float32:
-                yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
+        wide = call.in_place and [t.dtype for t in call.inputs[:1]] == [torch.float32]
+        if wide and trace.rules.get(call.op) == "low":
+            yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
 
 
 @by_line("HS114")
@@ -327,11 +327,9 @@ def _not_finite(trace: Trace) -> Found:
 @by_line("HS126")
 def _lost_guards(trace: Trace) -> Found:
     for call in trace.calls:
-        if call.op in GUARDS and _is_low(call):
-            least = format_of(call.outputs[0].dtype).smallest_subnormal / 2
-            for number in call.numbers:
-                if 0.0 < abs(number) <= least:
-                    yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
+        for number in call.numbers if call.op in GUARDS and _is_low(call) else ():
+            if 0.0 < abs(number) <= format_of(call.outputs[0].dtype).smallest_subnormal / 2:
+                yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
 
 
 for code, word, text in (
