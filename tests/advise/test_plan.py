@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
+from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.images import LeNet5
 from halfstep.testing.count import ResNet18
@@ -241,7 +243,7 @@ BATCH = (torch.randn(4, 8),)
         ((gpt,), "a plan of a model also needs batch=, loss_fn=, optimizer="),
         ((lambda: 3, BATCH, loss_of, adamw), "must return a torch.nn.Module and returned 3"),
         ((gpt, BATCH, loss_of, adamw, {"device": "tpu"}), "device must be one of 'cpu', 'cuda' and is 'tpu'"),
-        ((gpt, BATCH, loss_of, adamw, {"compile": True}), "a plan does not take compile="),
+        ((gpt, BATCH, loss_of, adamw, {"cuda_graph": True}), "a plan does not take cuda_graph="),
         ((gpt, BATCH, loss_of, adamw, {"nonsense": 1}), "unexpected keyword argument 'nonsense'"),
         ((gpt, BATCH, loss_of, adamw, {"accumulate": 0}), "accumulate"),
         (("nix",), "unknown task 'nix'"),
@@ -251,6 +253,35 @@ def test_wrong_arguments_name_what_was_expected(given: tuple[Any, ...], message:
     *places, options = given if isinstance(given[-1], dict) else (*given, {})
     with pytest.raises(hs.HalfstepError, match=message):
         hs.plan(*places, **options)
+
+
+def test_several_optimizers_have_their_states_in_the_plan() -> None:
+    def both(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model[0].parameters(), momentum=0.9), torch.optim.AdamW(model[1].parameters())]
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+
+    plan = hs.plan(net, (torch.randn(4, 8), torch.randint(4, (4,))), scores_loss, both, policy="O0")
+    assert plan.by_part(peak=False)["optimizer state"] == 4 * 8 * 16 + 8 * 16 * 4 + 4
+    assert plan.by_module(peak=False)["0"] == 2 * 4 * 8 * 16
+
+
+def test_what_a_plan_assumes_is_printed() -> None:
+    plan = hs.plan(lambda: nn.Linear(8, 4), BATCH, loss_of, adamw, compile=True)
+    assert "\n- planned as eager code: what torch.compile fuses" in str(plan)
+
+
+def test_parameters_that_are_shared_already_are_refused() -> None:
+    def parallel() -> nn.Module:
+        layer = nn.Linear(8, 4)
+        layer.weight = nn.Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]))
+        return layer
+
+    with fake_ranks(2, "cpu") as mesh:
+        layer = parallel()
+        with pytest.raises(PlanError, match="'weight' is a DTensor: tensor parallelism, fully_shard and HSDP"):
+            hs.plan(layer, BATCH, loss_of, adamw)
 
 
 def test_several_plans_keep_their_order_and_their_errors() -> None:

@@ -174,7 +174,7 @@ def test_a_loop_written_by_hand_names_repeated_trouble(caplog: pytest.LogCapture
         for _ in range(3):
             optimizer.zero_grad()
             box(torch.ones(2, 8)).backward()
-            box._read()
+            box.read()
     assert "weights or optimizer state are not finite: no step can be finite any more" in caplog.text
 
 
@@ -207,7 +207,7 @@ def test_a_bf16_run_that_skips_is_named_where_the_device_has_chosen_bf16(caplog:
     with caplog.at_level(logging.WARNING, "halfstep"):
         for _ in range(3):
             box(torch.full((2, 8), math.inf)).backward()
-            box._read()  # what the optimizer's step would ask for; without a step weights stay finite
+            box.read()  # what the optimizer's step would ask for; without a step weights stay finite
             optimizer.zero_grad()
     assert caplog.text.count("bf16 skips steps") == 1
 

@@ -394,7 +394,7 @@ def test_a_cure_says_at_which_scale_it_was_verified(loop: str) -> None:
 
 def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "halfstep"):
-        looped(transformer(), batch())._read()
+        looped(transformer(), batch()).read()
         step = step_of(transformer())
         step(*batch())
         step.flush()

@@ -510,7 +510,22 @@ def test_a_scale_that_never_falls_is_not_called_dynamic(caplog: pytest.LogCaptur
 def test_a_good_step_reads_two_gradients_only() -> None:
     """Nothing of a good step grows with the number of parameters, and no value is read after the first updates."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
-    loop = Loop(torch.optim.SGD(model.parameters(), 1e-2))
+    loop = Loop()
+    loop.optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     model(torch.ones(2, 4)).sum().backward()
     loop.end()
     assert len(loop._made) == 2
+
+
+def test_unscaled_gradients_are_not_said_to_be_scaled() -> None:
+    """The unscale_ of torch counts no version of a gradient, so a step past the scaler is told by the values."""
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), torch.amp.GradScaler("cpu", init_scale=64.0)
+    box = hs.BlackBox(model, lambda model, x: model(x).square().mean(), optimizer)
+    for _ in range(4):
+        scaler.scale(box(torch.ones(2, 4))).backward()
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+    assert box.verdict is None

@@ -287,7 +287,7 @@ def by_hand(rank: int) -> list[Any]:
         with model.no_sync() if i == 2 else nullcontext():
             box(*batch(i, rank, fault if rank else "")).backward()
         if fault:
-            box._read()  # what the optimizer's step would ask for; without it weights stay finite
+            box.read()  # what the optimizer's step would ask for; without it weights stay finite
             found.append(box.explain())
         optimizer.zero_grad()
     return found

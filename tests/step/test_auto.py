@@ -412,11 +412,14 @@ def test_pure_runs_only_where_it_lowers_more_than_o2() -> None:
 # ---------------------------------------------------------------------- the line, and the choice
 
 
-def test_one_that_looks_faster_and_is_not_certain_has_its_interval() -> None:
+def test_one_that_looks_faster_and_is_not_certain_has_its_interval_alone() -> None:
     chosen = Ratio(median=1.0, low=1.0, high=1.0, rounds=4)
     assert choose._beside("mixed", replace(chosen, median=1.2), chosen) == "mixed 1.20"
     near = Ratio(median=0.594, low=0.39, high=1.37, rounds=3)
-    assert choose._beside("O2", near, chosen) == "O2 0.59 (not certain: 0.39 to 1.37)"
+    assert choose._beside("O2", near, chosen) == "O2 not certain (0.39 to 1.37)"
+    once = Ratio(median=0.66, low=0.66, high=0.66, rounds=1)
+    assert choose._beside("O2", once, replace(chosen, median=0.84)) == "O2 not certain (one round)"
+    assert choose._beside("O2", replace(once, median=0.838), replace(chosen, median=0.84)) == "O2 0.84"
 
 
 def test_the_choice_is_logged_in_one_line(times: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
@@ -630,9 +633,9 @@ def test_what_a_step_in_fp32_refuses_is_refused_when_it_is_built() -> None:
         built("auto", compile={"backnd": "eager"})
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_without_ddp_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "processes", lambda: (1, 2))
-    with pytest.raises(StepError, match="each of several processes would choose for itself; choose in one process"):
+    with pytest.raises(StepError, match="processes choose together under DistributedDataParallel alone; wrap the"):
         built("auto")
 
 

@@ -625,3 +625,14 @@ def test_a_place_is_the_users_innermost_line() -> None:
     except RuntimeError as error:
         assert "test_graphed.py" in graph_module.place_of(error) and "reshape(3)" in graph_module.place_of(error)
     assert graph_module.place_of(RuntimeError("none")) == ""
+
+
+def test_a_buffer_that_stops_being_finite_is_logged_between_replays(caplog: pytest.LogCaptureFixture) -> None:
+    step = trained(True, dtype="bf16")
+    run(step, 12)
+    step.model.get_buffer("norm.running_mean").fill_(float("inf"))
+    run(step, 12, 12)
+    said = [record.message for record in caplog.records if "buffer" in record.message]
+    assert [text.partition(":")[0] for text in said] == [
+        "buffer norm.running_mean is not finite any more before step 17"
+    ]

@@ -16,13 +16,16 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.auto.race import Elimination
-from halfstep.auto.trial import StepSnapshot, TimedSteps
+from halfstep.auto.trial import StepSnapshot, Team, TimedSteps
 from halfstep.binding.bind import is_bound
+from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
@@ -61,10 +64,11 @@ class Choice:
 
 def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Choice, Any]:
     """Measure the candidates of `step`, which `make` makes; return the choice, and the compiled loss or None."""
-    if is_bound(step.model):
+    model, team = unwrap(step.model), Team(step.model if isinstance(step.model, DistributedDataParallel) else None)
+    if is_bound(model):
         raise StepError("policy='auto': the model was prepared after this step was built; build the step anew")
     begun, nodes = time.perf_counter(), list[int]()
-    snapshot = StepSnapshot(step.model, step.optimizer)
+    snapshot = StepSnapshot(model, step.optimizer)
     settings = {name: getattr(step, name) for name in SETTINGS} | {"blackbox": False, "scheduler": None}
     visits: dict[str, TimedSteps] = {}
 
@@ -73,7 +77,7 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
 
         def build(scaler: GradScaler | None) -> Any:
             policy = POLICIES[name.removesuffix(COMPILED)]
-            return make(step.model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
+            return make(model, step.optimizer, loss_fn, policy=policy, scaler=scaler, compile=compile, **settings)
 
         visits[name] = TimedSteps(snapshot, build, (batch, named), step)
         return name
@@ -88,7 +92,7 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
                 raise  # loss_fn's own
             raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
 
-    race = Elimination(measure)
+    race = Elimination(partial(team.together, measure))
     wish = step.compile
     every = False if wish is None else wish
     mark = COMPILED if every is not False else ""
@@ -102,7 +106,7 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
         spent = 0.0
         trials = zip((eager, *sorted(others, key=others.__getitem__)), (FIRST_TURNS, TURNS), strict=False)
         for name, most in trials:
-            if not pays(nodes, visits[eager].seconds, spent):
+            if any(team.largest(not pays(nodes, race.typical(eager), spent))):
                 break
             pair = [best, add(name + COMPILED, True)]
             race.eliminate(pair if name == eager else sorted(pair, key=[one + COMPILED for one in names].index), most)
@@ -115,17 +119,19 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
     calls = sum(timed.calls for timed in visits.values())
     seconds = time.perf_counter() - begun
-    return concluded(race, best, device_types_of([step.model])[0], seconds, calls), visits[best].compiled
+    return concluded(race, best, device_types_of([model])[0], seconds, calls), (
+        visits[best].compiled if team.ddp is None else None  # whose code is for the model without its wrapper
+    )
 
 
 def candidates(step: Any) -> list[str]:
     """Return the names of candidates that differ for the model of `step`, the most precise first."""
-    device = device_types_of([step.model])[0]
+    model = unwrap(step.model)
+    device = device_types_of([model])[0]
     if resolved(Policy.of("mixed"), device).dtype == FP32:
         return [FP32]
     low = [
-        [parameter.low for parameter in resolve(Policy.of(name), step.model, device).parameters]
-        for name in ("O2", "pure")
+        [parameter.low for parameter in resolve(Policy.of(name), model, device).parameters] for name in ("O2", "pure")
     ]
     return [name for name in POLICIES if name != "pure" or low[0] != low[1]]
 
@@ -164,9 +170,13 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
-    """Return the ratio of a candidate that was not chosen; with its interval where it looks faster than the choice."""
-    uncertain = ": ".join(filter(None, ("not certain", _interval(ratio))))
-    return f"{name} {ratio.median:.2f}" + (f" ({uncertain})" if ratio.median < chosen.median else "")
+    """Return the ratio of a candidate that was not chosen; its interval alone where its median says that it is faster.
+
+    Such a median did not decide, see note [ties] in `race`.
+    """
+    if round(ratio.median, 2) >= round(chosen.median, 2):
+        return f"{name} {ratio.median:.2f}"
+    return f"{name} not certain ({_interval(ratio) or 'one round'})"
 
 
 def concluded(race: Elimination, best: str, device: str, seconds: float, calls: int) -> Choice:

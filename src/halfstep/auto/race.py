@@ -66,7 +66,7 @@ class Elimination(Race):
         direct = self.ratio(name, base)
         if direct is not None:
             return direct
-        for other in self.times.keys() - {name, base, *seen}:
+        for other in (one for one in self.times if one not in {name, base, *seen}):
             one, rest = self.ratio(name, other), self.over(other, base, (*seen, name))
             if one is not None and rest is not None:
                 return one.times(rest)

@@ -3,6 +3,9 @@
 Note [taken back]: steps write to copies (`Loan`), and a `Snapshot` with all of its parts restores the rest, also what
 `loss_fn` changes in other modules that it calls. A trial gets a copy of the batch. What `loss_fn` changes elsewhere is
 not known here.
+
+Note [ranks]: under DistributedDataParallel each process measures the model in it, without averages over processes.
+After each trial one reduction gives all of them the time of the slowest, so that they drop and choose alike.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.accelerators import empty_cache
 from halfstep.binding.bind import binding_of
 from halfstep.binding.prepare import bound
-from halfstep.errors import lacks_memory
+from halfstep.errors import StepError, lacks_memory
 from halfstep.events import StepResult
 from halfstep.kernels.pages import keep_pages
 from halfstep.snapshot import (
@@ -75,6 +80,52 @@ class StepSnapshot(Snapshot):
             with deferral:
                 self._loan.lend()
             yield
+
+
+class Team:
+    """The processes that choose together, see note [ranks]; `ddp` None: this one alone."""
+
+    def __init__(self, ddp: DistributedDataParallel | None) -> None:
+        self.ddp = ddp
+
+    def largest(self, *values: float) -> list[float]:
+        """Return each of the values as it is largest among the processes; collective."""
+        if self.ddp is None:
+            return list(values)
+        given = torch.tensor(values, dtype=torch.float32, device=self.ddp.device)
+        dist.all_reduce(given, dist.ReduceOp.MAX, self.ddp.process_group)
+        return [float(value) for value in given]
+
+    def together(self, measure: Callable[[str, int], float], name: str, number: int) -> float:
+        """Return the seconds of `measure` in the slowest process; what fails in one process fails in all."""
+        error: Exception | None = None
+        seconds = 0.0
+        try:
+            with self._apart():
+                seconds = measure(name, number)
+        except Exception as own:
+            error = own
+        unfit = isinstance(error, Unfit)
+        slowest, left, raised = self.largest(seconds, unfit, error is not None and not unfit)
+        if raised and (error is None or unfit):
+            raise StepError("policy='auto': the step raises in another process; look there for the error") from error
+        if raised or left:
+            raise error or Unfit("it cannot be chosen in another process")
+        return slowest
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Let the wrapper send nothing in a block, also where `loss_fn` calls it itself."""
+        if self.ddp is None:
+            yield
+            return
+        sending = self.ddp.require_forward_param_sync
+        try:
+            with self.ddp.no_sync():
+                self.ddp.require_forward_param_sync = False
+                yield
+        finally:
+            self.ddp.require_forward_param_sync = sending
 
 
 class TimedSteps:

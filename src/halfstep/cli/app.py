@@ -208,6 +208,10 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Use halfstep even if an apex with amp is installed. Before the script.")
     ] = False,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="A folder: each step that is not finite is explained and written there. Before the script."),
+    ] = None,
 ) -> None:
     """Run a script unchanged: one written for NVIDIA Apex, or with --policy one written for torch.amp.
 

@@ -13,7 +13,8 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -40,11 +41,17 @@ PREPARE = (
 )
 
 
-def carry_out(script: Path, args: list[str] | None, policy: str, force: bool) -> int:
+EVIDENCE = "HALFSTEP_RUN_EVIDENCE"
+"""The environment variable with the folder for evidence, for those processes."""
+
+
+def carry_out(script: Path, args: list[str] | None, policy: str, force: bool, evidence: Path | None) -> int:
     """Run the command; return its exit code."""
     if policy and force:
         raise typer.BadParameter("--force is about Apex; leave it out with --policy")
-    return run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
+    variables = {} if evidence is None else {EVIDENCE: str(evidence.resolve()), **_on_path(TORCH_AMP)}
+    with mock.patch.dict(os.environ, variables):
+        return run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
 
 
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:
@@ -100,10 +107,31 @@ def _become(program: str, words: list[str], environment: Mapping[str, str]) -> i
 
 
 def serve_child() -> None:
-    """Serve torch.amp's names under the policy of the environment; a line follows at the exit if they were used."""
-    served = torch_amp.install(hs.Policy.from_toml(os.environ[VARIABLE]))
-    _count_forked(served)
-    atexit.register(_report, served)
+    """Do in a process that the script has started what its environment says; a line follows at the exit."""
+    if VARIABLE in os.environ:
+        served = torch_amp.install(hs.Policy.from_toml(os.environ[VARIABLE]))
+        _count_forked(served)
+        atexit.register(_report, served)
+    watched = ExitStack()
+    watched.enter_context(_watched())
+    atexit.register(watched.close)
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Have bad steps of a block explained, where the environment names a folder for evidence."""
+    if EVIDENCE not in os.environ:
+        yield
+        return
+    watch = hs.lens.Watch(os.environ[EVIDENCE])
+    try:
+        with watch:
+            yield
+    finally:
+        told = [verdict.headline for verdict in watch.verdicts] or ["no step was not finite, or none was explained"]
+        for line in told:
+            where = f"; the reports are in {os.environ[EVIDENCE]}" if watch.verdicts else ""
+            print(f"halfstep run: black box: {line}{where}", file=sys.stderr, flush=True)
 
 
 def _policy(label: str) -> hs.Policy:
@@ -115,7 +143,7 @@ def _policy(label: str) -> hs.Policy:
 def _run(script: Path, args: Sequence[str], *folders: str) -> None:
     """Run `script` as ``__main__``, with its arguments, and its folder and `folders` first on the path."""
     argv, path = [str(script), *args], [str(script.resolve().parent), *folders, *sys.path]
-    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path), _watched():
         runpy.run_path(str(script), run_name="__main__")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,8 @@ class Accelerator(accelerate.Accelerator):
     Args:
         *args: as accelerate's.
         policy: a preset's name, the path of a TOML file or a `Policy`.
+        evidence: a folder: steps that are not finite are explained (`hs.lens.Watch`, until `end_training`), and
+            written there.
         **kwargs: as accelerate's; `mixed_precision` and handlers for autocast and GradScaler are refused.
 
     Attributes:
@@ -145,13 +147,21 @@ class Accelerator(accelerate.Accelerator):
 
     _clipped: list[Tensor] | None = None  # inside a method that clips
 
-    def __init__(self, *args: Any, policy: Policy | str | Path = "mixed", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        policy: Policy | str | Path = "mixed",
+        evidence: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         wanted = Policy.of(policy)
         given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
         chosen = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         _refuse_precision(str(chosen), wanted)
         super().__init__(*args, **kwargs)
         self._follow(wanted)
+        if evidence is not None:
+            self._watch.enter_context(hs.lens.Watch(evidence))
 
     def _follow(self, policy: Policy) -> None:
         """Check that `policy` can be followed here, and make the scaler."""
@@ -184,6 +194,7 @@ class Accelerator(accelerate.Accelerator):
         rule = checking(hs.GradScaler.from_policy(concrete.scale, concrete.dtype)).rule
         self.policy, self.scaler = policy, AcceleratedScaler(rule)
         self._waiting: list[Optimizer] = []
+        self._watch = ExitStack()  # what explains steps that are not finite
 
     # ------------------------------------------------------------------ preparing
 
@@ -354,6 +365,11 @@ class Accelerator(accelerate.Accelerator):
         self._refuse_whole_states()
         super().load_state(*args, **kwargs)
         self.scaler.forget()  # under FSDP2 torch steps an optimizer without state, with zeros, before it loads one
+
+    def end_training(self) -> None:
+        """End trackers as accelerate's `end_training`, and the explanation of steps."""
+        self._watch.close()
+        super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
         """Release models, optimizers and what the scaler refers to: accelerate's `free_memory`."""

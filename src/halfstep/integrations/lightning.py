@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -49,6 +49,8 @@ class HalfstepPrecision(Precision):
 
     Args:
         policy: a preset's name, the path of a TOML file or a `Policy`.
+        evidence: a folder: steps that are not finite are explained (`hs.lens.Watch`), and written there; not under a
+            Trainer's DDP, which runs the steps inside its wrapper.
 
     Attributes:
         policy: it, as a `Policy`.
@@ -62,8 +64,10 @@ class HalfstepPrecision(Precision):
         PolicyError: the policy is wrong.
     """
 
-    def __init__(self, policy: hs.Policy | str | Path = "mixed") -> None:
+    def __init__(self, policy: hs.Policy | str | Path = "mixed", evidence: str | Path | None = None) -> None:
         self.policy = hs.Policy.of(policy)
+        self._evidence = evidence
+        self._watch = ExitStack()  # what explains steps that are not finite
         self.scaler: hs.GradScaler | None = None
         self.skipped_steps = 0
         self.culprits: tuple[str, ...] = ()
@@ -98,6 +102,8 @@ class HalfstepPrecision(Precision):
         by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
         self._region = region(self.policy, cache_enabled=False if by_hand else None)
         self._models.append(module)
+        if self._evidence is not None and len(self._models) == 1:
+            self._watch.enter_context(hs.lens.Watch(self._evidence, module))
         self._places.append((module, _device_type(module)))
         return module
 
@@ -128,6 +134,7 @@ class HalfstepPrecision(Precision):
 
     def teardown(self) -> None:
         """Take the policy off the Trainer's model, whose weights are fp32 again; not if sharded or prepared before."""
+        self._watch.close()
         for model in self._own:
             if not _is_sharded(model):
                 with _class_methods(model):
@@ -329,6 +336,7 @@ class Fabric(LightningFabric):
     Args:
         *args: as for `lightning.Fabric`.
         policy: a preset's name, the path of a TOML file or a `Policy`.
+        evidence: as for `HalfstepPrecision`; until the process ends.
         plugins: as for `lightning.Fabric`, beside the precision plugin.
         **kwargs: as for `lightning.Fabric`.
 
@@ -337,9 +345,14 @@ class Fabric(LightningFabric):
     """
 
     def __init__(
-        self, *args: Any, policy: hs.Policy | str | Path = "mixed", plugins: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        policy: hs.Policy | str | Path = "mixed",
+        evidence: str | Path | None = None,
+        plugins: Any = None,
+        **kwargs: Any,
     ) -> None:
-        self.precision = HalfstepPrecision(policy)
+        self.precision = HalfstepPrecision(policy, evidence)
         others = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         super().__init__(*args, plugins=[self.precision, *others], **kwargs)
 

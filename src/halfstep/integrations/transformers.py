@@ -85,6 +85,7 @@ class PolicyMixin(Mixed):
         *args: as the Trainer's.
         policy: a preset's name, the path of a TOML file or a `Policy`.
         black_box: whether steps that are not finite are explained: `hs.BlackBox` around `compute_loss`.
+        evidence: a folder for evidence files of such steps; None for none.
         **kwargs: as the Trainer's.
 
     Attributes:
@@ -100,11 +101,16 @@ class PolicyMixin(Mixed):
     black_box: hs.BlackBox | None
 
     def __init__(
-        self, *args: Any, policy: Policy | str | Path = "mixed", black_box: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        policy: Policy | str | Path = "mixed",
+        black_box: bool = True,
+        evidence: str | Path | None = None,
+        **kwargs: Any,
     ) -> None:
         self.policy = Policy.of(policy)
         self.black_box = None
-        self._explains = black_box
+        self._explains, self._evidence = black_box, evidence
         super().__init__(*args, **kwargs)
         self.add_callback(SkippedSteps())
 
@@ -202,7 +208,7 @@ class PolicyMixin(Mixed):
             LOG.info("no black box: compute_loss of %s may wait for other ranks, which replay nothing", type(self))
             self._explains = False
             return None
-        return hs.BlackBox(model, loss_fn, self.optimizer)
+        return hs.BlackBox(model, loss_fn, self.optimizer, evidence=self._evidence)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log `logs`, those of training with skipped steps, culprits and the loss scale."""

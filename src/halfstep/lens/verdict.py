@@ -329,7 +329,8 @@ def _joined(parts: Sequence[str], width: int) -> str:
         if over > 0 and len(parts[index]) > least:
             kept = max(len(parts[index]) - over, least)
             over -= len(parts[index]) - kept
-            parts[index] = parts[index][: kept - len(CUT)].rstrip() + CUT
+            whole, _, last = parts[index][: kept - len(CUT) + 1].rpartition(" ")  # no number is cut to another one
+            parts[index] = (whole or last[:-1]).rstrip(" ,;:") + CUT
     return BETWEEN.join(parts)
 
 

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from halfstep.auto.choose import FP32, POLICIES, SETTINGS, Choice, choose, described
 from halfstep.auto.trial import StepSnapshot
 from halfstep.binding.bind import binding_of, is_bound
 from halfstep.binding.fsdp import is_distributed
+from halfstep.binding.prepare import prepare_with, unchanged_on_failure
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.rules.recipe import recipe_for
 from halfstep.errors import StepError
@@ -28,6 +31,7 @@ from halfstep.step.compiled import compile_options, uses_graphs
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
 from halfstep.step.state import CHOICE, check_state, rebuild
+from halfstep.torch_private.distributed import comm_hooks, renew_reducer
 from halfstep.update.updater import Deferral
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ class Undecided(Moments):
         self.phase, self._step, self._make = Phase.UNDECIDED, weakref.ref(step), make
         given: Any = step._given
         _refuse(given)
-        snapshot = StepSnapshot(given.model, given.optimizer)
+        snapshot = StepSnapshot(unwrap(given.model), given.optimizer)
         with snapshot.returning(Deferral()):  # raises here what the first call would raise
             settings = self._settings()
             make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
@@ -76,8 +80,13 @@ class Undecided(Moments):
         given, before = step._given, dict(vars(step))
         asked, saving = (given.policy, given.compile), step.record.saving
         given.policy, given.compile = choice.policy, (given.compile or True) if choice.compiled else False
+        ddp = given.model if isinstance(given.model, DistributedDataParallel) else None
         try:
-            step._build()
+            with unchanged_on_failure(given.model, given.optimizer):
+                if ddp is not None:  # its hooks are those of parameters in the formats that it was made for
+                    prepare_with(ddp.module, given.optimizer, choice.policy)
+                    renew_reducer(ddp)
+                step._build()
         except BaseException:
             _put(step, before)
             given.policy, given.compile = asked
@@ -94,7 +103,7 @@ class Undecided(Moments):
         given = self.step._given
         return {
             CHOICE: None,
-            "model": given.model.state_dict(),
+            "model": unwrap(given.model).state_dict(),
             "optimizer": given.optimizer.state_dict(),
             "scaler": GradScaler(enabled=False).state_dict(),
             "scheduler": None if given.scheduler is None else given.scheduler.state_dict(),
@@ -108,7 +117,7 @@ class Undecided(Moments):
         given = step._given
         check_state(step, state)
         if CHOICE in state and state[CHOICE] is None:  # it had not chosen
-            given.model.load_state_dict(state["model"])
+            unwrap(given.model).load_state_dict(state["model"])
             given.optimizer.load_state_dict({**state["optimizer"], "state": dict(state["optimizer"]["state"])})
             if given.scheduler is not None:
                 given.scheduler.load_state_dict(state["scheduler"])
@@ -117,7 +126,7 @@ class Undecided(Moments):
         compiled = bool(saved.get("compiled", False) if given.compile is None else given.compile is not False)
         line = f"auto: {described(policy, device_types_of([given.model])[0], compiled)}, as in the checkpoint"
         before, asked = dict(vars(step)), (given.policy, given.compile)
-        snapshot = StepSnapshot(given.model, given.optimizer)
+        snapshot = StepSnapshot(unwrap(given.model), given.optimizer)
         self._build(Choice(policy=policy, compiled=compiled, line=line))
         try:
             step.load_state_dict(state)
@@ -143,23 +152,28 @@ def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
 
 def _refuse(given: Any) -> None:
     """Refuse arguments of a training step that do not go together with policy="auto"."""
-    model = given.model
+    model, inner = given.model, unwrap(given.model)
+    ddp = model if isinstance(model, DistributedDataParallel) else None
     options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=False)
     remedy = ""
     if given.scaler is not None:
         remedy = "scaler=: the policy that is chosen brings its own loss scale; leave scaler out"
     elif given.cuda_graph or (options is not None and uses_graphs(options)):
         remedy = "CUDA graphs are captured under one policy; leave them out, or give the policy that was chosen"
-    elif is_distributed(model) or processes()[1] > 1:
+    elif is_distributed(inner) or (ddp is None and processes()[1] > 1):
         remedy = (
-            "each of several processes would choose for itself; choose in one process, and give all of them the policy "
-            "that step.choice names"
+            "processes choose together under DistributedDataParallel alone; wrap the model in it, or choose in one "
+            "process, and give all of them the policy that step.choice names"
         )
-    elif is_bound(model):
-        binding = binding_of(unwrap(model))
+    elif ddp is not None and comm_hooks(ddp):
+        remedy = "a communication hook is registered for gradients in other formats; leave it out, or give the policy"
+    elif any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        remedy = "SyncBatchNorm waits for other processes, which measure other numbers of steps; give the policy"
+    elif is_bound(inner):
+        binding = binding_of(inner)
         name = "another policy" if binding is None else repr(binding.wanted.name)
         remedy = f"the model is prepared with {name} already; leave policy out, or call hs.unprepare(model) before"
-    elif unwrap(model) is not model:
+    elif inner is not (model if ddp is None else ddp.module):
         remedy = f"the model is wrapped in {type(model).__name__}; give the model in it (compile= compiles it)"
     elif lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         remedy = f"parameter {lazy[0]} has no values yet; run one batch before"

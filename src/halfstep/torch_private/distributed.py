@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "IN_FSDP1", "active_ddp", "backend_of", "broadcast_coalesced", "comm_hooks", "communicate_as_first_forward",
     "default_store", "first_bucket_bytes", "fsdp_groups", "fsdp_state", "has_recorded_static_graph",
-    "in_flat_parameter", "is_joining", "is_root", "local_of", "logging_data", "overlaps_with_ddp", "set_local",
-    "spec_of",
+    "in_flat_parameter", "is_joining", "is_root", "local_of", "logging_data", "overlaps_with_ddp", "renew_reducer",
+    "set_local", "spec_of",
 ]  # fmt: skip
 
 local_of: Any = attrgetter("_local_tensor")
@@ -54,6 +54,17 @@ def communicate_as_first_forward(ddp: DistributedDataParallel) -> None:
         ddp._has_rebuilt_buckets = True
     if ddp._check_sync_bufs_pre_fwd():
         ddp._sync_buffers()
+
+
+def renew_reducer(ddp: DistributedDataParallel) -> None:
+    """Make what averages gradients anew, for parameters in other formats, as DDP does when it is unpickled."""
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
 def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 from tests.tasks.small import small_task
 
-REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98), repeatable=True)
+REFERENCE = Reference(start=(3.0, 3.1, 2.9), end=(1.0, 1.02, 0.98))
 
 
 def spot(op: str, module: str = "", **fields: Any) -> Spot:
@@ -53,6 +53,7 @@ class FakeLab:
         failing: policy -> error of its race, "" for none.
         size: policy -> bytes kept for backward.
         error: policy -> error of the gradients.
+        skipped: policy -> steps that were not applied.
         left: seconds; a race takes none of them, and none is run without.
     """
 
@@ -63,9 +64,11 @@ class FakeLab:
     failing: Callable[[hs.Policy], str] = lambda policy: ""
     size: Callable[[hs.Policy], int] = lambda policy: 1000
     error: Callable[[hs.Policy], float] = lambda policy: 0.01
+    skipped: Callable[[hs.Policy], int] = lambda policy: 0
     left: float = 1e6
     seconds: float = 1e6
     seed: int = 0
+    repeatable: bool = True
     task: hs.Task = field(default_factory=lambda: small_task(excerpt_steps=40))
     said: list[str] = field(default_factory=list)
     raced: list[str] = field(default_factory=list)
@@ -88,9 +91,9 @@ class FakeLab:
             laps[c.label] = Lap(
                 label=c.label, time=ratio(times[c.label]), beside=beside, milliseconds=10.0 * times[c.label], start=3.0,
                 end=math.nan if math.isinf(rise) else 1.0 + rise, dropped=beside.low > limit and not failed,
-                failed=failed,
+                skipped=self.skipped(c.policy), failed=failed,
             )  # fmt: skip
-        return RaceResult(laps=laps, control=ratio(1.0), repeatable=True, finished=True)
+        return RaceResult(laps=laps, control=ratio(1.0), repeatable=self.repeatable, finished=True)
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
         """Return bytes between steps and for backward."""

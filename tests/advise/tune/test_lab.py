@@ -73,6 +73,16 @@ def test_what_is_clearly_slower_leaves_early() -> None:
     assert math.isnan(found.rise("mixed bf16"))
 
 
+def test_where_its_loss_is_known_fp32_leaves_when_the_times_are_sure() -> None:
+    clock = WorkClock()
+    whole = raced(work_task(clock), clock, MIXED, SAFE, steps=40, base="O0")
+    before, start = clock.now, whole.laps[FP32].start
+    short = raced(work_task(clock), clock, MIXED, SAFE, steps=40, base="O0", known=(start, whole.laps[FP32].end))
+    assert clock.now - before < 0.9 * before
+    assert short.rise("mixed bf16") == whole.rise("mixed bf16") and short.laps["mixed bf16"].beside is not None
+    assert short.laps["mixed bf16"].beside.rounds == 24 and short.laps["O0"].dropped and not short.laps[FP32].dropped
+
+
 def test_a_race_that_the_clock_ends_judges_no_loss() -> None:
     clock = WorkClock()
     found = raced(work_task(clock), clock, SAFE, deadline=50.0)
@@ -93,7 +103,7 @@ def test_fp32_that_raises_ends_the_search() -> None:
 
 
 def reference(start: tuple[float, ...], end: tuple[float, ...]) -> Reference:
-    return Reference(start=start, end=end, repeatable=True)
+    return Reference(start=start, end=end)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.advise.tune.clocks import WorkClock, loss_fn, work_task
 from tests.tasks.small import small_task
 
 LONG = 1e5  # minutes of a clock that only work moves
-SHORT = 24.0  # likewise: enough for presets and the proof, not for changes
+SHORT = 14.0  # likewise: enough for presets and the proof, not for changes
 
 
 def tuned(clock: WorkClock, *, changes: dict[str, Any] | None = None, **options: Any) -> Tuning:

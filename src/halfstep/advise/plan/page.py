@@ -127,7 +127,8 @@ def plan_text(plan: MemoryPlan) -> str:
     rows = plan.table()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    return "\n".join([f"{plan.name}, {label(plan)}: {verdict(plan)}", "", *lines, "", *drawing(plan)])
+    notes = (f"- {note}" for note in plan.notes)
+    return "\n".join([f"{plan.name}, {label(plan)}: {verdict(plan)}", *notes, "", *lines, "", *drawing(plan)])
 
 
 def _batch(largest: Largest) -> str:

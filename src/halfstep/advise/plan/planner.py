@@ -25,7 +25,7 @@ from halfstep.advise.plan.fit import Gpu, fit_of, gpu_named, largest_batch
 from halfstep.advise.plan.ledger import PlanError
 from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.ranks import fake_ranks
-from halfstep.advise.plan.run import plan_step
+from halfstep.advise.plan.run import plan_step, refuse_sharded
 from halfstep.advise.plan.trace import LARGEST
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.lens import raised_at
@@ -43,15 +43,25 @@ OTHER_KERNELS = (
 SAME_SIZE = "planned in bf16, which has the size of fp16: a CPU emulates fp16 with fp32 temporaries"
 """Notes of a plan for a GPU with the operators of a CPU."""
 
-WITHOUT = ("compile", "cuda_graph", "blackbox", "scheduler", "scaler")
-"""Arguments of hs.TrainStep that a plan does not take: compiled code and graphs have no operators to follow."""
+A_GPU = (
+    "planned on a fake GPU of compute capability 9.0 with Triton; not counted are workspaces of cuDNN and cuBLAS, "
+    "buffers of NCCL, and holes between blocks of torch's allocator"
+)
+COMPILED = (
+    "planned as eager code: what torch.compile fuses keeps fewer tensors for the backward pass, and the first step, "
+    "in which it compiles, takes more"
+)
+"""Assumptions of a plan, which its notes name."""
+
+WITHOUT = ("cuda_graph", "blackbox", "scheduler", "scaler")
+"""Arguments of hs.TrainStep that a plan does not take: a graph keeps memory of its own."""
 
 
 def plan(
     what: Task | str | nn.Module | Callable[[], nn.Module],
     batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]] | None = None,
     *,
     policy: hs.Policy | str | Path = "mixed",
     device: str = "cpu",
@@ -75,7 +85,8 @@ def plan(
         batch: positional arguments of `loss_fn` after the model, or named ones, with tensors on the CPU: masks and
             other small integers are read by some models. A task has its own.
         loss_fn: ``loss_fn(model, *batch, **batch)`` returns a 0-dim loss; a task has its own.
-        optimizer: returns a torch optimizer over the parameters of the model it is given; a task has its own.
+        optimizer: returns a torch optimizer over the parameters of the model it is given, or several as hs.TrainStep
+            takes them; a task has its own.
         policy: preset name, TOML path or Policy.
         device: "cpu" or "cuda".
         devices: how many train together; bytes are those of the first, which has the largest part.
@@ -85,11 +96,12 @@ def plan(
         batch_size: a size for the batch in the place of its own; each device has one.
         largest: whether to look for the largest batch that fits `gpu`, by planning others too: `largest` of the plan.
         **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`, `retry`,
-            `update_in_backward`.
+            `update_in_backward`; and `compile`, which a plan takes for eager code.
 
     Raises:
-        PlanError: the step needs values that depend on weights, arguments do not fit, unknown GPU, devices without
-            `shard` or the other way round, or a process group where ``shard="fsdp2"`` needs its own.
+        PlanError: the step needs values that depend on weights, parameters are DTensors already, arguments do not fit,
+            unknown GPU, devices without `shard` or the other way round, or a process group where ``shard="fsdp2"``
+            needs its own.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
 
     Examples:
@@ -169,6 +181,7 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(f"{name}=" for name, value in missing.items() if value is None)
         raise PlanError(f"a plan of a model also needs {names}")
     if isinstance(what, nn.Module):
+        refuse_sharded(what)
         if hs.prepared_policy(what) is not None:
             raise PlanError("this model is prepared already; plan a new one, which the plan prepares")
         what = _copied(what, partial(torch.empty_like, device="meta"))
@@ -193,6 +206,7 @@ def _planned(
         name, make = getattr(task, "__name__", type(task).__name__), task
     whole = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     on_card, notes = (policy, ()) if gpu is None else _on_card(policy, device)
+    notes += (A_GPU,) * (device != "cpu") + (COMPILED,) * bool(options.pop("compile", None))
 
     def plan_of(size: int | None) -> MemoryPlan:
         inputs = whole if size is None else _with_size(whole, size)

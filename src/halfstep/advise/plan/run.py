@@ -21,7 +21,7 @@ from halfstep.advise.plan.ledger import PARTS, Block, Ledger, PlanError
 from halfstep.advise.plan.memory import MemoryPlan, Moment, Row
 from halfstep.advise.plan.ranks import Ddp, sent
 from halfstep.advise.plan.trace import MemorySink, local
-from halfstep.formats import format_of
+from halfstep.formats import DTYPE_NAMES
 from halfstep.lens import Tracer
 from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.fake import FakeTensor, unset_fake_temporarily
@@ -65,6 +65,7 @@ def plan_step(
             model = make()
         if not isinstance(model, nn.Module):
             raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
+        refuse_sharded(model)
         own = len(ledger.blocks)
         if mesh is not None:
             model = hs.shard(model, policy, units=units, mesh=mesh)
@@ -97,7 +98,7 @@ def plan_step(
                 for _ in range(windows):
                     step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
-        _name_parts(ledger, model, optimizer, originals, own)
+        _name_parts(ledger, model, step.optimizer, originals, own)
         persistent = _rows(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         seen = [*sink.seen.get(1, ()), *(ddp.seen if ddp is not None else ())]
@@ -108,6 +109,16 @@ def plan_step(
         policy=step.policy, device=device, parameters=count, persistent=persistent, notes=tuple(notes), devices=devices,
         shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
     )  # fmt: skip
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose parameters are DTensors: parts of them, in a layout that only their own ranks know."""
+    found = next((name for name, parameter in model.named_parameters() if local(parameter) is not parameter), "")
+    if found:
+        raise PlanError(
+            f"parameter {found!r} is a DTensor: tensor parallelism, fully_shard and HSDP of your own are not planned; "
+            "give the plain model with devices= and shard='ddp' or shard='fsdp2'"
+        )
 
 
 def _as_real() -> AbstractContextManager[Any]:
@@ -171,8 +182,7 @@ def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
     """Return blocks summed by part, module and format: parts in their order, largest first."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for block in blocks:
-        dtype = block.dtype
-        form = format_of(dtype).name if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+        form = DTYPE_NAMES.get(block.dtype, str(block.dtype).removeprefix("torch."))
         entry = sums.setdefault((block.part, block.module, form), [0, 0])
         entry[0] += block.bytes
         entry[1] += 1

@@ -50,6 +50,7 @@ class Board:
         self.best = self.add(hs.Policy.of(SAFE), SAFE).label
         self.control: Ratio | None = None  # fp32 over fp32, of the last race
         self.resolution = 0.0
+        self.repeatable = True  # whether two trainings in fp32 from one start had the same losses in every race
         self._laps: dict[str, Lap] = {}
 
     def __getitem__(self, label: str) -> Tried:
@@ -110,6 +111,7 @@ class Board:
             self.set(label, state_bytes=state, saved_bytes=saved)
         if found.control is not None:
             self.control, self.resolution = found.control, found.control.resolution
+        self.repeatable &= found.repeatable
         self._laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
@@ -119,14 +121,13 @@ class Board:
 
     def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
         lap, before = found.laps[label], self.tried[label]
-        if lap.time is not None and not lap.dropped:
+        if lap.time is not None:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)
         if lap.failed:
             self.set(label, verdict="failed", reason=lap.failed)
         elif lap.dropped:
             if before.verdict == "unmeasured":
-                self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower",
-                         reason=_over(lap.beside, base))  # fmt: skip
+                self.set(label, verdict="slower", reason=_over(lap.beside, base))
         elif judged and found.finished:
             rise = found.rise(label)
             skipped = f"{lap.skipped} steps skipped" if lap.skipped else ""
@@ -187,6 +188,10 @@ class Board:
             return False
         likely, least = self.weights.cost(beside.median, memory), self.weights.cost(beside.high, memory)
         return least < 0.0 and likely < -self.weights.time * self.resolution
+
+    def skipped(self, label: str) -> int:
+        """Return how many steps were not applied in its last race."""
+        return self._laps[label].skipped if label in self._laps else 0
 
     def beside(self, label: str) -> float:
         """Return its step time over that of the base in its last race; 1.0 if it was not timed."""

@@ -28,10 +28,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
     "inputs": ("low", "keep"),
     "state": ("low",),
+    "grads": ("param",),
 }
 """Fields of a policy that cost time or memory, and the values to try."""
 
-BEHIND_LOW = ("norms", "master")
+BEHIND_LOW = ("norms", "master", "grads")
 """Fields that do nothing under ``params="fp32"``."""
 
 MOST = 16  # changes that are tried at once

@@ -24,8 +24,8 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.probe import gradient_error, gradients
-from halfstep.advise.tune.proof import BASELINE, Proof, Run, error_line, prove
-from halfstep.advise.tune.race import RaceResult, Reference, race
+from halfstep.advise.tune.proof import BASELINE, Proof, Run, error_line, prove, references
+from halfstep.advise.tune.race import RaceResult, Reference, failing, race
 from halfstep.advise.tune.result import TuneError
 from halfstep.arguments import number
 from halfstep.errors import TaskError
@@ -41,11 +41,11 @@ from halfstep.trees import tensors
 SEEDS = 3  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
 FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much
 
-SHARE = 60
-"""Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
+SHARE = 30
+"""Short trainings that a search takes, roughly: 3 of fp32 for reference, 6 of presets, 8 more of a proof, changes."""
 
 AUDITED = 2  # steps of an audit, on weights that fp32 has trained
-VERSION = 2  # of the journal
+VERSION = 3  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
 CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
@@ -75,6 +75,7 @@ class Lab:
         self.before = 0.0  # seconds that measuring took before this process
         if path is not None and path.exists():
             self._read(path)
+        self._known: dict[int, tuple[float, float]] = {}  # steps -> fp32's loss at the start and at the end
         self._trained: TorchLoop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
@@ -107,19 +108,15 @@ class Lab:
             self._keep("steps", steps)
         return steps
 
-    def reference(self, steps: int) -> Reference | None:
-        """Train fp32 with `SEEDS` seeds; None if the time is too short."""
-        races = []
-        for n in range(SEEDS):
-            found = self.race((), steps, seed=self.seed + n, phase="fp32, the reference")
-            if found is None or not found.finished:
-                return None
-            races.append(found)
-        laps = [found.laps[FP32] for found in races]
-        return Reference(
-            start=tuple(lap.start for lap in laps), end=tuple(lap.end for lap in laps),
-            repeatable=all(found.repeatable for found in races),
-        )  # fmt: skip
+    def reference(self, steps: int, bound: float | None) -> Reference | None:
+        """Train fp32 with `SEEDS` seeds, as the proof would; None if the time is too short."""
+        self.say(phase="fp32, the reference")
+        with failing(FP32):
+            runs = references(self.task, SEEDS, **self._trainings(steps, bound, "fp32, the reference"))
+        if len(runs) < SEEDS:
+            return None
+        self._known[steps] = runs[0].first_loss, runs[0].last_loss
+        return Reference(start=tuple(run.first_loss for run in runs), end=tuple(run.last_loss for run in runs))
 
     def race(
         self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
@@ -139,8 +136,9 @@ class Lab:
 
     def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> RaceResult:
         options.setdefault("seed", self.seed)
+        known = self._known.get(steps) if options["seed"] == self.seed else None
         return race(
-            self.task, candidates, device=self.device, steps=steps, clock=self.clock,
+            self.task, candidates, device=self.device, steps=steps, clock=self.clock, known=known,
             on_round=lambda done: self.say(phase=phase), **options,
         )  # fmt: skip
 
@@ -209,16 +207,21 @@ class Lab:
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
-        runs = [Run.of(value) for key, value in self.entries.items() if key.startswith("run ")]
+        options = self._trainings(steps, bound, f"equivalence of {candidate.label}")
+        return prove(self.task, candidate, max_loss_rise=options.pop("bound"), seeds=seeds, **options)
+
+    def _trainings(self, steps: int, bound: float | None, phase: str) -> dict[str, Any]:
+        """Return the options of trainings that are kept one by one."""
 
         def keep(run: Run) -> None:
             self._keep(f"run {len(self.entries)}", dataclasses.asdict(run))
-            self.say(phase=f"equivalence of {candidate.label}")
+            self.say(phase=phase)
 
-        return prove(
-            self.task, candidate, device=self.device, steps=steps, max_loss_rise=bound, seed=self.seed, seeds=seeds,
-            seconds=self.left, runs=runs, on_run=keep, clock=self.clock,
-        )  # fmt: skip
+        runs = [Run.of(value) for key, value in self.entries.items() if key.startswith("run ")]
+        return {
+            "device": self.device, "steps": steps, "bound": bound, "seed": self.seed, "seconds": self.left,
+            "runs": runs, "on_run": keep, "clock": self.clock,
+        }  # fmt: skip
 
     def _remember(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.entries:

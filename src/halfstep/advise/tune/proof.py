@@ -59,6 +59,8 @@ class Run:
     skipped: int  # steps that were not applied
     seconds: float  # that it took
     stopped: str = ""  # why it ended early, "" if it did not
+    first_loss: float = math.nan  # mean training loss over the first tenth of the steps
+    last_loss: float = math.nan  # over the last tenth; nan if not finite
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Run:
@@ -138,9 +140,8 @@ def prove(
     At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
     result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %.
     """
-    by_metric = task.metric is not None and max_loss_rise is None
     pairs = _Pairs(
-        task, candidate, device=device, steps=steps or task.excerpt_steps, seed=seed, by_metric=by_metric, runs=runs,
+        task, candidate, device=device, steps=steps or task.excerpt_steps, seed=seed, bound=max_loss_rise, runs=runs,
         seconds=seconds, clock=clock, on_run=on_run,
     )  # fmt: skip
     fp32 = pairs.reference
@@ -150,7 +151,7 @@ def prove(
             return pairs.undecided(f"fp32 itself does not end with a finite {pairs.measure}: {why}", -1)
     if len(fp32) < ENOUGH_SEEDS:
         return pairs.undecided(f"the time was up after {counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
-    pairs.fix_margin(max_loss_rise)
+    pairs.fix_margin()
     if flaw := pairs.flaw():
         return pairs.undecided(flaw, -1)
     pairs.planned = max(ENOUGH_SEEDS, seeds)
@@ -165,18 +166,30 @@ def prove(
     return pairs.result()
 
 
+def references(task: Task, count: int, **options: Any) -> list[Run]:
+    """Return fp32's trainings with the first `count` seeds, which a proof uses too, or fewer if the time is short.
+
+    `options` as `_Pairs` takes them.
+    """
+    pairs = _Pairs(task, BASELINE, **options)
+    while len(pairs.reference) < count and pairs.add_reference():
+        pass
+    return pairs.reference
+
+
 class _Pairs:
     """The trainings of a proof so far, pairs with the same seed; what was trained before is taken as it was."""
 
     def __init__(
-        self, task: Task, candidate: Candidate, *, device: str, steps: int, seed: int, by_metric: bool,
+        self, task: Task, candidate: Candidate, *, device: str, steps: int, seed: int, bound: float | None,
         runs: Sequence[Run], seconds: float, clock: Callable[[], float], on_run: Callable[[Run], None],
     ) -> None:  # fmt: skip
         self.task, self.candidate, self.device, self.steps, self.seed = task, candidate, device, steps, seed
         self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
-        self.by_metric, self.higher = by_metric, by_metric and task.higher_is_better
-        self.measure = task.metric_name if by_metric else "training loss"
-        self.kind = "metric" if by_metric else "loss"
+        self.bound, self.by_metric = bound, task.metric is not None and bound is None
+        self.higher = self.by_metric and task.higher_is_better
+        self.measure = task.metric_name if self.by_metric else "training loss"
+        self.kind = "metric" if self.by_metric else "loss"
         self.reference: list[Run] = []
         self.own: list[Run] = []
         self.margin, self.margin_from = math.nan, ""
@@ -184,13 +197,13 @@ class _Pairs:
         self._known = {run.key: run for run in runs}
         self._policies = {BASELINE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
-    def fix_margin(self, max_loss_rise: float | None) -> None:
+    def fix_margin(self) -> None:
         values = [r.value for r in self.reference]
         if self.by_metric:
             self.margin, self.margin_from = self.task.margin_around(statistics.fmean(values)), "the task's own margin"
-        elif max_loss_rise is not None:
-            self.margin = max_loss_rise * abs(statistics.fmean(values))
-            self.margin_from = f"max_loss_rise: {max_loss_rise:g} of fp32's {self.measure} over the last steps"
+        elif self.bound is not None:
+            self.margin = self.bound * abs(statistics.fmean(values))
+            self.margin_from = f"max_loss_rise: {self.bound:g} of fp32's {self.measure} over the last steps"
         else:
             self.margin = statistics.stdev(values)
             self.margin_from = f"the standard deviation of fp32's own {self.measure} over {len(values)} seeds"
@@ -257,6 +270,7 @@ class _Pairs:
         return Run(
             policy=self._policies[candidate], compile=candidate.compile, measure=self.kind, steps=self.steps,
             seed=seed, start=start if self.by_metric else finite_mean(losses[:window]), value=value,
+            first_loss=finite_mean(losses[:window]), last_loss=math.nan if stopped else finite_mean(losses[-window:]),
             losses=thinned([*losses, *missing]), skipped=skipped, seconds=self.clock() - begun, stopped=stopped,
         )  # fmt: skip
 

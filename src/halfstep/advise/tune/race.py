@@ -1,8 +1,9 @@
 """Race: candidates and fp32 train in turns from the same weights on the same batches; each step is timed.
 
 A round is one step of every candidate still in the race (`Training`). fp32 runs twice: what the two differ by cannot be
-resolved here. A candidate that raises, runs out of memory, or is clearly slower than the race is for leaves it, and the
-others go on. Races of fp32 alone, one a seed, are the `Reference` that losses are judged by.
+resolved here. Where its loss is known already, both leave after `LOOKS` timed rounds, and the base of the race too,
+whose loss was judged before. A candidate that raises, runs out of memory, or is clearly slower than the race is for
+leaves it, and the others go on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from halfstep.timing import WARM_UP, Ratio, Unfit
 
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
+LOOKS = 24  # timed rounds that show what a candidate costs
 LOOK = 8  # timed rounds before a candidate may be dropped, and between two looks
 
 
@@ -86,7 +88,6 @@ class Reference:
 
     start: tuple[float, ...]  # mean training loss over the first steps, one a seed
     end: tuple[float, ...]  # over the last steps
-    repeatable: bool  # whether two trainings with one seed had the same losses
 
     @property
     def noise(self) -> float:
@@ -132,7 +133,7 @@ class _Race(Training):
     """A race of candidates that may fail; fp32 may not."""
 
     def step(self, label: str, number: int) -> float:
-        with _failing(label):
+        with failing(label):
             return super().step(label, number)
 
     def leave(self) -> None:
@@ -146,7 +147,7 @@ class _Race(Training):
 
 
 @contextmanager
-def _failing(label: str) -> Iterator[None]:
+def failing(label: str) -> Iterator[None]:
     """What a candidate raises in the block makes it `Unfit`, unless it is fp32."""
     try:
         yield
@@ -162,10 +163,10 @@ def _failing(label: str) -> Iterator[None]:
 
 def race(
     task: Task, candidates: Sequence[Candidate], *, device: str, seed: int, steps: int, base: str = FP32,
-    limit: float = math.inf, deadline: float = math.inf, clock: Callable[[], float] = time.perf_counter,
-    on_round: Callable[[int], None] = lambda done: None,
+    limit: float = math.inf, deadline: float = math.inf, known: tuple[float, float] | None = None,
+    clock: Callable[[], float] = time.perf_counter, on_round: Callable[[int], None] = lambda done: None,
 ) -> RaceResult:  # fmt: skip
-    """Race `candidates` over `steps` steps, beside fp32, which always runs.
+    """Race `candidates` over `steps` steps, beside fp32; `known`: (start, end) of its loss in a race of this length.
 
     A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
     no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
@@ -176,7 +177,7 @@ def race(
     for candidate in (BASELINE, TWIN, *candidates):
         running.losses[candidate.label] = []
         try:
-            with _failing(candidate.label):
+            with failing(candidate.label):
                 running.loops[candidate.label] = make_loop(candidate, task, copy.deepcopy(model), steps)
         except Unfit as reason:
             running.dropped[candidate.label] = str(reason)
@@ -190,12 +191,17 @@ def race(
             ratios = ((label, running.ratio(label, base)) for label in there)
             slower = [label for label, ratio in ratios if ratio is not None and ratio.low > limit]
             running.dropped |= dict.fromkeys(slower, "")
+        if done == WARM_UP + LOOKS < steps and known is not None:
+            running.dropped |= dict.fromkeys({*labels[:2], base}, "")
         running.leave()
         on_round(done)
         if candidates and not running.loops.keys() - {*labels[:2]}:
             break
+    laps = {label: _lap(running, label, base, steps) for label in labels if label != TWIN.label}
+    if known is not None:
+        laps[FP32] = replace(laps[FP32], start=known[0], end=known[1], dropped=False)
     return RaceResult(
-        laps={label: _lap(running, label, base, steps) for label in labels if label != TWIN.label},
+        laps=laps,
         control=running.ratio(TWIN.label, FP32),
         repeatable=repr(running.floats(FP32)) == repr(running.floats(TWIN.label)),
         finished=done == steps,

@@ -18,25 +18,25 @@ from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.page import size
 from halfstep.advise.tune.probe import chain, options
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import Reference
+from halfstep.advise.tune.race import LOOKS, Reference
 from halfstep.advise.tune.result import Change, Tried
+from halfstep.report import counted
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import WARM_UP
 
-TOO_SLOW = 1.5  # a preset that takes this many times fp32's time is left out where only time counts
-LOOKS = 24  # timed rounds of a race of changes
-
+TOO_SLOW = 1.2  # a preset that takes this many times fp32's time is left out where only time counts
 LADDER = (1, 2, 4, 8)
 """So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
+LOW_START = "megengine"  # the loss-scale rule that begins at 16: torch's begins at 65,536 and skips steps until it fits
 MENDED = 2  # presets that are given exceptions at most, the cheapest ones
 ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
 
 CHANGED = 2
 """Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
 
-PROOF = 13
-"""Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
+PROOF = 9
+"""Short trainings of a proof with the fewest seeds, five pairs of which three of fp32 are there, and a little more."""
 
 COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
@@ -57,23 +57,23 @@ class Search:
         """Search until the end or until the time is up."""
         self.board.bound = reference.noise if self.given is None else self.given
         self.board.set(SAFE, error=0.0)
-        if not reference.repeatable:
-            self.notes.append(
-                "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
-                "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
-            )
         stages: tuple[tuple[str, float, Callable[[], bool]], ...] = (
             ("the presets", 8.0 * len(self.dtypes), self.presets),
             ("exceptions for presets that are not sound", 20.0, self.repair),
             ("changes that save", 20.0, self.improve),
+            ("compiled steps", 2.0, self.compile),
             ("the proof of equivalence", PROOF, self.prove),
-            ("compiled steps", PROOF, self.compile),
         )
         missed = [(name, trainings) for name, trainings, stage in stages if not stage()]
         if missed:
             names = ", ".join(name for name, _ in missed)
             self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
+        if not self.board.repeatable:
+            self.notes.append(
+                "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
+                "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
+            )
 
     def presets(self) -> bool:
         """Race all presets in all formats."""
@@ -98,8 +98,10 @@ class Search:
                 replace(change, why=f"{calibration.facts(change.field, change.pattern)}{change.why}")
                 for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
-            found = probed or listed
-            rungs = range(1, len(probed) + 1) or sorted({min(count, len(found)) for count in LADDER if found})
+            found = [*self._slower_start(tried), *(probed or listed)]
+            rungs = (
+                range(1, len(found) + 1) if probed else sorted({min(count, len(found)) for count in LADDER if found})
+            )
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
@@ -109,6 +111,13 @@ class Search:
             ):
                 return False
         return True
+
+    def _slower_start(self, tried: Tried) -> list[Change]:
+        """Return the loss-scale rule that begins low, for a preset in fp16 whose scale had to come down first."""
+        skipped = self.board.skipped(tried.label)
+        if tried.policy.dtype != "fp16" or not skipped:
+            return []
+        return [Change(field="scale", value=LOW_START, why=f"{counted(skipped, 'step')} skipped until the scale fits")]
 
     def _calibration(self, label: str) -> Calibration:
         """Return the audit of a candidate; what ended one that failed goes into the notes."""
@@ -146,7 +155,7 @@ class Search:
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
             new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            limit = math.inf if board.weights.memory else 1.0
+            limit = math.inf if board.weights.memory else 1.0 - board.resolution  # beyond it nothing is saved
             whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
                                 reserve=self._reserve(), phase="changes that save")  # fmt: skip
             timed = [self._explain(label, base) for label in new if board[label].time is not None]
@@ -178,19 +187,19 @@ class Search:
         return decided
 
     def compile(self) -> bool:
-        """Try the choice and fp32 with compiled steps; what is cheaper has to be proven too."""
+        """Try the best candidate and fp32 with compiled steps; their losses are those of eager ones until the proof."""
         if not self.compiling:
             return True
-        board, before = self.board, self.board.best
-        eager = list(dict.fromkeys((before, SAFE)))
+        board = self.board
+        eager = list(dict.fromkeys((board.best, SAFE)))
         labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
-        whole = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
-                           phase="compiled steps")  # fmt: skip
-        for label, alike in zip(labels, eager, strict=True):
-            board.set(label, error=board[alike].error)
+        whole = board.race([*eager, *labels], WARM_UP + LOOKS, judged=False, base=eager[0],
+                           reserve=self._reserve() + COMPILING, phase="compiled steps")  # fmt: skip
+        for label, alike in zip(labels, map(board.__getitem__, eager), strict=True):
+            if board[label].time is not None and board[label].verdict == "unmeasured":
+                board.set(label, verdict=alike.verdict, loss_rise=alike.loss_rise, error=alike.error,
+                          reason=f"its loss is taken for that of {alike.label}")  # fmt: skip
             board.prefer(label)
-        if board.best != before and not self._proven(board.best):
-            board.best = before
         return whole
 
     def _proven(self, label: str) -> bool:
@@ -230,14 +239,20 @@ class Search:
         order = sorted(within, key=board.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
+        again = [label for label in labels if not board[label].compile]  # others would be compiled again
         seed = self.lab.seed + SEEDS
-        if labels != [SAFE] and board.race(
-            labels, WARM_UP + 2 * LOOKS, judged=False, seed=seed, reserve=self._reserve(), phase="the finalists"
-        ):
+        if again and again != [SAFE] and board.race(
+            again, WARM_UP + 2 * LOOKS, judged=False, base=again[0], limit=math.inf if board.weights.memory else 1.0,
+            seed=seed, reserve=self._reserve(), phase="the finalists",
+        ):  # fmt: skip
             board.best = SAFE
-            for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
+            for label in sorted(labels, key=self._simplest):
                 board.prefer(label)
         return sorted((board[x] for x in labels), key=board.rank)
+
+    def _simplest(self, label: str) -> tuple[bool, int, int]:
+        tried = self.board[label]
+        return tried.compile, PRESETS.index(tried.preset), len(tried.changes)
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""

@@ -24,7 +24,7 @@ from halfstep.tasks.task import Task
 
 FORMATS = ("bf16", "fp16")
 
-ALL = 70.0  # short trainings of a whole search, roughly
+ALL = 35.0  # short trainings of a whole search, roughly
 LARGE = 0.15  # share of the bytes kept for the backward pass that is worth a line of code
 OFTEN = 3  # modules of one class beside one another that count as blocks
 
@@ -102,7 +102,7 @@ def tune(
         board = Board(lab, weights, steps)
         search = Search(board, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
         try:
-            reference = lab.reference(steps)
+            reference = lab.reference(steps, max_loss_rise)
             if reference is None:
                 search.notes.append(f"the time was too short for fp32 alone, the reference: {search.missing(ALL)}")
             elif flaw := reference.flaw(max_loss_rise):

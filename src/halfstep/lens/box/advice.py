@@ -20,11 +20,11 @@ from halfstep.binding.bind import binding_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
-from halfstep.lens.box.diagnose import MASKED, WRITTEN, Subject
+from halfstep.lens.box.diagnose import BY_EXP, MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.replay import Attempt, Trace
 from halfstep.lens.box.trials import RISING, Trials
-from halfstep.lens.calls import Site, pointwise
+from halfstep.lens.calls import NOTHING, Site, pointwise
 from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.parts.signals import UPDATES
@@ -77,7 +77,8 @@ OVERFLOW = {
     "": "scale the values down, or take out a cast by name (.half(), dtype=): with every rule in fp32 the step is not "
     "finite either",
     "else": "scale the value down where it is made: no change of policy could be verified",
-    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
+    "exp": "clamp the argument, such as a log-variance or a log-scale; of a softmax written by hand subtract the "
+    "maximum first",
 }
 
 INVALID = {
@@ -151,11 +152,11 @@ class Around:
         return cls(before, after, tuple(dict.fromkeys(lost)))
 
 
-NOTHING = Around()
+ALONE_HERE = Around()
 
 
 def advice(
-    verdict: Verdict, around: Around = NOTHING, *, everywhere: bool = False, cured: bool = False
+    verdict: Verdict, around: Around = ALONE_HERE, *, everywhere: bool = False, cured: bool = False
 ) -> tuple[Cure, ...]:
     """Return what to change in the program, the most specific first; nothing general if a policy has `cured` the step.
 
@@ -165,7 +166,7 @@ def advice(
     texts = [text for begin, text in CAUSED.items() if any(words.startswith(begin) for words in evidence)]
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=[*texts, CAUSED["divergence"]][0], verified=False),)
-    if not texts and verdict.cause == "data" and verdict.kind != "bad_batch":
+    if not texts and verdict.cause == "data" and verdict.kind != "bad_batch" and not _of_none(verdict):
         texts = [CAUSED["data"]]
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
@@ -212,10 +213,18 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
             "give it a harmless argument first, x = torch.where(mask, x, 1.0), and mask its result: torch.where after "
             "the operator leaves nan in the gradient"
         )
+    elif verdict.kind == "overflow" and BY_EXP in verdict.detail:
+        where = verdict.detail.partition(BY_EXP)[2]
+        yield f"clamp the argument of exp at {where}, such as a log-variance or a log-scale"
     elif verdict.op == "exp" and "log1p" in after:
         yield "use F.softplus(x) in the place of log1p(exp(x))"
     elif verdict.op in PRODUCTS and verdict.kind == "overflow" and {"div", "mul"} & after:
         yield "scale before the product and not after it: (q * factor) @ k.transpose(-2, -1)"
+
+
+def _of_none(verdict: Verdict) -> bool:
+    """Return whether the batch is as it may be, and the loss has no value for what it selects: nothing."""
+    return NOTHING in verdict.detail or (verdict.op in {"cross_entropy", "nll_loss"} and "labels are" in verdict.detail)
 
 
 def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
@@ -240,6 +249,8 @@ def _general(verdict: Verdict, *, everywhere: bool) -> str:
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):
         return MASK
+    if verdict.kind == "invalid" and NOTHING in verdict.detail and verdict.op not in {"cross_entropy", "nll_loss"}:
+        return INVALID["mean"]
     if verdict.kind == "invalid":
         return OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
     return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
-from functools import wraps
+from dataclasses import fields, replace
+from functools import partial, wraps
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -32,7 +32,14 @@ from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
-from halfstep.lens.box.evidence import buffers_of, load_evidence, load_weights, window_of
+from halfstep.lens.box.evidence import (
+    buffers_of,
+    load_evidence,
+    load_optimizer,
+    load_weights,
+    restate_evidence,
+    window_of,
+)
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
@@ -106,7 +113,7 @@ class BlackBox(Box):
         None
     """
 
-    spelled = "box"
+    spelled = "box.explain()"
     explainable = (
         "the last one was finite, or has not run backward; call it after a step whose loss or gradients are not finite"
     )
@@ -129,11 +136,10 @@ class BlackBox(Box):
         super().__init__(None if evidence is None else Path(evidence))
         self.model = model
         self.loss_fn = loss_fn
-        self.optimizer = optimizer
         self.step = 0
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
-        self._loop = Loop(optimizer)
+        self._loop = Loop()
         self._judged = self._loop.judge
         self._flag: Tensor | bool | None = None  # whether the loss or a gradient is not finite; a bool once it was read
         self._bad: Tensor | None = None  # whether a gradient is not finite
@@ -151,6 +157,11 @@ class BlackBox(Box):
         self._versions: list[int] = []
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
+        self.follow(optimizer)
+
+    def follow(self, optimizer: Optimizer | None) -> None:
+        """Read the verdict on each step before `optimizer` steps, and watch the order of its calls."""
+        self.optimizer = self._loop.optimizer = optimizer
         if optimizer is not None:
             hook_weakly(optimizer.register_step_pre_hook, self._before_update)
             if callable(add := getattr(optimizer, "register_step_post_hook", None)):
@@ -158,25 +169,32 @@ class BlackBox(Box):
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and keep the call; StepError if what it returns has no loss."""
-        self._read()
+        kept = self.begin(batch, named)
+        returned = self.loss_fn(self.model, *batch, **named)
+        self.attach(kept, _loss_in(returned))
+        return returned
+
+    def begin(self, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
+        """Report the step before, and keep a batch and what its forward pass may change, which begins."""
+        self.read()
         self._flag = self._bad = None
         self.step += 1
         self._memory.judged = None
         self._memory.begin()
         self._statistics.begin_window()
-        self._around = _regions_here()
+        self._around = regions_here()
         self._synced = vars(self.model).get("require_backward_grad_sync", True)
-        kept = self._memory.keep(self.step, batch, named)
-        returned = self.loss_fn(self.model, *batch, **named)
+        return self._memory.keep(self.step, batch, named)
+
+    def attach(self, kept: MicroBatch, loss: Tensor | None) -> None:
+        """Have the gradients of a loss looked at when its backward pass ends."""
         if self.step % LISTED_EVERY == 1:  # after the call, which may have made lazy ones
             found = unwrap(self.model).parameters()
             self._parameters = [p for p in found if not is_lazy(p) and not p.is_inference()]
-        loss = _loss_in(returned)
         if loss is not None and loss.requires_grad and loss.numel():
             kept.loss = loss.detach()
             self._versions = [*map(_version, self._parameters)]
             loss.register_hook(lambda gradient: self._begin(kept, gradient))
-        return returned
 
     def _wrong_window(self) -> Window | None:
         window = self._memory.window
@@ -235,7 +253,7 @@ class BlackBox(Box):
     @_guarded("the update of step {} was not looked at")
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
-        self._read(updating=True)
+        self.read(updating=True)
         window = self._memory.window.batches
         bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
         self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
@@ -250,6 +268,8 @@ class BlackBox(Box):
         update = self._loop.after_update(closure=_closure(args, kwargs))
         if update is not None and self.verdict is not None and self._explained_step == self.step:
             self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+            if self._written:
+                restate_evidence(self._written[-1], self.verdict)
         self._report(applied=update is not None)
 
     def _is_wrong(self) -> bool:
@@ -258,7 +278,7 @@ class BlackBox(Box):
             self._flag = bool(self._flag)
         return bool(self._flag)
 
-    def _read(self, *, updating: bool = False) -> None:
+    def read(self, *, updating: bool = False) -> None:
         """Read the flag of the last backward pass, once; under an update it is reported after that."""
         if self._flag is not None and self._read_step != self.step:
             self._read_step = self.step
@@ -433,7 +453,7 @@ for _hook in (BlackBox._before_update, BlackBox._after_update):
     vars(_hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
 
 
-def _regions_here() -> list[AbstractContextManager[Any]]:
+def regions_here() -> list[AbstractContextManager[Any]]:
     """Return contexts that open the region that is open here again: halfstep's or torch's."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
     if isinstance(owner, (autocast, decorated)):
@@ -468,6 +488,16 @@ def _not_finite(norms: list[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
+def _as_loop(known: dict[str, Any], verdict: Verdict) -> Verdict:
+    """Return `verdict`; where the run's own, `known`, blames the order of its calls, which no replay has, with that."""
+    if known.get("cause") != "loop":
+        return verdict
+    own = {f.name: known[f.name] for f in fields(Verdict) if type(known.get(f.name)) is str}
+    cures = tuple(Cure(policy=None, text=str(cure["text"]), verified=False) for cure in known["cures"])
+    note = "the order of calls was seen in the run; this replay has the step alone"
+    return replace(verdict, **own, cures=cures, notes=(*verdict.notes, note))
+
+
 def replay(file: str | Path, task: Any) -> Verdict:
     """Replay the evidence in `file` on a new model of `task` and return the verdict.
 
@@ -487,24 +517,27 @@ def replay(file: str | Path, task: Any) -> Verdict:
     model = task.model()
     policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
     optimizer, scale = task.optimizer(model), float(content["scale"])
-    box: Box
+    box: BlackBox | StepBox
     if content["region"]:
-        box = loop = BlackBox(model, task.loss_fn, optimizer)
-        signals = loop._memory.signals
+        box = BlackBox(model, task.loss_fn, optimizer)
+        signals = box._memory.signals
+        box._around = [autocast(policy=policy)] if policy is not None and content["region"] == AROUND else []
     else:
         step = TrainStep(model, optimizer, task.loss_fn, policy=policy or "O0")
         box, signals = StepBox(step), step.record.signals
     load_weights(model, content, file)
+    load_optimizer(optimizer, model, content)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found = window_of(content, device), buffers_of(model, content, device)
     window = Window(*found, content["step"], torch.tensor(scale, device="cpu"))
     if content["signals"] is not None:
         signals.restore(content["signals"])
-    if content["region"]:
-        loop._memory.window, loop._highest = window, scale
-        loop._scales = [scale] * STUCK if content["scaling"] == "static" else []
-        loop._around = [autocast(policy=policy)] if policy is not None and content["region"] == AROUND else []
-    verdict = box._explained(window)
+    same = {name: content[name] for name in ("scaling", "floor", "rank", "dropped", "clip_norm", "clip_value")}
+    if isinstance(box, BlackBox):
+        box._memory.window = window
+    subject = replace(box._subject(window), scale=scale, notes=tuple(content["notes"]), **same)
+    box._judged = partial(_as_loop, content["verdict"])
+    verdict = box.explain_subject(subject)
     if verdict.kind == "not_reproducible" and not verdict.detail:
         other = "give the model and the loss of that run: the task's code may be another than the run's was"
         verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))

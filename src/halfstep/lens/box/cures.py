@@ -32,6 +32,7 @@ from halfstep.policy.resolve import default_device_types, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.autograd import current_graph_task_id
 
+LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding"})
 LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
 NEAREST = 6  # producers that are tried, one at a time: each costs a replay
 ENOUGH = 3  # verified cures, after which no other format is tried
@@ -52,7 +53,10 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         return advice(verdict, around, everywhere=True)
     search = _Search(subject, attempt.only, trials)
     base = subject.policy
-    if attempt.added is None:
+    if attempt.added is None and verdict.op in LAYERS:  # one module is less than the operator of all layers
+        search.modules(verdict)
+        search.operators(verdict, around.upstream)
+    elif attempt.added is None:
         search.operators(verdict, around.upstream)
         search.modules(verdict)
     elif base.grads != "fp32":

@@ -30,6 +30,9 @@ CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdi
 
 MASKED = "the mask's -inf becomes nan by arithmetic: "
 
+BY_EXP = "comes from exp at "
+CASTING = frozenset({"to", "float", "type", "double", "type_as"})
+
 WRITTEN = "a value that is not finite is written here by the program itself"
 
 INSIDE, AROUND = FOREIGN = "inside", "around"  # of the loss function
@@ -174,6 +177,8 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
         detail = source.remark
     elif kind in {"overflow", "invalid"} and call is not None and not call.finite_in:
         detail = "some of its inputs were inf or nan before, and it makes more of them"
+    elif kind == "overflow" and call is not None and call.largest > source.limit > 0.0:
+        detail = _of_maker(call, source.limit)
     if source.kind == "constant":
         parameter = "a tensor that is neither batch nor state"
     elif source.kind == "deliberate":
@@ -219,6 +224,14 @@ def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
         if not extremes(gradient)[1]:
             found += [(source, leaf) for source in trace.origins.accused(gradient)]
     return min(found, key=lambda pair: pair[0].rank())
+
+
+def _of_maker(call: CallRecord, limit: float) -> str:
+    """Return which operator of a wider format made the input that the format of a call cannot hold."""
+    maker = next((row for row in path(call)[:-1] if row.made > limit and row.site.op not in CASTING), None)
+    if maker is None:
+        return ""
+    return f"its input {call.largest:.6g} comes from {maker.site.op} at {maker.site.line.partition(' ')[0]}"
 
 
 def _of_mask(source: Source) -> str:

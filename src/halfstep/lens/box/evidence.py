@@ -11,12 +11,14 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from halfstep.accelerators import type_here
 from halfstep.arguments import Kind, number, whole
@@ -32,7 +34,7 @@ from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.torch_private.modules import non_persistent_buffers
 from halfstep.trees import map_tensors, tensors
 
-VERSION = 3
+VERSION = 4
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
@@ -61,7 +63,12 @@ EVIDENCE = {
     "region": text(f"|{'|'.join(FOREIGN)}", "where the loop opens its regions"),
     "scaling": text("none|static|dynamic", '"none", "static" or "dynamic"'),
     "scale": number(finite=False),
+    "floor": REAL,
     "step": whole(),
+    "dropped": whole(),
+    "notes": [str, ...],
+    "clip_norm": (None, REAL, Each(str, REAL)),
+    "clip_value": (None, REAL),
     "signals": (
         None,
         {"updates": [[whole(), REAL, REAL, bool], ...], "weights": [[whole(), REAL, whole()], ...],
@@ -75,6 +82,7 @@ EVIDENCE = {
     ],
     "buffers": [[str, str, TENSOR], ...],
     "model": Each(str, TENSOR),
+    "optimizer": {"groups": [Each(str, TREE), ...], "state": Each(str, Each(str, TREE))},
 }  # fmt: skip
 """What a file holds."""
 
@@ -86,23 +94,14 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
     """
     rank = f"-rank{subject.rank}" if subject.rank else ""
     path = folder / f"halfstep-blackbox-{subject.step}{rank}.pt"
-    part = path.with_suffix(".part")
     try:
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # whatever the umask
         content, notes = _content(subject, verdict)
-        with _private(part) as file:
-            file.write("".join(f"{line}\n" for line in (verdict, *notes)).encode())
-        part.replace(path.with_suffix(".txt"))
-        if content is not None:
-            with _private(part) as file:
-                torch.save(content, file)
-            with part.open("ab") as file:
-                file.write(b"\nsha256 %s\n" % _sum(part, part.stat().st_size))
-            part.replace(path)
+        _write(path, verdict, notes, content)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError without that word
-        _remove(part)
+        _remove(path.with_suffix(".part"))
         hint = "" if isinstance(error, OSError) else " (is the disk full?)"
         outcome = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
     else:
@@ -116,6 +115,26 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         _remove(old)
         _remove(old.with_suffix(".txt"))
     return outcome
+
+
+def restate_evidence(path: Path, verdict: Verdict) -> None:
+    """Put another verdict into the evidence and the report in `path`, which say no more than the first one did."""
+    if path.exists():
+        _write(path, verdict, [], {**load_evidence(path), "verdict": verdict.record()})
+
+
+def _write(path: Path, verdict: Verdict, notes: list[str], content: dict[str, Any] | None) -> None:
+    """Write a report and, if there is one, its content with a checksum; a file is complete or not there."""
+    part = path.with_suffix(".part")
+    with _private(part) as file:
+        file.write("".join(f"{line}\n" for line in (verdict, *notes)).encode())
+    part.replace(path.with_suffix(".txt"))
+    if content is not None:
+        with _private(part) as file:
+            torch.save(content, file)
+        with part.open("ab") as file:
+            file.write(b"\nsha256 %s\n" % _sum(part, part.stat().st_size))
+        part.replace(path)
 
 
 def _surplus(folder: Path, rank: str) -> list[Path]:
@@ -176,6 +195,10 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     if size > MOST_BYTES:
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
         state = {}
+    optimizer = _optimizer_state(subject)
+    if not state or (size := size + sum(t.nbytes for t in tensors(optimizer))) > MOST_BYTES:
+        optimizer["state"] = {}
+    limit = subject.clip_norm
     content = {
         "halfstep_blackbox": VERSION,
         "torch": str(torch.__version__),
@@ -184,18 +207,40 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "region": subject.foreign,
         "scaling": subject.scaling,
         "scale": subject.scale,
+        "floor": subject.floor,
         "step": subject.step,
+        "dropped": subject.dropped,
+        "notes": list(subject.notes),
+        "clip_norm": dict(limit) if isinstance(limit, Mapping) else limit,
+        "clip_value": subject.clip_value,
         "signals": None if subject.signals is None else subject.signals.saved(),
         "rank": subject.rank,
         "window": window,
         "buffers": buffers,
         "model": state,
+        "optimizer": optimizer,
     }
     try:
         check(content, EVIDENCE, "evidence", StepError, "it could not be read again")
     except StepError as error:
         return None, [*notes, str(error)]
     return content, notes
+
+
+def _optimizer_state(subject: Subject) -> dict[str, Any]:
+    """Return the options of each group, and the state of each parameter by its name, as far as they are plain."""
+    groups = [] if subject.optimizer is None else subject.optimizer.param_groups
+    states = {} if subject.optimizer is None else subject.optimizer.state
+    names = subject.names
+    return {
+        "groups": [_plain({k: v for k, v in group.items() if k != "params"}) for group in groups],
+        "state": {names[id(p)]: _plain(s) for p, s in states.items() if id(p) in names and isinstance(s, Mapping)},
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {k: _cpu(v) if type(v) is Tensor and v.layout is torch.strided else v for k, v in values.items()}
+    return {k: v for k, v in kept.items() if _is_tree(v) and {Tensor}.issuperset(map(type, tensors(v)))}
 
 
 def _cpu(tensor: Tensor | None) -> Tensor | None:
@@ -268,6 +313,23 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path)
         what = f"{', '.join(unfit[:SHOWN])}{more}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
     model.load_state_dict(weights, strict=False)  # only tensors were kept
+
+
+def load_optimizer(optimizer: Optimizer, model: nn.Module, content: Mapping[str, Any]) -> None:
+    """Put the options of groups and the state of an evidence file into an optimizer, as far as they fit."""
+    kept = content["optimizer"]
+    if len(kept["groups"]) == len(optimizer.param_groups):
+        for group, options in zip(optimizer.param_groups, kept["groups"], strict=True):
+            group.update({k: v for k, v in options.items() if type(v) is type(group.get(k))})
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if name in kept["state"] and id(parameter) in stepped:
+            move = partial(_beside, parameter)
+            optimizer.state[parameter] = map_tensors(kept["state"][name], move)
+
+
+def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+    return value.to(parameter.device) if value.dim() else value  # optimizers count steps on the host
 
 
 def _kind(tensor: Tensor) -> tuple[bool, bool, torch.layout]:

@@ -36,6 +36,7 @@ EQUAL = 1e-4  # relative difference of norms that count as equal: clipping adds 
 UNKNOWN = 64  # backward passes of one update, at most, before the first update has shown how many there are
 HARMLESS = frozenset({"HS001", "HS201"})  # errors because of which training does not run away
 COMPARED = "gradients and weights, compared before and after the calls of this run"
+ALONE = "call scaler.step(optimizer) alone: it leaves out a step whose gradients are not finite"
 COPIED = 1 << 26  # bytes of weights that are copied to find out whether a bad step was applied to them
 
 
@@ -51,8 +52,8 @@ class _Update:
 class Loop:
     """Watches the order of calls around one optimizer."""
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self) -> None:
+        self.optimizer: Optimizer | None = None
         self.facts: dict[str, Verdict] = {}  # code of an error in `mistakes.MISTAKES` -> the verdict on it alone
         self.bad: tuple[int, float] | None = None  # (number, scale) of the last bad step, until its gradients are gone
         self.carried = 0  # number of the step whose bad gradients went into the present one; 0: none
@@ -203,13 +204,17 @@ class Loop:
             return
         frame = sys._getframe()
         near = _scales_near(frame)
+        gradients = self._gradients()
+        norm = float(torch.linalg.vector_norm(norms_for(gradients)))
         if any(math.isclose(scale, one * one) for one in near):
             self._note(
                 "HS202",
                 because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
                 "gradients are divided by it once",
             )
-        elif self._made and all(_is_same(*one) for one in self._made) and not in_scaler(frame):
+        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(
+            frame
+        ):  # torch's unscale_ counts no version of a gradient
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self._note(
@@ -220,9 +225,8 @@ class Loop:
                 )
             self._tries = TRIES
             return
-        gradients = self._gradients()
         largest = max((extremes(g)[0] for g in gradients), default=0.0)
-        self._samples.append((scale, float(raw), math.hypot(*norms_for(gradients).tolist()), largest))
+        self._samples.append((scale, float(raw), norm, largest))
         if len(self._samples) == SAMPLES:
             self._tries = TRIES
             self._judge_clipping()
@@ -286,6 +290,7 @@ class Loop:
         if update.scaler:
             because = f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}"
             verdict = _blamed(verdict, "HS006", because)
+            verdict = replace(verdict, cures=(Cure(policy=None, text=ALONE, verified=False),))
         elif scaled:
             because = f"{call} applied gradients that overflowed under the loss scale; {count}"
             verdict = _blamed(verdict, "HS005", because)

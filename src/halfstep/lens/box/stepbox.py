@@ -208,7 +208,7 @@ class Streak:
 class Box:
     """What the boxes of a `TrainStep` and of a loop written by hand share."""
 
-    spelled = "step"  # the object whose explain() the user calls
+    spelled = "step.explain()"  # how the user gets the verdict
     explainable: str  # which steps that method explains, in words
 
     def __init__(self, evidence: Path | None) -> None:
@@ -427,12 +427,13 @@ class Box:
         if verified and verdict.kind != "scale_too_high":
             text += f": {verified[0].text.splitlines()[0].partition(': ')[2]}"
             if len(verified) > 1:
-                text += f" ({len(verified) - 1} more: print({self.spelled}.explain()))"
+                report = self._written[-1].with_suffix(".txt") if self._written else f"print({self.spelled})"
+                text += f" ({len(verified) - 1} more: {report})"
         self._warn_once(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", text)
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
-            LOG.warning("black box: step %d: %s", step, text.replace("step.explain()", f"{self.spelled}.explain()"))
+            LOG.warning("black box: step %d: %s", step, text.replace(Box.spelled, self.spelled))
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -555,11 +556,13 @@ class StepBox(Box):
                 "gradients were finite and the update was applied: the weights have been written to since, and the "
                 "replay ran with those after it"
             )
-        elif step.update_in_backward:
+        elif step.update_in_backward is True:
             notes.append(
                 "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
                 "updated, and the replay ran with them"
             )
+        if step.compile:
+            notes.append("the step is compiled; the replay ran it eagerly")
         return Subject(
             replay=Replay(
                 model=model,

@@ -39,10 +39,11 @@ from halfstep.lens.calls import extremes, writes
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.optim import Optimizers, clipped_together
 from halfstep.policy.policy import Policy
-from halfstep.snapshot import Snapshot, attributes
+from halfstep.snapshot import Snapshot, attributes, contents
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
+from halfstep.torch_private.modules import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from halfstep.trees import map_tensors, tensors
 
 STEPS = 12  # steps of a trial, the bad one included
@@ -177,7 +178,13 @@ class Trials:
         assert subject.optimizer is not None
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
-        with _placed(subject.model, self._trained) as weights:
+        hooks: list[Any] = [
+            global_optimizer_pre_hooks,
+            global_optimizer_post_hooks,
+        ]  # of the program, which are not for trials
+        with Snapshot(contents(hooks)).returning(), _placed(subject.model, self._trained) as weights:
+            for hook in hooks:
+                hook.clear()
             optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
             for window in self._windows():

@@ -109,7 +109,7 @@ class Record(Part):
         self.weighed: Tensor | None = None  # the sum of the window's, see `parts.weights`
         self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
         self.landing = Landing()
-        self.signals = Signals()
+        self.model, self.signals = model, Signals()
         self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
 
     @property
@@ -153,6 +153,10 @@ class Record(Part):
         """Remember loss and gradient norm, on a CPU as values: tensors kept cost 4 % of a small network's step."""
         if not result.due or batch is None:  # a flush has no loss
             return
+        if self.history is None:  # a graph, which Python does not see, or no black box
+            self.signals.count(result.step + 1, self.model)
+        elif self.signals.learning.open:
+            self.signals.learning.end(result)
         loss, norm = result.loss, result.grad_norm
         if loss.is_cpu and norm.is_cpu and type(loss) is type(norm) is Tensor:
             self.signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))

@@ -1,0 +1,50 @@
+"""Evidence of a bad step, replayed in another process, gives the verdict of the run: cause, place and cures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lens.replayed import CASES
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+PLACE = "kind cause because sure op module phase line parameter".split()
+SAME = [*PLACE, "shown", "value", "rank"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the verdicts of runs and of replays, which were made in two processes."""
+    made = tmp_path_factory.mktemp("replayed")
+    for what in ("run", "replay"):
+        command = [sys.executable, "-m", "tests.lens.replayed", what, str(made)]
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=900)
+    return made
+
+
+@pytest.mark.parametrize(("loop", "fault"), CASES)
+def test_a_replay_elsewhere_gives_the_verdict_of_the_run(folder: Path, loop: str, fault: str) -> None:
+    run = json.loads((folder / f"{loop}-{fault}" / "run0.json").read_text())
+    files = sorted((folder / f"{loop}-{fault}").glob(f"halfstep-blackbox-{run['step']}*.json"))
+    assert len(files) == (2 if loop == "ddp" else 1)
+    for file in files:
+        again = json.loads(file.read_text())
+        names = PLACE if again["rank"] != run["rank"] else SAME  # each rank replays its own batch
+        assert {name: again[name] for name in names} == {name: run[name] for name in names}
+        assert [cure["text"] for cure in again["cures"]] == [cure["text"] for cure in run["cures"]]
+        assert run["cause"] or fault == "state"
+        assert file.with_suffix(".txt").read_text().splitlines()[0].endswith(run["headline"])
+    assert _outcomes(json.loads(files[0].read_text())) == _outcomes(run)
+
+
+def _outcomes(verdict: dict[str, Any]) -> list[Any]:
+    return [(cure["verified"], cure["outcome"]) for cure in verdict["cures"]]
