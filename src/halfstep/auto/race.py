@@ -81,7 +81,6 @@ class Elimination(Race):
         return best
 
     def _replaces(self, name: str, preferred: str) -> bool:
-        """Return whether `name` replaces `preferred`, as far as is known; see note [ties]."""
         faster, ratio = self.faster(name, preferred), self.ratio(name, preferred)
         if faster is not None or ratio is None:
             return bool(faster)

@@ -180,7 +180,6 @@ def _used(moments: Sequence[Moment]) -> list[str]:
 
 
 def _place(moment: Moment) -> str:
-    """Return where in a step a moment lies, in words."""
     where = f"{moment.phase}, {moment.name.removeprefix('aten::')}" if moment.name else moment.phase
     return f"{where} of {moment.module}" if moment.module else where
 
@@ -206,7 +205,6 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> doc.Figure:
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
-    """Return the highest moment of each of `width` stretches, of every phase at least one."""
     if len(timeline) <= width:
         return list(timeline)
     found: list[Moment] = []
@@ -220,14 +218,12 @@ def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
 
 
 def _stack(moment: Moment, top: int, height: int) -> str:
-    """Return a column from bottom to top; a line shows the part that is at its middle."""
     ends = list(accumulate(moment.bytes))
     places = (bisect_left(ends, (line + 0.5) / height * top) for line in range(height))
     return "".join(LETTERS[PARTS[place]] if place < len(PARTS) else " " for place in places)
 
 
 def _axis(columns: Sequence[Moment]) -> str:
-    """Return the names of the phases, each at the column where it begins; the last may be longer than its phase."""
     line = ""
     for phase in PHASES:
         first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)
@@ -275,7 +271,6 @@ def _answer(plan: MemoryPlan) -> doc.Section:
 
 
 def _pictures(plans: Sequence[MemoryPlan]) -> doc.Section:
-    """Return the step of the first plan as a picture, and the peaks of several beside it."""
     plan = plans[0]
     limit = plan.fit.usable if plan.fit is not None else 0
     if limit >= 3 * max(one.peak_bytes for one in plans):  # a line far above would flatten the pictures

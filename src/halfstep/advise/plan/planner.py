@@ -131,7 +131,6 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
 
 
 def _has_fake_gpu() -> bool:
-    """Return whether this process was started with the fake GPU."""
     try:
         with fake_cuda():
             return True
@@ -140,7 +139,6 @@ def _has_fake_gpu() -> bool:
 
 
 def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `_planned` for arguments of `plan`."""
     bound = inspect.signature(plan).bind(**request)
     bound.apply_defaults()
     given = bound.arguments
@@ -195,7 +193,6 @@ def _planned(
     what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, devices: int, shard: str,
     units: Sequence[str] | None, gpu: Gpu | None, batch_size: int | None, largest: bool, options: dict[str, Any],
 ) -> MemoryPlan:  # fmt: skip
-    """Trace one request, in a process that has `device`, and others of other batch sizes for the largest."""
     task = load_task(what) if isinstance(what, str) else what
     if isinstance(task, Task):
         name, make, batch, loss_fn, optimizer = task.name, task.model, task.batches(0, 0), task.loss_fn, task.optimizer
@@ -259,7 +256,6 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
 
 @contextmanager
 def _tracing(device: str) -> Iterator[None]:
-    """Run a block under the fake mode of `device`; what raises in it becomes a PlanError."""
     log = logging.getLogger(fake_tensor.__name__)
     quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
     try:
@@ -277,7 +273,6 @@ def _tracing(device: str) -> Iterator[None]:
 
 
 def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are made by `empty`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = empty(tensor.detach())

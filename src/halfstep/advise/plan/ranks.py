@@ -98,7 +98,6 @@ def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
 
 
 def _ring(kind: str, size: int, devices: int) -> int:
-    """Return the bytes that a device sends if it puts in `size` bytes."""
     if kind == "all-gather":  # of which it puts in its part
         return (devices - 1) * size
     if kind == "all-reduce":  # a reduce-scatter, then an all-gather

@@ -142,7 +142,6 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
-    """Return a fake tensor like one of the batch, whose value is known."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if (block := sink.ledger.of(made)) is not None:
         block.part = "batch"
@@ -179,7 +178,6 @@ def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, original
 
 
 def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
-    """Return blocks summed by part, module and format: parts in their order, largest first."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for block in blocks:
         form = DTYPE_NAMES.get(block.dtype, str(block.dtype).removeprefix("torch."))
@@ -195,7 +193,6 @@ def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
 
 
 def _peaks(ledger: Ledger) -> dict[str, Any]:
-    """Return the fields of a `MemoryPlan` that follow from a walk over all events: the peaks and the timeline."""
     blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
     begins = {step: next(mark.operators for mark in ledger.marks if mark.step == step) for step in (0, 1, 2)}
     stretch = max(1, -(-(begins[2] - begins[1]) // STRETCHES))

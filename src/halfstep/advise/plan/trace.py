@@ -219,7 +219,6 @@ class MemorySink(Sink):
         return result
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; what needs values gets those that are known."""
         forward = self.phase == "forward"
         try:
             result = func(*args, **kwargs)
@@ -237,7 +236,6 @@ class MemorySink(Sink):
         return result
 
     def _from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator whose shape depends on known values; None if they are not known."""
         if func is torch.ops.aten.index.Tensor and self.values.of(args[0]) is None:
             dense = self.values.dense_index(args)
             return None if dense is None else func(*dense)
@@ -249,7 +247,6 @@ class MemorySink(Sink):
         return result
 
     def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> Block | None:
-        """Note a result; return its block if it is new."""
         ledger = self.ledger
         block = ledger.note(tensor, module, name, self.phase)
         if block is None:
@@ -263,7 +260,6 @@ class MemorySink(Sink):
         return block
 
     def _bytes_of(self, tensor: Tensor) -> int:
-        """Return the memory of a tensor as it was noted."""
         block = self.ledger.of(tensor)
         return tensor.nbytes if block is None else block.bytes
 

@@ -105,7 +105,6 @@ class Board:
         return True
 
     def _take(self, found: RaceResult, labels: Sequence[str], base: str, *, judged: bool) -> None:
-        """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
             self.set(label, state_bytes=state, saved_bytes=saved)

@@ -211,8 +211,6 @@ class Lab:
         return prove(self.task, candidate, max_loss_rise=options.pop("bound"), seeds=seeds, **options)
 
     def _trainings(self, steps: int, bound: float | None, phase: str) -> dict[str, Any]:
-        """Return the options of trainings that are kept one by one."""
-
         def keep(run: Run) -> None:
             self._keep(f"run {len(self.entries)}", dataclasses.asdict(run))
             self.say(phase=phase)

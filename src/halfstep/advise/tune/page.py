@@ -87,7 +87,6 @@ def _machine(tuning: Tuning) -> str:
 
 
 def _time(tuning: Tuning) -> list[str]:
-    """Return what was measured of the time of a step; nothing if it was not timed."""
     chosen = tuning.chosen
     if chosen.time is None:
         return []
@@ -100,7 +99,6 @@ def _time(tuning: Tuning) -> list[str]:
 
 
 def _memory(tuning: Tuning) -> list[str]:
-    """Return the bytes that were counted; nothing if they were not."""
     chosen, fp32 = tuning.chosen, tuning.fp32
     if not chosen.bytes or not fp32.bytes:
         return []
@@ -190,7 +188,6 @@ def _conclusion(tuning: Tuning) -> doc.Section:
 
 
 def _in_words(tuning: Tuning) -> str:
-    """Return the conclusion as two or three sentences."""
     chosen, proof, fp32 = tuning.chosen, tuning.proof, tuning.fp32
     if tuning.is_fp32:
         return f"Stay with fp32, the preset {chosen.label}: {chosen.reason}."
@@ -211,7 +208,6 @@ def _in_words(tuning: Tuning) -> str:
 
 
 def _without_proof(reason: str, proof: Proof | None) -> str:
-    """Return why a candidate was chosen, without the verdict that has a sentence of its own."""
     return reason if proof is None else reason.partition(f"; {proof.verdict}")[0]
 
 

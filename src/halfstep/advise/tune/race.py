@@ -130,14 +130,11 @@ class Reference:
 
 
 class _Race(Training):
-    """A race of candidates that may fail; fp32 may not."""
-
     def step(self, label: str, number: int) -> float:
         with failing(label):
             return super().step(label, number)
 
     def leave(self) -> None:
-        """Give the memory of candidates that left the race back."""
         if gone := self.loops.keys() & self.dropped.keys():
             for label in gone:
                 del self.loops[label]

@@ -113,14 +113,12 @@ class Search:
         return True
 
     def _slower_start(self, tried: Tried) -> list[Change]:
-        """Return the loss-scale rule that begins low, for a preset in fp16 whose scale had to come down first."""
         skipped = self.board.skipped(tried.label)
         if tried.policy.dtype != "fp16" or not skipped:
             return []
         return [Change(field="scale", value=LOW_START, why=f"{counted(skipped, 'step')} skipped until the scale fits")]
 
     def _calibration(self, label: str) -> Calibration:
-        """Return the audit of a candidate; what ended one that failed goes into the notes."""
         found = self.lab.calibration(self.board.candidate(label), self.steps)
         note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
         if found.failed and note not in self.notes:
@@ -131,7 +129,6 @@ class Search:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
-        """Race a preset with each of some lists of exceptions."""
         board = self.board
         made = [board.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
@@ -203,7 +200,6 @@ class Search:
         return whole
 
     def _proven(self, label: str) -> bool:
-        """Test a candidate for equivalence, and return whether it passes."""
         proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
         self.proofs.append((label, proof))
         self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
@@ -255,14 +251,12 @@ class Search:
         return tried.compile, PRESETS.index(tried.preset), len(tried.changes)
 
     def _settle(self, label: str) -> None:
-        """Measure the error of a candidate that was judged, and make it the best if it is."""
         tried = self.board[label]
         if tried.verdict in {"within", "worse"} and label != SAFE:
             self.board.set(label, error=self._probe(tried.policy))
         self.board.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
-        """Write into its last change what it saves or costs beside `base`, the base of the last race."""
         board, tried = self.board, self.board[label]
         saved = (1.0 - board.beside(label)) * board[base.label].milliseconds
         words = f"saves {saved:.2g} ms" if saved > 0 else f"costs {-saved:.2g} ms"

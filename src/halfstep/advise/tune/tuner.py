@@ -135,7 +135,6 @@ def _result(search: Search, target: str) -> Tuning:
 
 
 def _advice(board: Board) -> Iterator[str]:
-    """Yield what would save time or memory and no policy can hold: linear_cross_entropy, checkpointing."""
     best, lab = board[board.best], board.lab
     if not best.saved_bytes:
         return
@@ -158,7 +157,6 @@ def _advice(board: Board) -> Iterator[str]:
 
 
 def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
-    """Return (count, class, path) of the longest row of equal modules with submodules."""
     best: tuple[int, str, str] | None = None
     for path, module in model.named_modules():
         kinds = Counter(type(child).__name__ for child in module.children() if any(child.children()))
