@@ -36,21 +36,10 @@ STRETCHES = 400  # of a timeline, at most
 
 
 def plan_step(
-    make: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    loss_fn: Callable[..., Any],
-    batch: tuple[Any, ...],
-    named: dict[str, Any],
-    *,
-    device: str,
-    policy: hs.Policy,
-    options: dict[str, Any],
-    devices: int,
-    shard: str,
-    units: Sequence[str] | None,
-    mesh: DeviceMesh | None,
-    **about: Any,
-) -> MemoryPlan:
+    make: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], Optimizer], loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...], named: dict[str, Any], *, device: str, policy: hs.Policy, options: dict[str, Any],
+    devices: int, shard: str, units: Sequence[str] | None, mesh: DeviceMesh | None, **about: Any,
+) -> MemoryPlan:  # fmt: skip
     """Trace two updates in a fake mode; arguments as of `plan`, the `mesh` of fsdp2, and further fields of the plan."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
@@ -87,8 +76,7 @@ def plan_step(
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         sink.watch(model)
-        ddp = Ddp(model, step.policy) if shard == "ddp" else None
-        if ddp is not None:
+        if (ddp := Ddp(model, step.policy) if shard == "ddp" else None) is not None:
             ddp.allocate(ledger, device)
             sink.after_backward = partial(ddp.average, ledger)
         with _as_real():
@@ -181,13 +169,11 @@ def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
     sums: dict[tuple[str, str, str], list[int]] = {}
     for block in blocks:
         form = DTYPE_NAMES.get(block.dtype, str(block.dtype).removeprefix("torch."))
-        entry = sums.setdefault((block.part, block.module, form), [0, 0])
-        entry[0] += block.bytes
-        entry[1] += 1
+        sums.setdefault((block.part, block.module, form), []).append(block.bytes)
     rows = [
-        Row(part=part, module=module, format=form, bytes=amount, tensors=count)
-        for (part, module, form), (amount, count) in sums.items()
-        if amount
+        Row(part=part, module=module, format=form, bytes=sum(sizes), tensors=len(sizes))
+        for (part, module, form), sizes in sums.items()
+        if any(sizes)
     ]
     return tuple(sorted(rows, key=lambda row: (PARTS.index(row.part), -row.bytes, row.module, row.format)))
 
@@ -238,6 +224,5 @@ def _moment(ledger: Ledger, event: int, begin: int, sums: tuple[int, ...]) -> Mo
     while made > 0 and ledger.events[made] < 0:
         made -= 1
     block = ledger.blocks[max(ledger.events[made], 0)]
-    return Moment(
-        phase=phase, operator=ledger.times[event] - begin, name=block.operator, module=block.module, bytes=sums
-    )
+    operator = ledger.times[event] - begin
+    return Moment(phase=phase, operator=operator, name=block.operator, module=block.module, bytes=sums)

@@ -180,12 +180,11 @@ class MemorySink(Sink):
         self._gathered = [tensor for tensor in self._gathered if tensor.untyped_storage().nbytes()]
         ledger.operators += 1
         backward, running = current_graph_task_id() >= 0, self.tracer.running
+        module = self.tracer.module
         if backward:
             if self.phase != "backward":
                 self.begin("backward")
-            if running:
-                module = self.tracer.module
-            else:
+            if not running:
                 node = current_autograd_node()
                 module = "" if node is None else self._made_by.get(node._sequence_nr(), "")
         else:
@@ -195,7 +194,6 @@ class MemorySink(Sink):
                 for parameter in self._parameters:
                     if parameter.grad is not None:
                         self._is_gradient(parameter.grad)
-            module = self.tracer.module
             if module:
                 self._made_by.setdefault(get_sequence_nr() - 1, module)
         name = schema_of(func).name

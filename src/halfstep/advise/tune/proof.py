@@ -167,10 +167,7 @@ def prove(
 
 
 def references(task: Task, count: int, **options: Any) -> list[Run]:
-    """Return fp32's trainings with the first `count` seeds, which a proof uses too, or fewer if the time is short.
-
-    `options` as `_Pairs` takes them.
-    """
+    """Return fp32's trainings with `count` seeds, or fewer if the time is short; `options` as `_Pairs` takes them."""
     pairs = _Pairs(task, BASELINE, **options)
     while len(pairs.reference) < count and pairs.add_reference():
         pass
