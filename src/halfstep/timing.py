@@ -114,15 +114,9 @@ class Race:
         return names
 
     def run(
-        self,
-        names: Sequence[str],
-        *,
-        seconds: float,
-        least: int,
-        most: int,
-        clock: Callable[[], float] = time.perf_counter,
-        on_share: Callable[[float], None] = lambda share: None,
-    ) -> None:
+        self, names: Sequence[str], *, seconds: float, least: int, most: int,
+        clock: Callable[[], float] = time.perf_counter, on_share: Callable[[float], None] = lambda share: None,
+    ) -> None:  # fmt: skip
         """Warm up, then run rounds for `seconds`, but from `least` to `most` of them.
 
         `on_share` is called before each round with the share of the time that is gone, from 0 to 1.

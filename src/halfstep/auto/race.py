@@ -30,10 +30,7 @@ class Elimination(Race):
         self.rounds = self.turns = 0  # a turn is that of one candidate in one round
 
     def eliminate(self, names: Sequence[str], most: int) -> None:
-        """Race for a round at least, until one candidate is left, or another round would pass `most` turns in all.
-
-        Candidates that are preferred come first.
-        """
+        """Race a round or more until one, the preferred first, is left, or another would pass `most` turns in all."""
         self.names, least = [name for name in names if name not in self.dropped], self.rounds + 1
         while self.rounds < least or len(self.names) > 1:
             if self.rounds >= least and self.turns + len(self.names) > most:
@@ -54,12 +51,10 @@ class Elimination(Race):
         ratio = self.ratio(name, preferred)
         if ratio is None:
             return None
-        beyond = CLEAR.get(ratio.rounds, 0.0)
-        if ratio.high < (1.0 - MARGIN) / (1.0 + beyond):
+        clear = 1.0 + CLEAR.get(ratio.rounds, 0.0)
+        if ratio.high < (1.0 - MARGIN) / clear:
             return True
-        if ratio.low > (1.0 - MARGIN) * (1.0 + beyond):
-            return False
-        return None
+        return False if ratio.low > (1.0 - MARGIN) * clear else None
 
     def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
         """Return the ratio of two candidates' steps, by way of others if they shared no round; None: there is none."""

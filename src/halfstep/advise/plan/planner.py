@@ -35,7 +35,6 @@ from halfstep.torch_private.fake import FakeTensorMode
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
 
-DEVICES = ("cpu", "cuda")
 OTHER_KERNELS = (
     "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "
     "backward pass, and its kernels take workspaces of their own"
@@ -52,9 +51,6 @@ COMPILED = (
     "in which it compiles, takes more"
 )
 """Assumptions of a plan, which its notes name."""
-
-WITHOUT = ("cuda_graph", "blackbox", "scheduler", "scaler")
-"""Arguments of hs.TrainStep that a plan does not take: a graph keeps memory of its own."""
 
 
 def plan(
@@ -156,7 +152,7 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         batch=(batch, a(tuple, list, Mapping, words="a tuple of arguments or a dict of named ones") | NONE),
         loss_fn=(loss_fn, CALLABLE | NONE),
         optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
-        device=(device, one_of(*DEVICES)),
+        device=(device, one_of("cpu", "cuda")),
         gpu=(gpu, TEXT),
         batch_size=(size, COUNT | NONE),
         largest=(largest, FLAG),
@@ -165,19 +161,19 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
-    for name in WITHOUT:
+    for name in ("cuda_graph", "blackbox", "scheduler", "scaler"):  # a graph keeps memory of its own
         if options.pop(name, None):
             raise PlanError(f"a plan does not take {name}=; a step without it is planned")
     if not isinstance(what, (str, Task, nn.Module)) and not callable(what):
         raise PlanError(f"expected an hs.Task, its name, a model or a function that returns one, and got {what!r}")
+    missing = [name for name in ("batch", "loss_fn", "optimizer") if given[name] is None]
     if isinstance(what, (str, Task)):
-        if batch is not None or loss_fn is not None or optimizer is not None:
+        if len(missing) < 3:
             raise PlanError("a task has its own batch, loss_fn and optimizer; leave them out, or plan its model")
-        load_task(what) if isinstance(what, str) else what
-    elif batch is None or loss_fn is None or optimizer is None:
-        missing = {"batch": batch, "loss_fn": loss_fn, "optimizer": optimizer}
-        names = ", ".join(f"{name}=" for name, value in missing.items() if value is None)
-        raise PlanError(f"a plan of a model also needs {names}")
+        if isinstance(what, str):
+            load_task(what)
+    elif missing:
+        raise PlanError(f"a plan of a model also needs {', '.join(f'{name}=' for name in missing)}")
     if isinstance(what, nn.Module):
         refuse_sharded(what)
         if hs.prepared_policy(what) is not None:
@@ -229,9 +225,8 @@ def _with_size(batch: Any, size: int) -> Any:
     """Return `batch` with `size` rows instead of its own: they are repeated, of a large tensor on the meta device."""
     old = _size(batch)
     if not old:
-        raise PlanError(
-            f"the batch cannot be given size {size}: none of its tensors has a dimension; give a batch of it"
-        )
+        why = "none of its tensors has a dimension; give a batch of it"
+        raise PlanError(f"the batch cannot be given size {size}: {why}")
 
     def sized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:

@@ -110,11 +110,8 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def _as_real() -> AbstractContextManager[Any]:
-    """Return a context in which transformers takes fake tensors for real ones.
-
-    It asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones. The values
-    it looks at are known here (note [values] in `trace.py`).
-    """
+    # transformers asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones;
+    # the values it looks at are known here (note [values] in `trace.py`)
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
@@ -139,10 +136,7 @@ def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
 
 
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
-    """Say of every block what it was for; the first `own` ones were made before `model` was prepared.
-
-    `originals`: id of such a block of a parameter -> its module.
-    """
+    # the first `own` blocks were made before `model` was prepared; `originals`: id of one of a parameter -> its module
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for held, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):

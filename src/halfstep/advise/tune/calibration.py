@@ -187,9 +187,8 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
     for field, values in FIELDS.items():
         why = f"{field} was {getattr(policy, field)}"
         if policy.params == "low" or field not in BEHIND_LOW:
-            found += [(share, Change(field=field, value=value, why=why)) for value in values]
-    if policy.dtype == "fp16":
-        found = [(share, change) for share, change in found if (change.field, change.value) != ("master", "master")]
+            new = [value for value in values if policy.dtype != "fp16" or (field, value) != ("master", "master")]
+            found += [(share, Change(field=field, value=value, why=why)) for value in new]
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: dict[object, Change] = {}
     for _, change in found:
@@ -202,12 +201,11 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
     """Yield (share of the time concerned, rule)."""
-    spots = [spot for spot in calibration.spots if spot.op != "to"]
     modules: dict[str, float] = {}
-    for spot in spots:
-        if spot.module:
+    for spot in calibration.spots:
+        if spot.module and spot.op != "to":
             modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
-    named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
+    named = sorted(modules, key=modules.__getitem__, reverse=True)[:NAMED]
     for field, pattern in calibration.places(named):
         concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
         share = sum(spot.time for spot in concerned)

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,9 @@ class Lab:
         """Return (bytes between steps, bytes saved for backward) of a candidate; (0, 0) if it cannot make a step."""
 
         def count() -> list[int]:
-            try:
+            with suppress(Exception):  # the race that follows reports it
                 return list(probed(self.task, candidate, self.device, self.clock)[:2])
-            except Exception:  # the race that follows reports it
-                return [0, 0]
+            return [0, 0]
 
         state, saved = self._remember(f"bytes {_key(candidate)}", count)
         return state, saved

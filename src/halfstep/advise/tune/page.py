@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfstep import report as doc
 from halfstep.advise.tune.proof import Proof
+from halfstep.report.document import UNITS
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
@@ -112,7 +113,7 @@ def _ratio(ratio: Ratio) -> str:
 
 def size(count: int) -> str:
     """Return a number of bytes with three digits."""
-    unit, divisor = next((pair for pair in reversed(doc.UNITS) if count >= pair[1]), doc.UNITS[0])
+    unit, divisor = next((pair for pair in reversed(UNITS) if count >= pair[1]), UNITS[0])
     return f"{count / divisor:.3g} {unit}"
 
 

@@ -94,10 +94,7 @@ def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Chan
     found = [(0.0, remedy) for remedy in fields.values()]
     outermost = (spot.module.partition(".")[0] for spot in calibration.spots if spot.module)
     patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *calibration.places(outermost)])
-    shares = [
-        (sum(spot.time for spot in calibration.covered(field, pattern)) / total, field, pattern)
-        for field, pattern in patterns
-    ]
+    shares = [(sum(spot.time for spot in calibration.covered(*place)) / total, *place) for place in patterns]
     small = sorted((s for s in shares if s[0] <= LARGE), reverse=True)[:PATTERNS]
     found += [(share, Change(field=field, pattern=pattern, value="fp32", why="")) for share, field, pattern in small]
     return [(share, change) for share, change in found if applied(policy, [change]) != policy]

@@ -142,10 +142,10 @@ def _advice(board: Board) -> Iterator[str]:
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:
+            where = last.module or "the last linear"
             yield (
-                f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
-                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
-                "the loss without it"
+                f"the result of {where} takes {size(last.bytes)} of {size(best.saved_bytes)} kept for the backward "
+                "pass: hs.linear_cross_entropy computes the loss without it"
             )
     if best.saved_bytes > best.state_bytes and (found := _blocks(started(lab.task, lab.seed, "cpu"))):
         count, kind, path = found
