@@ -48,8 +48,7 @@ class Elimination(Race):
 
     def faster(self, name: str, preferred: str) -> bool | None:
         """Return whether `name` replaces `preferred`, see note [ties]; None if that is not known."""
-        ratio = self.ratio(name, preferred)
-        if ratio is None:
+        if (ratio := self.ratio(name, preferred)) is None:
             return None
         clear = 1.0 + CLEAR.get(ratio.rounds, 0.0)
         if ratio.high < (1.0 - MARGIN) / clear:
@@ -58,8 +57,7 @@ class Elimination(Race):
 
     def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
         """Return the ratio of two candidates' steps, by way of others if they shared no round; None: there is none."""
-        direct = self.ratio(name, base)
-        if direct is not None:
+        if (direct := self.ratio(name, base)) is not None:
             return direct
         for other in (one for one in self.times if one not in {name, base, *seen}):
             one, rest = self.ratio(name, other), self.over(other, base, (*seen, name))
@@ -87,8 +85,7 @@ class Elimination(Race):
         slower = set()
         for place, preferred in enumerate(self.names):
             for name in self.names[place + 1 :]:
-                faster = self.faster(name, preferred)
-                if faster is not None:
+                if (faster := self.faster(name, preferred)) is not None:
                     slower.add(preferred if faster else name)
         if not slower and len(self.names) > FINAL:
             slower = {max(reversed(self.names), key=self.typical)}

@@ -133,10 +133,7 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
     low, high = (batch, MOST + 1) if fits(batch) else (0, batch)
     other = 2 * batch if low else max(1, batch // 2)
     while high - low > 1 and len(need) < MOST_PLANS:
-        if fits(other):
-            low = max(low, other)
-        else:
-            high = min(high, other)
+        low, high = (max(low, other), high) if fits(other) else (low, min(high, other))
         if low and need[low] <= need[min(need)] and low >= 2 * min(need) and high > MOST:
             return Largest(batch=None, need=need[low], plans=len(need), proved=False)
         other = _guess(need, room, low, high)

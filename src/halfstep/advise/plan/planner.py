@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,11 +127,9 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
 
 
 def _has_fake_gpu() -> bool:
-    try:
-        with fake_cuda():
-            return True
-    except FakeCudaError:
-        return False
+    with suppress(FakeCudaError), fake_cuda():
+        return True
+    return False
 
 
 def _checked(request: Mapping[str, Any]) -> dict[str, Any]:

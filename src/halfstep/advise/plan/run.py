@@ -101,8 +101,7 @@ def plan_step(
 
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse a model whose parameters are DTensors: parts of them, in a layout that only their own ranks know."""
-    found = next((name for name, parameter in model.named_parameters() if local(parameter) is not parameter), "")
-    if found:
+    if found := next((name for name, p in model.named_parameters() if local(p) is not p), ""):
         raise PlanError(
             f"parameter {found!r} is a DTensor: tensor parallelism, fully_shard and HSDP of your own are not planned; "
             "give the plain model with devices= and shard='ddp' or shard='fsdp2'"

@@ -39,10 +39,7 @@ class Workspace:
 
 
 def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:
-    """Return the workspace of a call on fake tensors; None where it is not counted.
-
-    `bytes_of` returns the memory of an argument, which may be more than a fake tensor shows.
-    """
+    """Return the workspace of a call on fake tensors, None if it is not counted; `bytes_of`: memory of an argument."""
     name = schema_of(func).name
     given, made = tensors((args, kwargs)), tensors(result)
     if (

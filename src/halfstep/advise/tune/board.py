@@ -148,8 +148,7 @@ class Board:
     def cost(self, tried: Tried) -> float:
         """Return the logarithm of its cost over fp32's; inf if it is not known."""
         fp32 = self.tried[FP32]
-        known = (tried.time is not None or not self.weights.time) and (tried.bytes > 0 or not self.weights.memory)
-        if not known:
+        if (tried.time is None and self.weights.time) or (tried.bytes <= 0 and self.weights.memory):
             return math.inf
         memory = tried.bytes / fp32.bytes if fp32.bytes else math.inf
         return self.weights.cost(1.0 if tried.time is None else tried.time.median, memory)

@@ -10,6 +10,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -72,15 +73,12 @@ def gradients(task: Task, model: nn.Module, batch: tuple[Any, ...], policy: hs.P
         found.extend(torch.zeros(()) if g is None else g.detach().float() / scale for g in made)
         raise _GradientsAreThereError
 
-    with generators_kept():
+    with generators_kept(), suppress(_GradientsAreThereError):
         torch.manual_seed(0)
-        try:
-            if policy is None:
-                loss_fn(own, *batch)
-            else:
-                hs.TrainStep(own, task.optimizer(own), loss_fn, policy=policy, blackbox=False)(*batch)
-        except _GradientsAreThereError:
-            pass
+        if policy is None:
+            loss_fn(own, *batch)
+        else:
+            hs.TrainStep(own, task.optimizer(own), loss_fn, policy=policy, blackbox=False)(*batch)
     return found
 
 

@@ -157,13 +157,11 @@ def _advice(board: Board) -> Iterator[str]:
 
 
 def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
-    best: tuple[int, str, str] | None = None
+    found: list[tuple[int, str, str]] = []
     for path, module in model.named_modules():
         kinds = Counter(type(child).__name__ for child in module.children() if any(child.children()))
-        for kind, count in kinds.items():
-            if count >= OFTEN and (best is None or count > best[0]):
-                best = count, kind, path or "the model"
-    return best
+        found += [(count, kind, path or "the model") for kind, count in kinds.items() if count >= OFTEN]
+    return max(found, key=lambda row: row[0], default=None)
 
 
 def weights_of(target: str) -> Weights:
