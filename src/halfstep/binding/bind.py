@@ -50,7 +50,7 @@ from halfstep.binding.fp8 import layer_of
 from halfstep.binding.fsdp import refuse_own_loop
 from halfstep.binding.precise import KEY, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
-from halfstep.cast.copies import low_forward
+from halfstep.cast.copies import Copies, low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
@@ -68,6 +68,8 @@ from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
+    DisableTorchFunction,
+    get_tracing_state,
     is_in_torch_dispatch_mode,
     len_torch_function_stack,
     pop_torch_function_stack,
@@ -134,6 +136,8 @@ class Binding:
             self.home |= {None} if self.alone else set()
         self.unruled: bool | None = None  # whether the region has no rule for what its forward calls; None: not known
         self.idle = False  # whether its forward needs nothing in the region: no mode taken off and no low weight
+        self.held: list[dict[str, nn.Parameter | None]] | None = None  # of a root: the parameters of each module
+        self.kept: Copies | None = None  # of a root: the low weights it is called with while gradients are off
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -282,30 +286,52 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
 
 
 def _move(binding: Binding, *args: Any, **kwargs: Any) -> nn.Module:
-    """Do what `_apply` of the class does, for ``cuda()`` and ``to()``, and let a root follow its parameters.
-
-    Where the policy means other formats on the new device the next call is an error, and not the move: it may be on the
-    way to a file.
-    """
+    """Do what `_apply` of the class does, for ``cuda()`` and ``to()``, and let a root follow its parameters."""
     module = binding.here()
     moved: nn.Module = apply_of(type(module))(module, *args, **kwargs)
-    there, binding.astray = device_types_of([module]), ""
-    if not binding.root or set(there) <= set(binding.device_types):
-        return moved
+    if binding.root:
+        _follow(binding, module)
+    return moved
+
+
+def _follow(binding: Binding, module: nn.Module) -> None:
+    """Let the regions of a root be those of its parameters' devices.
+
+    Where the policy means other formats there the next call is an error, and not the move: it may be on the way to a
+    file.
+    """
+    there, binding.astray, binding.held = device_types_of([module]), "", None
+    if set(there) <= set(binding.device_types):
+        return
+    lost = (binding.store is not None and p.dtype in LOW_DTYPES and p not in binding.store for p in module.parameters())
     before, after = (resolved(binding.wanted, devices[0]) for devices in (binding.device_types, there))
-    if before != after:
+    if any(lost):
+        binding.astray = (
+            f"the model was prepared on {binding.device_types[0]!r}, and others without fp32 values behind them were "
+            f"put in the place of its low parameters, on {there[0]!r}; place the model first, then call hs.prepare"
+        )
+    elif before != after:
         binding.astray = (
             f"the model was prepared on {binding.device_types[0]!r} with policy {binding.wanted.name!r} and moved to "
             f"{there[0]!r}, where that means other formats; move it first, then call hs.prepare (or hs.unprepare "
             f"it now, and prepare it anew). They differ:\n{before.diff(after)}"
         )
-        return moved
-    for part in list(module.modules()):
-        mine = binding_of(part)
-        if mine is not None and mine.wanted == binding.wanted:
-            mine.enter_on(there)
-            bind(part, mine)
-    return moved
+    else:
+        for part in list(module.modules()):
+            mine = binding_of(part)
+            if mine is not None and mine.wanted == binding.wanted:
+                mine.enter_on(there)
+                bind(part, mine)
+
+
+def _has_left(binding: Binding, module: nn.Module) -> bool:
+    """Return whether a parameter of a root that was prepared on a CPU is elsewhere: a device map replaced it."""
+    if binding.device_types != ("cpu",):
+        return False
+    if binding.held is None:
+        binding.held = [part._parameters for part in module.modules() if part._parameters]
+    with DisableTorchFunction():  # else each attribute of a watched parameter calls Python
+        return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
 
 
 def _enter(
@@ -317,6 +343,8 @@ def _enter(
         return forward(module, *args, **kwargs)
     store = binding.store
     if binding.root:
+        if binding.astray or _has_left(binding, module):
+            _follow(binding, module)
         if binding.astray:
             raise BindError(binding.astray)
         if hasattr(type(module), "unshard"):
@@ -344,10 +372,12 @@ def _enter(
     else:
         if is_fx_symbolic_tracing():
             _refuse_fx(binding.recipe, module, (args, kwargs))
-        region, failing = opened(binding.recipe), True
+        region, failing, copies = opened(binding.recipe), True, state.copies
         try:
             region.frame = open_recipe(binding.recipe, region)
             state.bound = binding.recipe
+            if binding.root and binding.policy.params == "fp32" and copies is None:
+                state.copies = _kept(binding, module)
             result = forward(module, *args, **kwargs)
             failing = False
         except EXPLAINED as error:
@@ -356,12 +386,29 @@ def _enter(
             raise better from error
         finally:  # note [interrupts] of cast/regions/opening.py
             try:
+                state.copies = copies
                 close_recipe(region, failing=failing)
             finally:
                 abandon(region.frame)
     if output is None:
         return result
     return _widened(module, result) if method else _cast_floats(result, output)
+
+
+def _kept(binding: Binding, module: nn.Module) -> Copies | None:
+    """Return the low weights that a root keeps while it is called without gradients; a call with gradients drops them.
+
+    On a CPU alone: elsewhere a change of a weight that leaves no trace cannot be seen without a wait. What records
+    operators has to record their casts: dispatch modes, torch.jit.trace.
+    """
+    if torch.is_grad_enabled():
+        binding.kept = None
+        return None
+    if binding.device_types != ("cpu",) or is_in_torch_dispatch_mode() or get_tracing_state():
+        return None
+    if binding.kept is None:
+        binding.kept = Copies(module, module.parameters(), binding.recipe, sums=False, serving=True)
+    return binding.kept
 
 
 def _call(run: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
