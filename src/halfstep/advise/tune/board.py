@@ -175,8 +175,8 @@ class Board:
         for label, tried in self.tried.items():
             if tried.error > WRONG and tried.verdict in {"within", "worse"}:
                 self.set(label, reason=f"{tried.reason}; its gradients are off by {100 * tried.error:.0f} %")
-        tried = self.tried.values()
-        return tuple(t for t in tried if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
+        every = self.tried.values()
+        return tuple(t for t in every if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
 
     def saves(self, tried: Tried, base: Tried) -> bool:
         """Return whether it is cheaper than `base`, the base of its last race, for certain."""
