@@ -131,7 +131,6 @@ def _inputs(micro: MicroBatch) -> Given:
 
 
 def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
-    """Yield what is not finite in the inputs that the replay accuses."""
     if source is None or source.kind != "batch":
         return
     for index, name, tensor in _inputs(micro):
@@ -211,7 +210,6 @@ def _selected_by_batch(call: CallRecord) -> bool:
 
 
 def _constant_feature(given: Given, feature: int) -> Iterator[str]:
-    """Yield which inputs hold one value in every sample at the feature at fault."""
     for _, name, tensor in given:
         if tensor.dim() > 1 and tensor.layout is torch.strided and feature < tensor.shape[-1] and len(tensor) > 1:
             column = tensor.detach()[..., feature]
@@ -362,7 +360,6 @@ def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[
 
 
 def _changed(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> Subject:
-    """Return the step with some inputs of the micro-batch at fault changed."""
     assert attempt.index is not None
     window = list(subject.replay.window)
     micro = window[attempt.index]

@@ -235,7 +235,6 @@ def _of_maker(call: CallRecord, limit: float) -> str:
 
 
 def _of_mask(source: Source) -> str:
-    """Return which mask an operator made NaN of."""
     mask, call = source.over[0], source.call
     assert call is not None
     whose = mask.name or "a tensor that is neither batch nor state"
@@ -249,7 +248,6 @@ def _of_mask(source: Source) -> str:
 
 
 def _of_input(micro: MicroBatch, name: str) -> str:
-    """Return how much of an input is not finite, and where."""
     tensor = tensors((micro.batch, micro.named))[int(name.removeprefix("input "))].detach()
     if tensor.layout is not torch.strided or extremes(tensor)[1]:
         return ""
@@ -294,7 +292,6 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
 
 
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
-    """Return the verdict on micro-batches that are finite one by one."""
     leaf = attempt.added
     assert leaf is not None
     total = attempt.gradients[leaf]
@@ -334,7 +331,6 @@ def helping_scale(subject: Subject, only: int | None = None) -> float:
 
 
 def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
-    """Return the verdict on a step whose forward and backward passes are finite."""
     bad = _bad_states(subject)
     if bad:
         return Verdict(kind="bad_state", phase="update", parameter=bad[0])
@@ -355,7 +351,6 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
 
 
 def _bad_states(subject: Subject) -> list[str]:
-    """Return names of optimizer states that are not finite."""
     found, names, kind = [], subject.names, type(subject.optimizer).__name__
     for parameter, state in () if subject.optimizer is None else subject.optimizer.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -365,7 +360,6 @@ def _bad_states(subject: Subject) -> list[str]:
 
 
 def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
-    """Yield in words where the replay differs from the step."""
     dropped = subject.dropped
     for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False), dropped):
         if micro.loss is not None and not torch.equal(micro.loss.cpu(), loss.float().cpu().to(micro.loss.dtype)):
@@ -382,7 +376,6 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    """Yield in words what a replay cannot restore."""
     for micro in subject.replay.window:
         for value in (*micro.batch, *micro.named.values()):
             if isinstance(value, Iterator):

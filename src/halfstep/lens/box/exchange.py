@@ -122,7 +122,6 @@ class Exchange:
         return list(self._gone)
 
     def _missing(self, topic: str) -> list[int]:
-        """Return the indices of ranks that have posted nothing about `topic`."""
         found = []
         for first in range(0, len(self.ranks), BITS):
             bits = self._store.add(f"{topic}/bits/{first // BITS}", 0)

@@ -106,7 +106,6 @@ class Trace(Sink):
             self.origins.expect("batch", f"input {index}", tensor)
 
     def _expect_state(self, module: nn.Module, prefix: str) -> None:
-        """Note parameters and buffers of `module`."""
         if id(module) in self._seen_modules:
             return
         self._seen_modules.update(id(m) for m in module.modules())
@@ -244,7 +243,6 @@ class Trace(Sink):
 
 
 def _engine_between(below: FrameType, above: FrameType) -> bool:
-    """Return whether the autograd engine runs between a frame and one that called it."""
     between = takewhile(lambda frame: frame is not above, (frame for frame, _ in walk_stack(below)))
     return any(frame.f_code.co_name == ENGINE for frame in between)
 
@@ -377,7 +375,6 @@ class _RefuseCollectives(Sink):
     """Refuses collectives (of SyncBatchNorm, of a gathered batch): the other ranks run no replay, or another one."""
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel that does not communicate."""
         if func.namespace in COLLECTIVE:
             raise StepError(
                 f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
@@ -386,13 +383,11 @@ class _RefuseCollectives(Sink):
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy, to which a replay may write."""
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves that `loss` depends on, and whether re-entrant checkpoints lie between."""
     found: dict[Tensor, None] = {}
     reentrant = False
     seen, todo = set[Any](), [loss.grad_fn]

@@ -194,7 +194,6 @@ class Streak:
             )
 
     def _reason(self) -> str:
-        """Return what is known of the reason of a streak."""
         verdict = self.verdict
         if verdict is not None and verdict.kind == "bad_batch":
             return f"look at the batch: {verdict.headline}"
@@ -269,7 +268,6 @@ class Box:
     # ------------------------------------------------------------------ one step
 
     def _last(self) -> Verdict:
-        """Return the verdict on the last step that was not finite."""
         window = self._wrong_window()
         if window is None:
             if self.verdict is None:
@@ -531,7 +529,6 @@ class StepBox(Box):
     # ------------------------------------------------------------------ replay
 
     def _wrong_window(self) -> Window | None:
-        """Return the last window that was not applied or whose loss was not finite."""
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
@@ -599,7 +596,6 @@ def _weight(verdict: Verdict) -> int:
 
 
 def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
-    """Return the verdict with its root cause and its cures, which are tried by training on."""
     if attempt is not None and subject.foreign and attempt.trace is not None:
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))

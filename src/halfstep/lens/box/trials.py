@@ -165,7 +165,6 @@ class Trials:
                 yield windows
 
     def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
-        """Replay the step alone; `why`: the reason."""
         attempt, scale = self._finite(windows, self.subject.replay.window, self._scale(policy))
         if attempt.bad or attempt.odd:
             return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
@@ -215,7 +214,6 @@ class Trials:
     def _update(
         self, optimizer: Optimizer, weights: Sequence[_Weight], gradients: dict[Tensor, Tensor], divisor: float
     ) -> None:
-        """Update trial weights as the step does, and round them into the model's leaves."""
         for weight in weights:
             gradient = gradients.pop(weight.leaf, None)
             weight.precise.grad = None if gradient is None else gradient.to(weight.precise.dtype) / divisor
@@ -248,7 +246,6 @@ class Trials:
             yield [replace(begin, random=self._random[number]), *rest]
 
     def _scale(self, policy: Policy | None) -> float:
-        """Return the loss scale that a trial of `policy` begins with."""
         subject = self.subject
         if subject.scaling == "none" or policy is None or subject.policy is None:
             return subject.scale
@@ -261,7 +258,6 @@ class Trials:
 
     @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model that the optimizer trains, by name."""
         optimizer = self.subject.optimizer
         groups = [] if optimizer is None else unwrap_optimizer(optimizer).param_groups
         stepped = {id(p) for group in groups for p in group["params"]}
@@ -286,7 +282,6 @@ class Trials:
     # ------------------------------------------------------------------ judging
 
     def _judged(self, policy: Policy | None, trial: Trial) -> Trial:
-        """Return the trial with its judgement and its outcome in words."""
         if not trial.finite_once:
             return trial
         losses = trial.losses
@@ -381,7 +376,6 @@ def _following(micro: MicroBatch, first: MicroBatch) -> MicroBatch:
 
 
 def _contents(micro: MicroBatch) -> str:
-    """Return the arguments of a batch in words."""
     words = [*map(_form, micro.batch), *(f"{name}={_form(value)}" for name, value in micro.named.items())]
     return ", ".join(words) or "nothing"
 
@@ -454,7 +448,6 @@ class _NothingLow(Sink):
     """Runs in fp32 what the program makes low by name."""
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with fp32 in the place of low formats and tensors; what it writes to stays as it is."""
         if writes(func):
             return func(*args, **kwargs)
         if func in {Tensor.half, Tensor.bfloat16}:

@@ -181,7 +181,6 @@ class Watch(Sink):
     # ------------------------------------------------------------------ the step
 
     def _box_of(self, called: nn.Module) -> BlackBox:
-        """Return the box of the model that was called, or of the one that it is a part of."""
         whole = self._model
         model = whole if whole is not None and any(called is part for part in whole.modules()) else called
         if id(model) not in self._boxes:
@@ -225,7 +224,6 @@ class Watch(Sink):
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:
-    """Return the tensors that a call has made or written to."""
     return tensors(args[0] if getattr(func, "__name__", "") == "__setitem__" else result)
 
 
