@@ -265,11 +265,11 @@ def pasted(cure: hs.lens.Cure, model: nn.Module, inputs: tuple[Any, ...]) -> Ten
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], list[str]]] = {
     "the module after it divides by what was too large": (
         lambda: convolutions(nn.GroupNorm(2, 8), 1), images,
-        ["conv2d in fp32", "module 1 in fp32", "bf16 instead of fp16"],
+        ["module 1 in fp32", "conv2d in fp32", "bf16 instead of fp16"],
     ),
     "the first module is too large, and it returns fp32 as it was given": (
         lambda: convolutions(nn.BatchNorm2d(8), 0), images,
-        ["conv2d in fp32", "modules 0 and 1 in fp32", "bf16 instead of fp16"],
+        ["modules 0 and 1 in fp32", "conv2d in fp32", "bf16 instead of fp16"],
     ),
     "attention": (transformer, batch, ["matmul in fp32", "module blocks.1 in fp32", "bf16 instead of fp16"]),
 }  # fmt: skip

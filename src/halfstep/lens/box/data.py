@@ -38,7 +38,6 @@ TAIL = 1000  # most values that the tail is estimated from: the largest tenth, t
 MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)
 EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
 SHARE = 4  # outliers are in one of so many samples, or in one sample
-
 ALONE = "the batch holds one sample"
 TARGET = ", the target of "
 SELECTING = frozenset({"getitem", "masked_select", "index_select", "index"})

@@ -27,16 +27,11 @@ from halfstep.update.updater import ClipNorm
 from halfstep.weights.store import WeightStore
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
-
 MASKED = "the mask's -inf becomes nan by arithmetic: "
-
 BY_EXP = "comes from exp at "
 CASTING = frozenset({"to", "float", "type", "double", "type_as"})
-
 WRITTEN = "a value that is not finite is written here by the program itself"
-
 INSIDE, AROUND = FOREIGN = "inside", "around"  # of the loss function
-
 CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
 LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
 LARGE = 1e3  # larger weights get a note
@@ -44,18 +39,13 @@ ROWS = 8  # rows of a story
 NEAREST = 3  # so many rows are the place and what leads to it directly; the others are where magnitudes changed most
 EXTREME = 1e3  # activations and gradients above it are out of the normal range: their products pass the end of fp16
 TINY = 1e-30  # stands for a magnitude of 0 in ratios
-
 FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
 
 
 @dataclass(eq=False)
 class Subject:
-    """A step to diagnose.
-
-    Attributes:
-        more: further micro-batches, for trials of training, by their number in `explain(batches=)`.
-    """
+    """A step to diagnose."""
 
     replay: Replay  # runs it again
     model: nn.Module  # the user's model
@@ -73,7 +63,7 @@ class Subject:
     region: str = "torch.autocast"  # the name of what opens them
     dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
     gone: str = ""  # why none can be run again, in words; "" if one can
-    more: Mapping[int, MicroBatch] = field(default_factory=dict)
+    more: Mapping[int, MicroBatch] = field(default_factory=dict)  # for trials, by their number in `explain(batches=)`
     clip_norm: ClipNorm = None  # largest norm of the gradients of an update; None: not clipped, or not known
     clip_value: float | None = None  # largest magnitude of an element of them; None likewise
     signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file

@@ -43,6 +43,7 @@ MOST_FILE = 3 << 30  # bytes of a file that is read
 SHOWN = 3  # weights named that do not fit
 SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")  # the end of a file: the sum of all bytes before it
 SEAL_BYTES = 73
+SAME = ("scaling", "scale", "floor", "step", "dropped", "clip_value", "rank")  # as the fields of a `Subject`
 
 
 def _is_tree(value: Any) -> bool:
@@ -202,16 +203,10 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "verdict": verdict.record(),
         "policy": None if subject.policy is None else subject.policy.to_toml(),
         "region": subject.foreign,
-        "scaling": subject.scaling,
-        "scale": subject.scale,
-        "floor": subject.floor,
-        "step": subject.step,
-        "dropped": subject.dropped,
+        **{name: getattr(subject, name) for name in SAME},
         "notes": list(subject.notes),
         "clip_norm": dict(limit) if isinstance(limit, Mapping) else limit,
-        "clip_value": subject.clip_value,
         "signals": None if subject.signals is None else subject.signals.saved(),
-        "rank": subject.rank,
         "window": window,
         "buffers": buffers,
         "model": state,

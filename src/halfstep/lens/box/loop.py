@@ -83,7 +83,7 @@ class Loop:
         self._passes += 1
         if not updates:
             return
-        kept = [gradient for parameter, gradient, version in left if _is_same(parameter, gradient, version)]
+        kept = [g for parameter, g, version in left if parameter.grad is g and g._version == version]
         if not any(bool(local(gradient).any()) for gradient in kept):
             self._kept = 0
             return
@@ -210,9 +210,8 @@ class Loop:
                 because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
                 "gradients are divided by it once",
             )
-        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(
-            frame
-        ):  # torch's unscale_ counts no version of a gradient
+        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(frame):
+            # by the norms: torch's unscale_ counts no version of a gradient
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self._note(
@@ -349,10 +348,6 @@ def _of_buffers(names: Sequence[str], step: int) -> str:
         f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: leaving out "
         "its update does not restore them, and eval() reads them"
     )
-
-
-def _is_same(parameter: Tensor, gradient: Tensor, version: int) -> bool:
-    return parameter.grad is gradient and gradient._version == version
 
 
 def _differ(now: Tensor, before: Tensor) -> bool:

@@ -63,9 +63,7 @@ SILENT = frozenset(
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
 """Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
-
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
-
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
@@ -99,11 +97,6 @@ class Trace(Sink):
         self._expect_state(self.model, "")
 
     # ------------------------------------------------------------------ setting up
-
-    def expect(self, batch: Any) -> None:
-        """Note the tensors of the batch."""
-        for index, tensor in enumerate(tensors(batch)):
-            self.origins.expect("batch", f"input {index}", tensor)
 
     def _expect_state(self, module: nn.Module, prefix: str) -> None:
         if id(module) in self._seen_modules:
@@ -256,7 +249,6 @@ def _opens(func: Callable[..., Any]) -> bool:
 # ------------------------------------------------------------------ the replay
 
 Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
-
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"  # the node of a checkpoint that accumulates into ``.grad``
 
@@ -341,7 +333,8 @@ class Replay:
         trace = Trace(self.model) if traced else None
         with ExitStack() as stack:
             if trace is not None:
-                trace.expect((batch, named))
+                for number, tensor in enumerate(tensors((batch, named))):
+                    trace.origins.expect("batch", f"input {number}", tensor)
                 stack.enter_context(trace.watching())
             loss = self.forward(batch, named)
             if not isinstance(loss, Tensor):

@@ -66,9 +66,7 @@ STREAK = 10  # a streak of so many bad steps is reported
 LONG_STREAK = 20  # the same under a dynamic scale, which skips 24 steps from 2**24 to 1; most begin at 2**16
 SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
-
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
-
 UPDATE, CALL = "update", "call"
 
 
@@ -209,6 +207,12 @@ class Box:
 
     spelled = "step.explain()"  # how the user gets the verdict
     explainable: str  # which steps that method explains, in words
+    _wrong_window: Callable[[], Window | None]  # the last window if it was not finite
+    _subject: Callable[[Window], Subject]  # a window as a step to diagnose
+    # the topic of a window, at a place, that all ranks see as bad; None of any other, and without other ranks
+    _topic: Callable[[Window, str], Topic | None]
+    # the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks
+    _named_models: Callable[[], tuple[nn.Module, nn.Module, str]]
 
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None  # the last one, or None
@@ -246,24 +250,6 @@ class Box:
             raise
         finally:
             self._more = {}
-
-    # ------------------------------------------------------------------ what the two boxes know of a step
-
-    def _wrong_window(self) -> Window | None:
-        """Return the last window if it was not finite."""
-        raise NotImplementedError
-
-    def _subject(self, window: Window) -> Subject:
-        """Return the window as a step to diagnose."""
-        raise NotImplementedError
-
-    def _topic(self, window: Window, place: str) -> Topic | None:
-        """Return the topic of a window that all ranks see as bad; None of any other, and without other ranks."""
-        raise NotImplementedError
-
-    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
-        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ one step
 

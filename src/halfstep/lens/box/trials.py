@@ -63,16 +63,12 @@ FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueEr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What training under one policy showed.
-
-    Attributes:
-        trains: whether all steps are finite, their losses no larger than losses may be, and near those of fp32.
-    """
+    """What training under one policy showed."""
 
     finite_once: bool | None  # whether the bad step is finite under it; None if it cannot run
     trained: int = 0  # steps that were made and finite
     losses: tuple[float, ...] = ()  # their losses
-    trains: bool = False
+    trains: bool = False  # whether all steps are finite, their losses as losses may be, and near those of fp32
     outcome: str  # all this in words
     scale: float = 1.0  # the loss scale at which the first step was finite
 
@@ -177,10 +173,7 @@ class Trials:
         assert subject.optimizer is not None
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
-        hooks: list[Any] = [
-            global_optimizer_pre_hooks,
-            global_optimizer_post_hooks,
-        ]  # of the program, which are not for trials
+        hooks: list[Any] = [global_optimizer_pre_hooks, global_optimizer_post_hooks]  # the program's, not for trials
         with Snapshot(contents(hooks)).returning(), _placed(subject.model, self._trained) as weights:
             for hook in hooks:
                 hook.clear()
@@ -330,11 +323,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
-    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves.
-
-    Raises:
-        StepError: they are no iterable of batches, or none is left.
-    """
+    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves."""
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise StepError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
