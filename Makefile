@@ -137,6 +137,15 @@ bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores
 bench-optimizers: $(READY)  ## optimizers under each preset: train, resume, skip; with the libraries installed -> benchmarks/results/optimizers.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.optimizers --json benchmarks/results/optimizers.json
 
+bench-recipes: $(READY)  ## rules for parts of a model, some 4 minutes on a core -> benchmarks/results/recipes.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.recipes --json benchmarks/results/recipes.json
+
+bench-invariance: $(READY)  ## equal bits over threads and batches, 10 seconds -> benchmarks/results/invariance.json
+	$(BIN)/python -m benchmarks.invariance --json benchmarks/results/invariance.json
+
+bench-rl-formats: $(READY)  ## trainer and sampler in bf16 and fp16, 2 minutes on a core -> benchmarks/results/rl_formats.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl_formats --json benchmarks/results/rl_formats.json
+
 bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lean --parts out/lean --json benchmarks/results/lean.json
 

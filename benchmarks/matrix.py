@@ -36,7 +36,7 @@ __all__ = ["CORNERS", "Corner", "matrix_table"]
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / "out" / "matrix"
 
-LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "tensorboard", "wandb", "mlflow")
+LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "torchao", "tensorboard", "wandb", "mlflow")
 """What tests/integrations imports; a test skips without its library."""
 
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "setuptools")
@@ -77,7 +77,7 @@ CORNERS = (
     Corner(name="torch 2.15", python="3.13", torch="2.15.0"),
 )
 
-EXTRAS = ("transformers", "accelerate", "lightning", "peft", "timm", "loggers")
+EXTRAS = ("transformers", "accelerate", "lightning", "peft", "timm", "fp8", "loggers")
 """Extras of pyproject.toml whose lower bounds are tested."""
 
 

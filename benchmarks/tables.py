@@ -25,6 +25,7 @@ from benchmarks.engine_tables import engine_blocks
 from benchmarks.front import front_pictures
 from benchmarks.goal_tables import goal_table
 from benchmarks.goals import goals, instrument_goals
+from benchmarks.invariance import invariance_table
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks, lens_source
 from benchmarks.lint_tables import lint_blocks
@@ -34,8 +35,10 @@ from benchmarks.matrix import matrix_table
 from benchmarks.memory_tables import counted, faults, memory, process_memory, task_memory
 from benchmarks.optimizers import optimizers_table
 from benchmarks.pictures import picture_blocks, pictures
+from benchmarks.recipes import recipes_table
 from benchmarks.reliability_tables import reliability_blocks
 from benchmarks.reports import Reports, committed, load
+from benchmarks.rl_formats import rl_formats_table
 from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
@@ -72,7 +75,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses, auto = reports.cpu, reports.serving, load("losses.json"), load("auto.json")
-    optimizers = load("optimizers.json")
+    optimizers, recipes = load("optimizers.json"), load("recipes.json")
     wheel, plan, tune = load("wheel.json"), load("plan.json"), load("tune.json")
     return {
         **concepts.blocks(),
@@ -116,6 +119,10 @@ def blocks(reports: Reports) -> dict[str, str]:
         "serving": serving_table(serving),
         "source optimizers": source(optimizers),
         "optimizers": optimizers_table(optimizers),
+        "source recipes": source(recipes),
+        "recipes": recipes_table(recipes),
+        "invariance": invariance_table(load("invariance.json")),
+        "rl formats": rl_formats_table(load("rl_formats.json")),
         "source losses": source(losses),
         "losses": losses_table(losses),
         "losses moved": moved_table(losses),

@@ -42,6 +42,12 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/integrations/test_accelerate.py": ("test_two_processes_train_skip_and_resume_together",),
     "tests/integrations/test_fabric.py": ("test_two_processes_skip_together_and_stay_equal",),
     "tests/integrations/test_lightning.py": ("test_ddp_and_sharded_models",),
+    "tests/integrations/test_torchao.py": (
+        "test_a_checkpointed_block_and_a_compiled_model_give_the_same_gradients",
+        "test_the_audit_measures_the_rounding_and_the_black_box_finds_a_nan",
+        "test_the_bundled_gpt_trains_as_near_to_bf16_as_another_seed",
+        "test_two_ranks_stay_equal_and_skip_together",
+    ),
     "tests/integrations/test_transformers.py": ("test_a_smaller_batch_is_found", "test_compiled_by_torch"),
     "tests/kernels/test_native.py": (
         "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",

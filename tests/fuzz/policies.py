@@ -38,12 +38,13 @@ import halfstep as hs
 from halfstep.errors import BannedOperatorError, HalfstepError
 from halfstep.formats import DTYPES, FORMATS, format_of
 from halfstep.policy.operators import known
-from halfstep.policy.rule_kinds import MODULE_RULES, RULES
+from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = ["SAMPLE", "check"]
 
 SAMPLE = 50
+PLAIN = tuple(rule for rule in MODULE_RULES if not RULE_KINDS[rule].recipe)  # the others need torchao
 
 REFUSED = (HalfstepError, NotImplementedError)
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -115,7 +116,7 @@ def _modules(draw: random.Random) -> tuple[tuple[str, str], ...]:
         return ()
     patterns = ["head", "blocks.0", "blocks.*.norm", "class:Linear", "class:Block", "", "*.up", "rows"]
     patterns += ["nowhere"] if draw.random() < 0.1 else []
-    return tuple((draw.choice(patterns), draw.choice(MODULE_RULES)) for _ in range(draw.randint(1, 3)))
+    return tuple((draw.choice(patterns), draw.choice(PLAIN)) for _ in range(draw.randint(1, 3)))
 
 
 def _policy(draw: random.Random) -> hs.Policy:

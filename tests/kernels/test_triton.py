@@ -82,6 +82,16 @@ def test_kernels_compile_for_an_amd_device(tmp_path: Path) -> None:
     assert "hsaco" in json.loads(output_of(script, "amd", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
 
 
+@needs_triton
+def test_offsets_of_every_kernel_reach_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
+    text = output_of("-m", "tests.kernels.triton_offsets", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    found = json.loads(text)
+    faults = found["faults"]
+    assert len(faults.pop("narrow_kernel")) == 3  # a seeded fault: three ways to end at 2^31
+    assert sorted(faults) == found["names"]
+    assert not any(faults.values()), faults
+
+
 def test_amd_devices_need_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     refused = triton_kernels.refused.__wrapped__

@@ -98,5 +98,5 @@ def test_what_arguments_are_cast_to(rule: str, alone: torch.dtype | None, mixed:
 
 def test_which_rules_may_leave_an_operator_low() -> None:
     assert [rule for rule in RULES if RULE_KINDS[rule].may_be_low] == ["low", "keep", "widest"]
-    assert MODULE_RULES == ("low", "fp32", "keep", "mixed")
+    assert MODULE_RULES == ("low", "fp32", "keep", "mixed", "fp8", "fp8-rowwise", "fp8-rowwise-hp")
     assert RULES == ("low", "fp32", "keep", "widest", "banned")

@@ -21,6 +21,9 @@ for name in ("mlflow", "tensorboard", "wandb"):
 print(sorted(hs.integrations.loggers.__all__))
 """
 
+FP8 = STEP.replace("Linear(4, 2)", "Sequential(torch.nn.Linear(16, 16))").replace("ones(3, 4)", "ones(16, 16)")
+FP8 = FP8.replace('policy="O2"', 'policy=hs.Policy.of("O2", dtype="bf16").with_modules({"0": "fp8"})')
+
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tasks": (
@@ -39,6 +42,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "accelerate": ("python", "{examples}/frameworks/accelerate_loop.py"),
         "lightning": ("python", "{examples}/frameworks/lightning_module.py"),
         "timm": ("python", "{examples}/frameworks/timm_loop.py"),
+        "fp8": ("python", "-c", FP8),
         "loggers": ("python", "-c", LOGGERS),
     }
 )

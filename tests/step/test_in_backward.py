@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.errors import StepError
+from halfstep.errors import SettingError, StepError
 from halfstep.step.parts import in_backward
 from halfstep.trees import tensors
 from tests.step.cutting import Run, cut_everywhere, plain, without_warnings
@@ -36,7 +36,10 @@ POLICIES = {
     "kahan": hs.Policy.of("O2", dtype="bf16", master="kahan"),
     "fp32 gradients": hs.Policy.of("pure", dtype="bf16", grads="fp32"),
     "stochastic, low states": hs.Policy.of("pure", dtype="bf16", master="stochastic", state="low"),
+    "mixed fp16": hs.Policy.of("mixed", dtype="fp16"),
+    "O2 fp16": hs.Policy.of("O2", dtype="fp16"),
 }
+TWICE = "two passes"
 
 
 class Net(nn.Module):
@@ -58,7 +61,9 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def made(policy: str = "mixed", optimizer: str = "adamw", on: bool = True, loss: Any = loss_fn, **named: Any) -> Any:
+def made(
+    policy: str = "mixed", optimizer: str = "adamw", on: bool | str = True, loss: Any = loss_fn, **named: Any
+) -> Any:
     torch.manual_seed(0)
     model = named.pop("model", Net)()
     own = OPTIMIZERS[optimizer](model.parameters())
@@ -81,7 +86,8 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "optimizer"), [*((policy, "adamw") for policy in POLICIES), ("pure", "sgd"), ("mixed", "lion")]
+    ("policy", "optimizer"),
+    [*((policy, "adamw") for policy in POLICIES if "fp16" not in policy), ("pure", "sgd"), ("mixed", "lion")],
 )
 def test_weights_states_and_results_have_the_bits_of_the_normal_step(
     policy: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +134,101 @@ def test_a_scheduler_and_checkpointing_without_reentry() -> None:
         runs.append(trained(step))
         assert landing is None or (landing.waits == 3 and step.host_reads == 0)  # the last by state_dict
     assert runs[0] == runs[1] == runs[2]
+
+
+# ---------------------------------------------------------------------- two passes
+
+
+@pytest.mark.parametrize("clip", [1e-2, 1e3, None])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_passes_clip_as_the_normal_step_does(
+    policy: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(made(policy, on=False, clip_norm=clip))
+    assert trained(made(policy, on=TWICE, clip_norm=clip)) == expected
+    monkeypatch.setattr(in_backward, "TOGETHER", 1 << 13)
+    assert trained(made(policy, on=TWICE, clip_norm=clip)) == expected
+    if clip == 1e-2:
+        assert trained(made(policy, on=False))[1] != expected[1]  # it does clip
+
+
+def test_two_passes_with_gradients_that_come_another_way() -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        model.inner(torch.ones(1, 2)).sum().backward()
+        (model.narrow.weight * 2).sum().backward()  # the pass of the step adds to this one
+        h = model.norm(model.wide(model.table(x))).relu()
+        return F.cross_entropy(model.last(checkpoint(model.narrow, h, use_reentrant=False)), y)
+
+    class More(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    runs = [trained(made(on=on, loss=loss, model=More, clip_norm=0.1)) for on in (TWICE, False)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.parametrize("policy", ["mixed fp16", "O2 fp16"])
+def test_two_passes_skip_whole_steps_and_move_the_scale(policy: str, retry: bool) -> None:
+    """The scale begins far too high: steps are skipped, or run again, until it fits."""
+    runs = []
+    for on in (TWICE, False):
+        step = made(policy, on=on, clip_norm=0.1, retry=retry, scaler=hs.GradScaler("cpu", init_scale=2.0**24))
+        before = plain(step.model.state_dict())
+        first = step(X, Y)
+        assert retry or (first.host().skipped and plain(step.model.state_dict()) == before)
+        runs.append((repr(first.host()), trained(step, 14)))
+    assert runs[0] == runs[1] and ("skipped=True" in str(runs)) is not retry
+    assert "updated=True" in runs[0][1][0][-1] and ("retries=0" in runs[0][0]) is not retry
+
+
+def test_two_passes_apply_all_or_nothing_where_a_gradient_is_not_finite() -> None:
+    for policy in ("mixed", "stochastic, low states"):
+        step, model, optimizer = poisoned("inside", on=TWICE, policy=policy, clip_norm=1.0)
+        twin, _, _ = poisoned("inside", on=False, policy=policy, clip_norm=1.0)
+        found, expected = step(X, Y).host(), twin(X, Y).host()
+        assert found.skipped and found.culprits == expected.culprits
+        assert plain(step.model.state_dict()) == plain(model) and plain(step.optimizer.state_dict()) == optimizer
+        assert "update_in_backward" not in str(step.explain())
+        step.loss_fn = twin.loss_fn = loss_fn
+        assert trained(step) == trained(twin)
+
+
+def test_an_exception_in_the_first_pass_changes_nothing_and_one_in_the_second_needs_a_checkpoint() -> None:
+    step, twin = (made(on=TWICE, clip_norm=0.1) for _ in range(2))
+    step(X, Y), twin(X, Y)
+    passes = []
+
+    def raises(gradient: Tensor) -> None:
+        passes.append(gradient)
+        raise MemoryError("no room")
+
+    handle = step.model.wide.bias.register_hook(raises)
+    with pytest.raises(MemoryError):
+        step(Y, X)
+    handle.remove()
+    assert len(passes) == 1 and trained(step) == trained(twin)
+    step.model.wide.bias.register_hook(
+        lambda gradient: raises(gradient) if len(passes) > 1 else passes.append(gradient)
+    )
+    with pytest.raises(MemoryError):
+        step(Y, X)
+    with pytest.raises(StepError, match=r"MemoryError \(no room\) cut off the update"):
+        step(X, Y)
+
+
+def test_the_limit_of_two_passes_may_be_assigned_and_is_one_number() -> None:
+    step = made(on=TWICE)
+    step.clip_norm = 1e-2
+    assert trained(step) == trained(made(on=False, clip_norm=1e-2))
+    assert copy.deepcopy(step).update_in_backward == TWICE
+    with pytest.raises(SettingError, match="update_in_backward='two passes' sees one gradient at a time"):
+        step.clip_value = 1.0
+    model = Net()
+    pair = {"a": torch.optim.SGD(model.wide.parameters(), 0.1), "b": torch.optim.SGD(model.narrow.parameters(), 0.1)}
+    with pytest.raises(StepError, match=r"clip_norm=\{'a': 1.0\} needs a norm for each of several optimizers; leave"):
+        hs.TrainStep(model, pair, loss_fn, update_in_backward=TWICE, clip_norm={"a": 1.0})
 
 
 # ---------------------------------------------------------------------- memory
@@ -182,8 +283,10 @@ def test_a_step_holds_one_gradient_at_a_time(policy: str) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).float().square().mean()  # type: ignore[no-any-return]
 
-    on, off = (peak(made(policy, on=on, model=model, loss=loss), torch.ones(1, width)) for on in (True, False))
-    assert off > layers * size and on < copies + 4 * size
+    on, twice, off = (
+        peak(made(policy, on=on, model=model, loss=loss), torch.ones(1, width)) for on in (True, TWICE, False)
+    )
+    assert off > layers * size and on < copies + 4 * size and twice < copies + 4 * size
 
 
 @pytest.mark.hours
@@ -217,7 +320,7 @@ def test_the_bytes_that_the_docs_state(
 # ---------------------------------------------------------------------- gradients that are not finite
 
 
-def poisoned(place: str, on: bool = True, **named: Any) -> tuple[Any, Any, Any]:
+def poisoned(place: str, on: bool | str = True, **named: Any) -> tuple[Any, Any, Any]:
     """Train a step whose gradients become nan at `place`; return step, model and optimizer state before."""
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -335,7 +438,7 @@ def test_a_step_that_is_cut_off(kind: type[BaseException], stride: int) -> None:
         ({"clip_norm": 1.0}, "clip_norm needs the norm of all of them"),
         ({"clip_value": 1.0}, "clip_value clips in a pass of its own"),
         ({"accumulate": 2}, "accumulate adds those of several micro-batches first"),
-        ({"scaler": hs.GradScaler("cpu")}, "a loss scale skips a step by the verdict on all of them; train in bf16"),
+        ({"scaler": hs.GradScaler("cpu")}, "a loss scale skips a step by the verdict on all of them"),
         ({"scaler": hs.GradScaler("cpu"), "retry": True}, "a loss scale skips a step"),
         ({"compile": {"backend": "eager"}}, "compile makes all gradients of a graph at once"),
         ({"model": lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True))}, "an embedding of the model makes sparse"),
@@ -343,13 +446,18 @@ def test_a_step_that_is_cut_off(kind: type[BaseException], stride: int) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_needs_more_than_one_gradient_is_refused(named: dict[str, Any], text: str) -> None:
-    with pytest.raises(StepError, match=f"^update_in_backward=True updates each.*and {text}.*; leave one of the two"):
+    first = bool({"clip_norm", "scaler"} & {*named})
+    remedy = "use update_in_backward='two passes', with one number" if first else "leave one of the two out"
+    with pytest.raises(StepError, match=f"^update_in_backward=True updates each.*and {text}.*; {remedy}"):
         made(**named)
+    if not first:
+        with pytest.raises(StepError, match=f"^update_in_backward='two passes' updates each.*and {text}.*; {remedy}"):
+            made(on=TWICE, **named)
 
 
 def test_it_is_on_or_off() -> None:
-    with pytest.raises(StepError, match="update_in_backward must be True or False and is 'yes'$"):
-        made(on="yes")  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="update_in_backward must be True or False or 'two passes' and is 'yes'$"):
+        made(on="yes")
 
 
 def test_other_optimizers_are_refused() -> None:

@@ -160,13 +160,24 @@ def made_inside() -> dict[str, list[Any]]:
 
 
 def moved_after() -> list[str]:
-    """Move a model after its TrainStep was made, and train: return the formats of a layer's output in each step."""
+    """Move a model after its TrainStep was made, and train: return the formats of a layer's output in each step.
+
+    At the end a prepared one whose parameters a device map replaces.
+    """
     model, formats = net("cpu"), list[str]()
     step = hs.TrainStep(model, adamw(model), loss_fn, policy=hs.Policy.of("mixed", dtype="bf16"))
     model.get_submodule("4").register_forward_hook(lambda module, args, output: formats.append(str(output.dtype)))
     model.cuda()
     for _ in range(3):
         count_step(step, *batch())
+    mapped = hs.prepare(net("cpu"), policy=hs.Policy.of("mixed", dtype="bf16"))
+    mapped.get_submodule("4").register_forward_hook(lambda module, args, output: formats.append(str(output.dtype)))
+    for part in mapped.modules():
+        part._parameters.update(
+            {n: nn.Parameter(p.detach().cuda()) for n, p in part._parameters.items() if p is not None}
+        )
+        part._buffers.update({name: buffer.cuda() for name, buffer in part._buffers.items() if buffer is not None})
+    mapped(batch()[0])
     return formats
 
 

@@ -255,11 +255,50 @@ def moved(device: torch.device) -> dict[str, Any]:
     refused, words = hs.prepare(net("cpu"), policy=hs.Policy.of("mixed")), ""
     with mock.patch("halfstep.binding.bind.resolved", lambda policy, kind: policy.replace(dtype=HERE[kind])):
         refused.to(device)  # no error yet: it may be on its way to a file
+        words = error_of(refused, device)
+    return {"formats": formats, "refused": words, "placed": placed(device)}
+
+
+def error_of(model: nn.Module, device: torch.device) -> str:
+    """Return the first line of the error of a call, or ""."""
     try:
-        refused(batches(device, 1)[0][0])
+        model(batches(device, 1)[0][0])
     except hs.HalfstepError as error:
-        words = str(error).partition("\n")[0]
-    return {"formats": formats, "refused": words}
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def place(module: nn.Module, device: Any) -> None:
+    """Replace every parameter and buffer one by one, as a device map does."""
+    for part in module.modules():
+        for name, own in part._parameters.items():
+            part._parameters[name] = None if own is None else nn.Parameter(own.detach().as_subclass(Tensor).to(device))
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def placed(device: torch.device) -> dict[str, Any]:
+    """A prepared model whose parts are moved or replaced on their own: formats of a layer's output, or the error."""
+
+    def by_child(model: nn.Module, device: Any) -> None:
+        for child in model.children():
+            child.to(device)
+
+    found: dict[str, Any] = {}
+    ways: dict[str, Any] = {"replaced": place, "children": by_child, "to_empty": lambda m, d: m.to_empty(device=d)}
+    for way, move in ways.items():
+        formats: list[str] = []
+        model = hs.prepare(net("cpu"), policy=POLICIES["mixed"]).eval()
+        model[4].register_forward_hook(lambda module, args, output, seen=formats: seen.append(str(output.dtype)))
+        with torch.no_grad():
+            for there in ("cpu", device, "cpu"):  # with low copies of the weights that are replaced
+                move(model, there)
+                model(batches(there, 1)[0][0])
+        found[way] = formats
+    low = hs.prepare(net("cpu"), policy=hs.Policy.of("O2", dtype="bf16"))
+    place(low, device)
+    found["low"] = error_of(low, device)
+    return found
 
 
 def reads(device: torch.device) -> dict[str, int]:

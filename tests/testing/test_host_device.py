@@ -131,6 +131,18 @@ def test_a_model_that_is_moved_there_computes_in_the_formats_of_its_policy(found
 
 
 @device
+def test_a_model_whose_parameters_are_placed_there_one_by_one_follows_them_or_says_why_not(
+    found: dict[str, Any],
+) -> None:
+    placed = found["moved"]["placed"]
+    assert [placed[way] for way in ("replaced", "children", "to_empty")] == [["torch.bfloat16"] * 3] * 3
+    assert placed["low"] == (
+        "the model was prepared on 'cpu', and others without fp32 values behind them were put in the place of its low "
+        "parameters, on 'npu'; place the model first, then call hs.prepare"
+    )
+
+
+@device
 def test_updates_there_read_nothing_from_the_device(found: dict[str, Any]) -> None:
     assert found["reads"] == {"AdamW": 0, "SGD": 0}
 

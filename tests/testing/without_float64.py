@@ -22,7 +22,7 @@ from halfstep.lens.audit.updates import intended
 from halfstep.lens.calls import in_float64
 from halfstep.lens.monitor.sampler import Sampler
 from halfstep.policy import SCALE_RULES
-from halfstep.scale.finite import _inverse
+from halfstep.scale.finite import unscale_
 from halfstep.scale.rule import advance, initial_state
 from halfstep.testing import count_step
 from halfstep.weights.strategies import _stochastic_fp16
@@ -47,7 +47,7 @@ def scales() -> None:
     for rule in SCALE_RULES.values():
         state = initial_state(rule, "cuda")
         advance(rule, state, torch.empty((), dtype=torch.bool, device="cuda"))
-        _inverse(state.scale.float())
+        unscale_([], state.scale.float())
 
 
 def norms_and_counts() -> None:

@@ -46,10 +46,11 @@ from torch import nn
 from torch.fx import GraphModule, Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfstep.binding.fp8 import layer_of
 from halfstep.binding.fsdp import refuse_own_loop
 from halfstep.binding.precise import KEY, load, low_parameters, make_precise, save, saving
 from halfstep.binding.wrappers import refuse_flat
-from halfstep.cast.copies import low_forward
+from halfstep.cast.copies import Copies, low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
@@ -58,15 +59,17 @@ from halfstep.cast.rules.handlers import norm_forward
 from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
-from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.watched import owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
-from halfstep.policy.rule_kinds import MODULE_RULES, for_every_kind
+from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, for_every_kind
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
+    DisableTorchFunction,
+    get_tracing_state,
     is_in_torch_dispatch_mode,
     len_torch_function_stack,
     pop_torch_function_stack,
@@ -112,6 +115,7 @@ class Binding:
         self.policy = resolved(self.wanted, self.device_types[0]) if concrete is None else concrete
         self.holders = WeakSet[nn.Module]()  # the prepared models that a guest is a part of
         self.module_ref: Callable[[], nn.Module | None] = type(None)  # returns the module, None if it is gone
+        self.eight_bits = layer_of(self.rule)  # the class whose forward it runs instead of its own
         self.astray = ""  # of a root that was moved where its policy means other formats: the error of a call
         self.methods = _Methods()  # the functions of the methods that its module has been given, by name
         self.enter_on(self.device_types)
@@ -132,6 +136,8 @@ class Binding:
             self.home |= {None} if self.alone else set()
         self.unruled: bool | None = None  # whether the region has no rule for what its forward calls; None: not known
         self.idle = False  # whether its forward needs nothing in the region: no mode taken off and no low weight
+        self.held: list[dict[str, nn.Parameter | None]] | None = None  # of a root: the parameters of each module
+        self.kept: Copies | None = None  # of a root: the low weights it is called with while gradients are off
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -193,6 +199,7 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
         "fp32": {},  # the region is off
         "keep": {"table": "all-low", "ops": (("*", "keep"),), "residual": "fp32"},
         "mixed": {},
+        **dict.fromkeys((rule for rule, kind in RULE_KINDS.items() if kind.recipe), {}),  # the region is off
     },
     MODULE_RULES,
 )
@@ -202,7 +209,8 @@ IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
 @lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over operator rules; each policy has its own regions."""
-    return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=rule != "fp32")
+    off = rule == "fp32" or bool(rule and RULE_KINDS[rule].recipe)
+    return recipe_for(policy.replace(**IN_MODULES.get(rule, {})), device_types, enabled=not off)
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -233,6 +241,9 @@ def _casts(
     # of a root in fp32 parameters that came low are fp32 now, and no operator casts
     if (binding.rule == "fp32" and binding.entrance) or (binding.root and policy.dtype == "fp32"):
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
+    elif binding.eight_bits:
+        low = DTYPES[policy.dtype]
+        args, kwargs = _cast_floats(args, low), _cast_floats(kwargs, low)
     elif binding.root and policy.inputs == "low" and not method:
         for _, dtype, on in binding.recipe.devices:
             if on and dtype is not None:
@@ -275,30 +286,52 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
 
 
 def _move(binding: Binding, *args: Any, **kwargs: Any) -> nn.Module:
-    """Do what `_apply` of the class does, for ``cuda()`` and ``to()``, and let a root follow its parameters.
-
-    Where the policy means other formats on the new device the next call is an error, and not the move: it may be on the
-    way to a file.
-    """
+    """Do what `_apply` of the class does, for ``cuda()`` and ``to()``, and let a root follow its parameters."""
     module = binding.here()
     moved: nn.Module = apply_of(type(module))(module, *args, **kwargs)
-    there, binding.astray = device_types_of([module]), ""
-    if not binding.root or set(there) <= set(binding.device_types):
-        return moved
+    if binding.root:
+        _follow(binding, module)
+    return moved
+
+
+def _follow(binding: Binding, module: nn.Module) -> None:
+    """Let the regions of a root be those of its parameters' devices.
+
+    Where the policy means other formats there the next call is an error, and not the move: it may be on the way to a
+    file.
+    """
+    there, binding.astray, binding.held = device_types_of([module]), "", None
+    if set(there) <= set(binding.device_types):
+        return
+    lost = (binding.store is not None and p.dtype in LOW_DTYPES and p not in binding.store for p in module.parameters())
     before, after = (resolved(binding.wanted, devices[0]) for devices in (binding.device_types, there))
-    if before != after:
+    if any(lost):
+        binding.astray = (
+            f"the model was prepared on {binding.device_types[0]!r}, and others without fp32 values behind them were "
+            f"put in the place of its low parameters, on {there[0]!r}; place the model first, then call hs.prepare"
+        )
+    elif before != after:
         binding.astray = (
             f"the model was prepared on {binding.device_types[0]!r} with policy {binding.wanted.name!r} and moved to "
             f"{there[0]!r}, where that means other formats; move it first, then call hs.prepare (or hs.unprepare "
             f"it now, and prepare it anew). They differ:\n{before.diff(after)}"
         )
-        return moved
-    for part in list(module.modules()):
-        mine = binding_of(part)
-        if mine is not None and mine.wanted == binding.wanted:
-            mine.enter_on(there)
-            bind(part, mine)
-    return moved
+    else:
+        for part in list(module.modules()):
+            mine = binding_of(part)
+            if mine is not None and mine.wanted == binding.wanted:
+                mine.enter_on(there)
+                bind(part, mine)
+
+
+def _has_left(binding: Binding, module: nn.Module) -> bool:
+    """Return whether a parameter of a root that was prepared on a CPU is elsewhere: a device map replaced it."""
+    if binding.device_types != ("cpu",):
+        return False
+    if binding.held is None:
+        binding.held = [part._parameters for part in module.modules() if part._parameters]
+    with DisableTorchFunction():  # else each attribute of a watched parameter calls Python
+        return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
 
 
 def _enter(
@@ -310,6 +343,8 @@ def _enter(
         return forward(module, *args, **kwargs)
     store = binding.store
     if binding.root:
+        if binding.astray or _has_left(binding, module):
+            _follow(binding, module)
         if binding.astray:
             raise BindError(binding.astray)
         if hasattr(type(module), "unshard"):
@@ -337,10 +372,12 @@ def _enter(
     else:
         if is_fx_symbolic_tracing():
             _refuse_fx(binding.recipe, module, (args, kwargs))
-        region, failing = opened(binding.recipe), True
+        region, failing, copies = opened(binding.recipe), True, state.copies
         try:
             region.frame = open_recipe(binding.recipe, region)
             state.bound = binding.recipe
+            if binding.root and binding.policy.params == "fp32" and copies is None:
+                state.copies = _kept(binding, module)
             result = forward(module, *args, **kwargs)
             failing = False
         except EXPLAINED as error:
@@ -349,12 +386,29 @@ def _enter(
             raise better from error
         finally:  # note [interrupts] of cast/regions/opening.py
             try:
+                state.copies = copies
                 close_recipe(region, failing=failing)
             finally:
                 abandon(region.frame)
     if output is None:
         return result
     return _widened(module, result) if method else _cast_floats(result, output)
+
+
+def _kept(binding: Binding, module: nn.Module) -> Copies | None:
+    """Return the low weights that a root keeps while it is called without gradients; a call with gradients drops them.
+
+    On a CPU alone: elsewhere a change of a weight that leaves no trace cannot be seen without a wait. What records
+    operators has to record their casts: dispatch modes, torch.jit.trace.
+    """
+    if torch.is_grad_enabled():
+        binding.kept = None
+        return None
+    if binding.device_types != ("cpu",) or is_in_torch_dispatch_mode() or get_tracing_state():
+        return None
+    if binding.kept is None:
+        binding.kept = Copies(module, module.parameters(), binding.recipe, sums=False, serving=True)
+    return binding.kept
 
 
 def _call(run: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -440,7 +494,7 @@ def _methods_of(original: type[nn.Module]) -> _Methods:
 
 def bind(module: nn.Module, binding: Binding) -> None:
     """Make `binding` the one of `module`, and give it the methods of a bound module."""
-    kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    kind = binding.eight_bits or (type(module).__bases__[0] if is_parametrized(module) else type(module))
     binding.module_ref, binding.methods = ref(module), _methods_of(kind)
     keeps_mode = kind not in LAYERS and norm_forward(kind) is None
     binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or keeps_mode)

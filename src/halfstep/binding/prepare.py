@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
+from halfstep.binding.fp8 import load
 from halfstep.binding.fsdp import has_run, reshard
 from halfstep.binding.precise import replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
@@ -107,6 +108,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     wanted = Policy.of(policy)
     devices = device_types_of(model_list)
     plans = [check_model(model, wanted, devices, one_pass=one_pass) for model in model_list]
+    load(plans)
     concrete = plans[0].policy  # the same for all of them
     check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 

@@ -24,6 +24,7 @@ from halfstep.formats import DTYPES
 from halfstep.policy.match import matches
 from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
+from halfstep.policy.rule_kinds import RULE_KINDS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -172,6 +173,7 @@ class _Grouping:
     def _reads_low(self, module: nn.Module) -> bool:
         """Return whether every operator that reads the parameters of `module` itself reads them in the low format."""
         rule = self._rules.get(self._paths[module], "")
+        rule = "low" if rule and RULE_KINDS[rule].recipe else rule  # torchao makes fp8 of what is gathered
         kind = next((c for c in type(module).__mro__ if c.__name__ in OPERATORS), None)
         if kind is None or type(module).forward is not kind.forward:  # type: ignore[attr-defined]
             return False

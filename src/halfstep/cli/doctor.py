@@ -33,9 +33,10 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
     units = [hs.policy.units(each) for each in devices]
-    headers = ("device", "bf16 units", "fp16 units", "how this is known")
+    headers = ("device", "bf16 units", "fp16 units", "fp8 units", "how this is known")
     there = {True: Cell("yes", "good"), False: Cell("no", "open")}
-    show(out, table("", headers, ((u.device, there[u.bf16], there[u.fp16], u.reason) for u in units), words=(1, 2, 3)))
+    rows = ((u.device, there[u.bf16], there[u.fp16], there[u.fp8], u.reason) for u in units)
+    show(out, table("", headers, rows, words=(1, 2, 3, 4)))
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if not err.is_terminal:
         say(err, "measuring ...")

@@ -27,7 +27,7 @@ from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.devices import get_privateuse1_backend_name, is_any_autocast_enabled, storage_key
-from halfstep.torch_private.modes import is_functorch_wrapped_tensor
+from halfstep.torch_private.modes import is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
@@ -119,11 +119,13 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
     if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
         return 0.0, True, False
-    values = tensor.detach()
+    values: Any = tensor.detach()
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
     if hasattr(values, "placements"):
         values = sharded.local(values)
+    elif is_traceable_wrapper_subclass(values):  # torchao's fp8 tensors; what is made of them is a plain tensor
+        return 0.0, True, False
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or not values.numel():

@@ -152,6 +152,10 @@ def callables(name: str) -> tuple[Function, ...]:
     return _index()[0][canonical(name)]
 
 
+SPELLED: dict[Function, str] = {}
+"""Functions that are not torch's -> the operator that they are a spelling of; see `spell`."""
+
+
 def operator_name(function: Function) -> str | None:
     """Return the operator that `function` is a spelling of, or None.
 
@@ -160,9 +164,14 @@ def operator_name(function: Function) -> str | None:
         'softmax'
     """
     try:
-        return _index()[1].get(function)
+        return _index()[1].get(function) or SPELLED.get(function)
     except TypeError:  # unhashable
         return None
+
+
+def spell(function: Function, op: str) -> None:
+    """Let `function`, which is not torch's, be a spelling of the operator `op` for the instruments."""
+    SPELLED[function] = op
 
 
 @cache

@@ -18,10 +18,19 @@ from torch.nn.parameter import is_lazy
 from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
 from halfstep.errors import PolicyError
 from halfstep.formats import DTYPE_NAMES, format_of
-from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
+from halfstep.policy.eight_bits import rules_and_stays
+from halfstep.policy.match import NORMS, declared_fp32, matches
 from halfstep.policy.operators import custom_rule, is_custom
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Decision, custom_decisions, device_types_of, operator_rules, resolve_dtype, resolved
+from halfstep.policy.resolve import (
+    Decision,
+    custom_decisions,
+    device_types_of,
+    operator_rules,
+    resolve_dtype,
+    resolved,
+    units,
+)
 from halfstep.policy.rule_kinds import RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
@@ -117,9 +126,9 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
     device = device_types_of([model])[0] if device_type is None else device_type
     _, note = resolve_dtype(policy, device)
     concrete = resolved(policy, device, one_pass=bool(one_pass))
-    rules, declared = _module_rules(concrete, model)
+    rules, declared, stays = _module_rules(concrete, model)
     parameters, untouched = _parameters(concrete, model, rules, declared)
-    notes = [note, *untouched]
+    notes = [note, *untouched, *_eight_bit_notes(model, device, rules, stays)]
     if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
         notes.append("floating buffers are never converted")
     if concrete.params == "low" and concrete.outputs == "keep" and concrete.loss == "fp32":
@@ -134,7 +143,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         policy=concrete,
         device=device,
         model=type(model).__name__,
-        modules=tuple(_module(path, module, rules, concrete) for path, module in model.named_modules()),
+        modules=tuple(_module(path, module, rules, stays, concrete) for path, module in model.named_modules()),
         parameters=parameters,
         operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
@@ -144,8 +153,10 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
 
 def _module_rules(
     concrete: Policy, model: nn.Module
-) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str]]:
-    """Return module -> (reason, rule), and parameter -> reason for those that `model` itself declares to be fp32.
+) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str], Mapping[nn.Module, str]]:
+    """Return module -> (reason, rule), parameter -> reason for those that `model` declares to be fp32, and what stays.
+
+    What stays: linear layers that a rule for eight bits covers and leaves, with the reason.
 
     ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
     """
@@ -153,20 +164,41 @@ def _module_rules(
     parameters: Mapping[nn.Parameter, str] = {}
     if concrete.dtype != "fp32" and (concrete.params == "low" or concrete.table != "torch"):
         modules, parameters = declared_fp32(model, narrow=format_of(concrete.dtype).is_narrow)
-    patterns = rules_of_modules(concrete.modules, model).items()
-    given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns}
-    return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters
+    patterns, stays = rules_and_stays(concrete, model)
+    given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns.items()}
+    return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters, stays
+
+
+def _eight_bit_notes(
+    model: nn.Module, device: str, rules: Mapping[nn.Module, tuple[str, str]], stays: Mapping[nn.Module, str]
+) -> Iterator[str]:
+    """Say which linear layers stay out of eight bits, and whether those that do not are emulated."""
+    paths: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if module in stays:
+            paths.setdefault(stays[module], []).append(path or "(root)")
+    for reason, found in paths.items():
+        yield f"not in eight bits, {reason}: {', '.join(found)}"
+    used = next((rule for _, rule in rules.values() if RULE_KINDS[rule].recipe), "")
+    if used and not units(device).fp8:
+        yield f"{used} on {device}: no eight-bit units, so torchao emulates them: right numbers, slower than bf16"
 
 
 def _module(
-    path: str, module: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], concrete: Policy
+    path: str,
+    module: nn.Module,
+    rules: Mapping[nn.Module, tuple[str, str]],
+    stays: Mapping[nn.Module, str],
+    concrete: Policy,
 ) -> ModuleDecision:
     kind = type(module).__name__
     if module not in rules:
-        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
+        reason = stays.get(module, "no pattern matches it")
+        return ModuleDecision(path=path, kind=kind, rule="", format="", reason=reason)
     reason, rule = rules[module]
     of = RULE_KINDS[rule]
     made = "" if not of.of_operators else concrete.dtype if of.format == "low" else of.format
+    made = "fp8_e4m3" if of.recipe else made
     return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
 
 

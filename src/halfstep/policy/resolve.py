@@ -43,6 +43,12 @@ FIELDS = data("tables/fields.toml")
 BF16_FROM = (8, 0)
 """CUDA compute capability of the first tensor cores for bf16 (Ampere)."""
 
+FP8_FROM = (8, 9)
+"""CUDA compute capability of the first tensor cores for fp8 (Ada)."""
+
+HIP_FP8 = ("gfx94", "gfx95")
+"""Beginnings of AMD's architectures with fp8 products (CDNA 3), from the page below."""
+
 HIP_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """Beginnings of AMD's architectures with bf16 products: MFMA from gfx908 (CDNA) and WMMA from gfx11 (RDNA 3).
 
@@ -59,12 +65,14 @@ class Units:
         bf16: whether products of bf16 numbers have units.
         fp16: whether products of fp16 numbers have units.
         reason: how this is known, in words for a note or an error.
+        fp8: whether products of fp8 numbers have units that torchao's layers use.
     """
 
     device: str
     bf16: bool
     fp16: bool
     reason: str
+    fp8: bool = False
 
 
 @cache
@@ -158,7 +166,7 @@ def cuda_units(capabilities: list[tuple[int, int]]) -> Units:
     oldest = min(capabilities)
     there = "bf16 and fp16 units" if oldest >= BF16_FROM else "fp16 units and none for bf16 (they need 8.0)"
     words = f"compute capability {oldest[0]}.{oldest[1]} has {there}"
-    return Units("cuda", bf16=oldest >= BF16_FROM, fp16=True, reason=words)
+    return Units("cuda", bf16=oldest >= BF16_FROM, fp16=True, reason=words, fp8=oldest >= FP8_FROM)
 
 
 def hip_units(architectures: list[str]) -> Units:
@@ -170,7 +178,8 @@ def hip_units(architectures: list[str]) -> Units:
     names = sorted({name.partition(":")[0] for name in architectures})
     lacking = [name for name in names if not name.startswith(HIP_BF16)]
     there = "fp16 units and none for bf16" if lacking else "bf16 and fp16 units"
-    return Units("cuda", bf16=not lacking, fp16=True, reason=f"{' and '.join(lacking or names)} has {there}")
+    fp8 = all(name.startswith(HIP_FP8) for name in names)
+    return Units("cuda", bf16=not lacking, fp16=True, reason=f"{' and '.join(lacking or names)} has {there}", fp8=fp8)
 
 
 # ------------------------------------------------------------------ a policy on a device

@@ -53,6 +53,7 @@ class RuleKind:
         of_operators: whether an operator may have it.
         of_modules: whether a module may have it for all its operators.
         params: the format of a module's parameters where the policy lowers others; "input": as they come.
+        recipe: torchao's recipe by which linear layers are computed in eight bits; "" for none.
         means: what it does, in words; "{low}" stands for the low format.
 
     Examples:
@@ -67,40 +68,53 @@ class RuleKind:
     of_operators: bool
     of_modules: bool
     params: Literal["low", "fp32", "input"]
+    recipe: str
     means: str
+
+
+def _eight_bits(recipe: str, how: str) -> RuleKind:
+    """Return a rule for linear layers; other modules it covers follow the rules before it (`policy/eight_bits.py`)."""
+    return RuleKind(
+        format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
+        refuses_low=False, of_operators=False, of_modules=True, params="low", recipe=recipe,
+        means="linear layers by torchao's Float8Linear, " + how,
+    )  # fmt: skip
 
 
 RULE_KINDS: Mapping[str, RuleKind] = {
     "low": RuleKind(
         format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
-        refuses_low=False, of_operators=True, of_modules=True, params="low",
+        refuses_low=False, of_operators=True, of_modules=True, params="low", recipe="",
         means="arguments and result in {low}",
     ),
     "fp32": RuleKind(
         format="fp32", may_be_low=False, cast_to=lambda device, tensors: torch.float32,
-        refuses_low=False, of_operators=True, of_modules=True, params="fp32",
+        refuses_low=False, of_operators=True, of_modules=True, params="fp32", recipe="",
         means="arguments and result in fp32",
     ),
     "keep": RuleKind(
         format="input", may_be_low=True, cast_to=_to_first,
-        refuses_low=False, of_operators=True, of_modules=True, params="input",
+        refuses_low=False, of_operators=True, of_modules=True, params="input", recipe="",
         means="the first activation decides, the other arguments take its format",
     ),
     "widest": RuleKind(
         format="input", may_be_low=True, cast_to=_to_widest,
-        refuses_low=False, of_operators=True, of_modules=False, params="input",
+        refuses_low=False, of_operators=True, of_modules=False, params="input", recipe="",
         means="fp32 if any argument is fp32, else as they come",
     ),
     "banned": RuleKind(
         format="input", may_be_low=False, cast_to=lambda device, tensors: None,
-        refuses_low=True, of_operators=True, of_modules=False, params="input",
+        refuses_low=True, of_operators=True, of_modules=False, params="input", recipe="",
         means="refused with low arguments",
     ),
     "mixed": RuleKind(
         format="input", may_be_low=True, cast_to=lambda device, tensors: None,
-        refuses_low=False, of_operators=False, of_modules=True, params="fp32",
+        refuses_low=False, of_operators=False, of_modules=True, params="fp32", recipe="",
         means="parameters in fp32, each operator by its own rule",
     ),
+    "fp8": _eight_bits("tensorwise", "one scale a tensor"),
+    "fp8-rowwise": _eight_bits("rowwise", "one scale a row"),
+    "fp8-rowwise-hp": _eight_bits("rowwise_with_gw_hp", "one scale a row, gradients of weights in {low}"),
 }  # fmt: skip
 """Rule -> what it means, in the order in which tables show them."""
 

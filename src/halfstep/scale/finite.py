@@ -39,7 +39,8 @@ def unscale_(
     are replaced, and the ``grad_dtype`` of low parameters becomes None, any. With `check_scale` a scale so small that
     1/scale is inf in fp32 counts as not finite.
     """
-    inverse = _inverse(scale)
+    # rounded once where there is float64: some fp32 division kernels are not exact
+    inverse = scale.to(widest_dtype(scale.device)).reciprocal().float()
     unusable = inverse.isfinite().logical_not() if check_scale else torch.zeros_like(inverse)
     flags = {scale.device: unusable.to(torch.float32)}
     divided: list[Tensor] = []
@@ -154,11 +155,6 @@ def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
     for flag in others:
         result = torch.maximum(result, flag.to(result.device, non_blocking=True))
     return result
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Return 1/scale as fp32, rounded once (some fp32 division kernels are not exact) where there is float64."""
-    return scale.to(widest_dtype(scale.device)).reciprocal().float()
 
 
 def values_of(gradient: Tensor) -> Tensor:

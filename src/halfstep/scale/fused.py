@@ -91,27 +91,19 @@ def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = No
     """
     if not isinstance(optimizer, WITH_KERNELS) or (stepped is None and hasattr(optimizer, WEIGHTS_ATTRIBUTE)):
         return False
-    broken = None if stepped is None else any(not fused_works(type(optimizer), p) for p in stepped)
+    others = None if stepped is None else [*stepped]
     changed = False
     for group in optimizer.param_groups:
-        if group.get("fused") and (_is_broken(optimizer, group) if broken is None else broken):
-            group["fused"] = None
-            changed = True
+        if group.get("fused"):
+            parameters = group["params"] if others is None else others
+            on_cpu = bool(parameters) and parameters[0].device.type == "cpu"
+            if on_cpu and not all(fused_works(type(optimizer), p) for p in parameters):
+                group["fused"] = None
+                changed = True
     return changed
 
 
 def keep_working_form(optimizer: Optimizer, stepped: Iterable[Tensor]) -> None:
     """Do what `use_working_form` does, now and after every `load_state_dict`, which restores a saved form."""
     if use_working_form(optimizer, stepped):
-        optimizer.register_load_state_dict_post_hook(_use_working_form)
-
-
-def _use_working_form(optimizer: Optimizer) -> None:
-    use_working_form(optimizer)
-
-
-def _is_broken(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    parameters = group["params"]
-    if not parameters or parameters[0].device.type != "cpu":
-        return False
-    return any(not fused_works(type(optimizer), parameter) for parameter in parameters)
+        optimizer.register_load_state_dict_post_hook(use_working_form)  # type: ignore[arg-type]  # torch reads no result

@@ -34,6 +34,8 @@ _SMALLEST_INVERTIBLE = 2.0**-126
 
 ZERO_OR_ONE = Kind("0 or 1", lambda value: type(value) is int and value in (0, 1))
 
+_PICKLED = ("_device", "_enabled", "_rule", "_warned", "host_reads", "by_hand")
+
 _READ_EVERY = 16
 """Updates between two reads of the alarm where a read costs a launch and the consequence is only a warning."""
 
@@ -488,21 +490,11 @@ class GradScaler(StoredScale):
                 "a GradScaler can be pickled or copied only between iterations; call update() first (an optimizer has "
                 "been unscaled or stepped since the last one)"
             )
-        return {
-            "device": self._device,
-            "enabled": self._enabled,
-            "rule": self._rule,
-            "host": self._host_state(),
-            "warned": self._warned,
-            "host_reads": self.host_reads,
-            "by_hand": self.by_hand,
-        }
+        return {name: getattr(self, name) for name in _PICKLED} | {"_host": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Rebuild from `__getstate__`."""
-        self._device, self._enabled = state["device"], state["enabled"]
-        self._rule, self._host, self._state = state["rule"], state["host"], None
-        self._warned, self.host_reads, self.by_hand = state["warned"], state["host_reads"], state["by_hand"]
+        vars(self).update(state, _state=None)
         self._begin()
 
     def __repr__(self) -> str:

@@ -29,6 +29,9 @@ ATTEMPTS = FLAG | Kind("the most attempts, a whole number from 0,", WHOLE.has)
 ENOUGH = 16
 """Attempts of ``retry=True``: as many halvings as lead from 2**16, where most scales begin, to 1."""
 
+TWICE = "two passes"
+"""Of `update_in_backward`: a backward pass for the norm of all gradients, then one that updates."""
+
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
@@ -52,7 +55,7 @@ class Given:
     cuda_graph: bool
     blackbox: bool | str | Path
     retry: int  # how often a window runs again, 0 for False
-    update_in_backward: bool
+    update_in_backward: bool | str
     evidence: Path | None = None  # the folder that `blackbox` names
     choice: Choice | None = None  # what policy="auto" has chosen
 
@@ -65,7 +68,7 @@ class Given:
             accumulate=(self.accumulate, COUNT),
             cuda_graph=(self.cuda_graph, FLAG),
             scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
-            update_in_backward=(self.update_in_backward, FLAG),
+            update_in_backward=(self.update_in_backward, FLAG | Kind(repr(TWICE), lambda value: value == TWICE)),
         )
         self.scheduler = one_scheduler(self.scheduler, check_optimizer(self.optimizer))
         self.clip_norm = norm_limit(self.clip_norm, self.optimizer)

@@ -33,7 +33,7 @@ from halfstep.formats import DTYPES
 from halfstep.optim import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler
+from halfstep.step.arguments import TWICE, Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler
 from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
@@ -67,8 +67,11 @@ def _assigned(name: str, assign: Callable[[Any, Any], None]) -> Any:
 
 def _set_clip(name: str, step: Any, value: object) -> None:
     found = norm_limit(value, step.optimizer) if name == "clip_norm" else limit(name, value)
-    if found is not None and step.update_in_backward:
-        raise SettingError(f"TrainStep.{name}: update_in_backward=True sees one gradient at a time; {ANEW}")
+    whole = name == "clip_norm" and step.update_in_backward == TWICE and not isinstance(found, Mapping)
+    if found is not None and step.update_in_backward and not whole:
+        raise SettingError(
+            f"TrainStep.{name}: update_in_backward={step.update_in_backward!r} sees one gradient at a time; {ANEW}"
+        )
     setattr(step._given, name, found)
 
 
@@ -112,7 +115,7 @@ class Settings:
     compile: bool | Mapping[str, Any] | None = fixed("compile", ANEW, "_given.compile")
     cuda_graph: bool = fixed("cuda_graph", ANEW, "_given.cuda_graph")
     retry: int = fixed("retry", ANEW, "_given.retry")
-    update_in_backward: bool = fixed("update_in_backward", ANEW, "_given.update_in_backward")
+    update_in_backward: bool | str = fixed("update_in_backward", ANEW, "_given.update_in_backward")
     evidence: Path | None = fixed("evidence", f"{ANEW}: blackbox=folder", "_given.evidence")
     record: Record = fixed("record", "it counts what the step does; load a state by step.load_state_dict(...)")
     copies: Copies = fixed("copies", "step.copies.free() gives their memory back")

@@ -93,7 +93,8 @@ class TrainStep(Stateful):
         retry: whether a window that overflowed under a dynamic scale runs again at the lower one, so that no batch is
             lost; a number: so often at most (True: 16). `loss_fn` is called again. One wait for the device an update.
         update_in_backward: whether each parameter is updated as soon as its gradient is complete, which is then freed:
-            no memory for all gradients. Without clipping, scaling, accumulation and ranks; see `in_backward`.
+            no memory for all gradients. Without accumulation and ranks; see `in_backward`. "two passes": a backward
+            pass before it takes the norm of all gradients, for `clip_norm` and a loss scale.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -120,7 +121,7 @@ class TrainStep(Stateful):
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
         retry: bool | int = False,
-        update_in_backward: bool = False,
+        update_in_backward: bool | str = False,
     ) -> None:
         self._calls = threading.RLock()  # held by the thread that is inside of a call
         self._given = Given(
@@ -220,6 +221,8 @@ class TrainStep(Stateful):
             if self._in_backward is not None:
                 self._verdicts.settle(wait=True)
                 norm, bad, culprits = self._update(1, loss)
+                if kept is not None:
+                    kept.seed = record.scale
                 return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
             if record.weight is not None:
                 self._weigh()
@@ -262,10 +265,13 @@ class TrainStep(Stateful):
             check_loss(loss)
         return (loss.float() if loss.dtype in LOW_DTYPES else loss), aux
 
-    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
+    def run_backward(self, loss: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed.
+
+        `keep`: another backward pass of `loss` follows.
+        """
         record, moments = self.record, self._moments
-        run: Run = self._run_backward
+        run: Run = partial(self._run_backward, keep=True) if keep else self._run_backward
         if record.micro_batches == 0:
             record.scale = moments.scale_on(loss.device)
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
@@ -278,9 +284,9 @@ class TrainStep(Stateful):
         run(loss, seed)
         return record.scale, seed
 
-    def _run_backward(self, loss: Tensor, seed: Tensor) -> None:
+    def _run_backward(self, loss: Tensor, seed: Tensor, *, keep: bool = False) -> None:
         if self._compiled is None:
-            backward(self._binding.recipe, loss, seed)
+            backward(self._binding.recipe, loss, seed, keep=keep)
         else:  # what compiled code computes again is part of it
             loss.backward(gradient=seed)
 

@@ -1,4 +1,4 @@
-"""Modes and transforms: the stacks of function modes and dispatch modes, and functorch's interpreters."""
+"""Modes and transforms: the stacks of function modes and dispatch modes, functorch's interpreters, torch.jit.trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _disabled_torch_function_impl as disabled_torch_function_impl
 from torch._C import _get_function_stack_at as get_function_stack_at
+from torch._C import _get_tracing_state as get_tracing_state
 from torch._C import _len_torch_dispatch_stack as len_torch_dispatch_stack
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _pop_torch_function_stack as pop_torch_function_stack
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = [
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "TorchDispatchMode", "are_functorch_transforms_active",
     "current_function_mode_stack", "disable_current_modes", "disabled_torch_function_impl", "get_function_stack_at",
-    "is_functorch_wrapped_tensor", "is_in_torch_dispatch_mode", "is_legacy_batchedtensor",
+    "get_tracing_state", "is_functorch_wrapped_tensor", "is_in_torch_dispatch_mode", "is_legacy_batchedtensor",
     "is_traceable_wrapper_subclass", "len_torch_dispatch_stack", "len_torch_function_stack", "peek_interpreter_stack",
     "pop_mode", "pop_torch_function_stack", "push_mode", "push_on_torch_function_stack", "unwrap_dead_wrappers",
 ]  # fmt: skip

@@ -109,6 +109,7 @@ class FusedUpdate:
         with torch.no_grad():
             self._gather(torch.float32 if states is None else torch.bfloat16)
         self._tensors = [t for call in self._calls for tensors in call.tensors() for t in tensors]
+        self._values = [t for call in self._calls for tensors in call.values for t in tensors]
         self._laid_out = laid_out = self._lay_out(gradients)
         in_place = all(
             same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
@@ -263,9 +264,9 @@ class FusedUpdate:
                 with torch.no_grad():
                     ops.UPDATES[spec.name](*call.tensors(), laid_out[n], *given)
             else:
-                call.packed.take([self._columns.addresses[n] for n in call.chosen])
+                call.packed.take(self._columns, call.chosen)
                 kernels.update_packed(spec.name, call.packed, *given)
-        increment_version(self._tensors)
+        increment_version(self._values)  # of states only `undo` reads versions, where `optimizer.step()` writes them
         if self._draws is not None and self._part is None:
             self._draws.advance(factor.device, ~bad)
         if store is not None:

@@ -47,16 +47,10 @@ class _EveryStep:
                 self.handles.pop().remove()
 
 
-@cache
-def _every_step() -> _EveryStep:
-    return _EveryStep()
+_every_step = cache(_EveryStep)
 
 
-def _nothing(optimizer: Optimizer) -> None:
-    """Do nothing."""
-
-
-def at_each_step(turn: Turn, user: object, before: Call, after: Call = _nothing) -> None:
+def at_each_step(turn: Turn, user: object, before: Call, after: Call = lambda optimizer: None) -> None:
     """Call `before` and `after`, one pair for all users of a turn, around every step as long as `user` lives."""
     every = _every_step()
     every.calls[turn] = before, after

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.binding.bind import binding_of
 from halfstep.cast import copies
 from halfstep.cast.rules import dispatch
 from halfstep.cast.rules.recipe import recipe_for
@@ -245,3 +246,111 @@ def test_a_weight_that_is_frozen_for_a_while_gets_its_gradient(dtype: str) -> No
         layer.requires_grad_(True)
         layer(torch.randn(4, 5)).sum().backward()
     assert layer.weight.grad is not None
+
+
+# ------------------------------------------------------------------ a model that is called without gradients
+
+
+def serving(policy: str = "mixed") -> nn.Module:
+    """A prepared model with a weight of 100 x 100, large enough for a copy."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(100, 100), nn.GELU(), nn.LayerNorm(100), nn.Linear(100, 100))
+    return hs.prepare(net, policy=hs.Policy.of(policy, dtype="bf16")).eval()
+
+
+def lows(model: nn.Module) -> list[int]:
+    """The addresses of the low weights that `model` keeps."""
+    kept = binding_of(model).kept  # type: ignore[union-attr]
+    return [] if kept is None else [copy.low.data_ptr() for copy in kept._copies.values()]
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_are_cast_once_for_all_calls_without_gradients(without: Any, frozen: bool) -> None:
+    model, x = serving().requires_grad_(not frozen), torch.randn(4, 100)
+    expected = model(x).detach()
+    for _ in range(3):
+        with without():
+            assert torch.equal(model(x), expected)
+    first = lows(model)
+    with without():
+        model(x)
+    assert lows(model) == first and len(first) == 2
+
+
+def test_a_call_with_gradients_drops_them_and_gives_the_gradients_of_one_without_copies() -> None:
+    model, other, x = serving(), serving(), torch.randn(4, 100)
+    with torch.no_grad():
+        model(x)
+    for net in (model, other):
+        net(x).square().mean().backward()
+    assert not lows(model)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+
+def test_gradients_switched_on_inside_a_call_reach_the_weights() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(100, 100)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                self.lin(x).float().sum().backward()
+            return x
+
+    model = hs.prepare(Inner(), policy=hs.Policy.of("mixed", dtype="bf16"))
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(2, 100))
+    assert torch.equal(model.lin.weight.grad, torch.full((100, 100), 4.0))  # type: ignore[arg-type]
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "in place": lambda m: [p.mul_(2) for p in m.parameters()],
+    "one element by .data": lambda m: [p.data.view(-1)[3].add_(1) for p in m.parameters()],
+    "rows by .data": lambda m: [p.data.copy_(p.roll(1, 0)) for p in m.parameters()],
+    "by .data": lambda m: [p.data.mul_(2) for p in m.parameters()],
+    "by numpy": lambda m: [np.multiply(p.detach().numpy(), 2, out=p.detach().numpy()) for p in m.parameters()],
+    "data set": lambda m: [p.set_(p.data * 2) for p in m.parameters()],  # type: ignore[call-overload]
+    "parameters set": lambda m: [
+        part._parameters.update({name: nn.Parameter(p * 2) for name, p in part.named_parameters(recurse=False)})
+        for part in m.modules()
+    ],
+    "state_dict": lambda m: m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_changed_weight_is_cast_again(write: Callable[[nn.Module], object]) -> None:
+    model, other, x = serving(), serving(), torch.randn(4, 100)
+    with torch.no_grad():
+        before = model(x)
+        for net in (model, other):
+            write(net)
+        assert torch.equal(model(x), other(x)) and not torch.equal(model(x), before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_copies_are_not_read_where_operators_are_recorded() -> None:
+    model, x = serving(), torch.randn(4, 100)
+    with torch.no_grad(), Casts((100, 100), BF16) as seen:
+        model(x), model(x)
+    assert seen.count == 4 and not lows(model)
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(model, (x,), check_trace=False)
+        model(x)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        assert torch.equal(traced(x), model(x))
+
+
+def test_copies_belong_to_one_model_and_go_with_it() -> None:
+    model = serving()
+    with torch.no_grad():
+        model(torch.randn(4, 100))
+    assert lows(model) and not lows(copy.deepcopy(model)) and not lows(pickle.loads(pickle.dumps(model)))
+    kept = weakref.ref(binding_of(model).kept)  # type: ignore[union-attr]
+    del model
+    assert kept() is None

@@ -61,7 +61,7 @@ def plan(
     what: Task | str | nn.Module | Callable[[], nn.Module],
     batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]] | None = None,
     *,
     policy: hs.Policy | str | Path = "mixed",
     device: str = "cpu",

@@ -67,11 +67,12 @@ class autocast:
         *,
         policy: Policy | str | Path | None = None,
     ) -> None:
-        if policy is not None and not isinstance(policy, Policy) and str(policy).endswith(".toml"):
-            policy = Policy.of(policy)  # a file may change; what is cached below is its content
-        if dtype is None and policy is None:
+        if policy is not None:
+            if type(policy) is not Policy and str(policy).endswith(".toml"):
+                policy = Policy.of(policy)  # a file may change; what is cached below is its content
+        elif dtype is None:
             dtype = _dtype_here(device_type)
-        elif dtype is torch.float64 and policy is None and enabled:
+        elif dtype is torch.float64 and enabled:
             warn("hs.autocast(dtype=torch.float64) casts nothing, as in torch.autocast")
         try:
             self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)

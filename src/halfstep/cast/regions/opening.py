@@ -10,12 +10,12 @@ object that entered it is freed, or by the next region its thread opens after th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
-from types import FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import (
@@ -49,19 +49,27 @@ ONCE = ((),)
 
 
 class _Frame:
-    """One open region: the state that it found and must restore, and where a user's function entered it."""
+    """One open region: the state that it found and must restore, and where a user's function entered it.
+
+    Attributes:
+        owner: a weak reference to what opened it; `_closed` once the region is closed.
+        code, instruction: where it was entered; `place` computes the line.
+        pushed: the mode that it has put on torch's stack.
+        states: of each device entered: autocast was on, its format.
+        counts: torch's count of open regions after this one was counted in and, later, out.
+    """
 
     __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "statistics")
-
-    def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
-        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)  # `_closed` once the region is closed
-        self.code = caller.f_code
-        self.instruction = caller.f_lasti  # `place` computes the line
-        self.pushed = pushed
-        self.cache = is_autocast_cache_enabled()
-        self.mode, self.bound, self.statistics = state["mode"], state["bound"], state["statistics"]
-        self.states: list[tuple[str, bool, torch.dtype]] = []  # of each device entered: autocast was on, its format
-        self.counts: list[int] = []  # torch's count of open regions after this one was counted in and, later, out
+    owner: Callable[[], object]
+    code: CodeType
+    instruction: int
+    pushed: RuleMode | None
+    cache: bool
+    mode: RuleMode | None
+    bound: Any
+    statistics: Any
+    states: list[tuple[str, bool, torch.dtype]]
+    counts: list[int]
 
     @property
     def place(self) -> str:
@@ -75,28 +83,35 @@ def _closed() -> None:
 
 
 def open_recipe(recipe: Recipe, owner: object) -> _Frame:
-    """Enter `recipe` in this thread; `owner` must close it."""
+    """Enter `recipe` in this thread, called by a method of ours; `owner` must close it."""
     state = STATE.__dict__  # this thread's, found once: each attribute of a thread-local object costs a look-up
     frames = state["frames"]
     while frames and frames[-1].owner() is None:  # freed in another thread
-        _restore(frames[-1])
+        _restore(frames[-1], state)
     if saved_tensor_hooks(True) is not None:
         mark_checkpoints()
-    mode = recipe.mode
-    caller = _getframe(1)
+    caller = _getframe(2)
     while ours(caller.f_code.co_filename) and caller.f_back is not None:
         caller = caller.f_back
-    frame = _Frame(owner, caller, mode, state)
+    frame = _Frame()  # without an __init__, which takes as long as all of these
+    frame.code, frame.instruction = caller.f_code, caller.f_lasti
+    frame.mode, frame.bound, frame.statistics = state["mode"], state["bound"], state["statistics"]
+    frame.cache = is_autocast_cache_enabled()
+    frame.pushed = mode = recipe.mode
+    states: list[tuple[str, bool, torch.dtype]] = []
+    counts: list[int] = []
+    frame.states, frame.counts = states, counts
+    frame.owner = ref(owner, _owner_freed)
     try:
         frames.append(frame)
         for device, dtype, on in recipe.devices:
             before = get_autocast_dtype(device)
-            frame.states.append((device, is_autocast_enabled(device), before))
+            states.append((device, is_autocast_enabled(device), before))
             set_autocast_enabled(device, on)
             if dtype is not None and before is not dtype:
                 set_autocast_dtype(device, dtype)
                 clear_autocast_cache()  # its key lacks the format
-        frame.counts.extend(starmap(autocast_increment_nesting, ONCE))
+        counts.extend(starmap(autocast_increment_nesting, ONCE))
         if recipe.cache is not None and frame.cache is not recipe.cache:
             set_autocast_cache_enabled(recipe.cache)
         state["mode"] = mode
@@ -115,13 +130,13 @@ def close_recipe(owner: object, *, failing: bool = False) -> None:
     Where it is not the innermost of this thread (a generator was suspended inside a region) all state is restored
     before the error, which is not raised while another exception passes (`failing`).
     """
-    frames = STATE.frames
-    if not frames or frames[-1].owner() is not owner:
+    state = STATE.__dict__
+    frames = state["frames"]
+    if not frames or (frame := frames[-1]).owner() is not owner:
         _close_out_of_order(owner, failing=failing)
         return
-    frame = frames[-1]
     try:
-        foreign = _restore(frame)
+        foreign = _restore(frame, state)
     finally:
         if frame.owner is not _closed:
             abandon(frame)
@@ -133,17 +148,15 @@ def abandon(frame: _Frame | None) -> None:
     """Leave a region that an interrupt kept open; one that is closed, or not the innermost, stays as it is."""
     frames = STATE.frames
     if frames and frames[-1] is frame:
-        _restore(frame)
+        _restore(frame, STATE.__dict__)
 
 
-def _restore(frame: _Frame) -> bool:
+def _restore(frame: _Frame, state: dict[str, Any]) -> bool:
     """Restore the state that the innermost region found and forget the region.
 
     Return whether a region of torch.autocast was entered or left inside; torch's state is then left to that region.
     """
-    state = STATE.__dict__
-    frames = state["frames"]
-    pushed = frame.pushed
+    frames, pushed, counts, foreign = state["frames"], frame.pushed, frame.counts, False
     if pushed is not None:
         others = 0 if len(frames) == 1 else sum(outer.pushed is pushed for outer in frames[:-1])
         top = len_torch_function_stack() - 1
@@ -152,19 +165,19 @@ def _restore(frame: _Frame) -> bool:
         else:
             remove(pushed, others)
     state["mode"], state["bound"], state["statistics"] = frame.mode, frame.bound, frame.statistics
-    counts, foreign = frame.counts, False
     if len(counts) == 1:
         counts.extend(starmap(autocast_decrement_nesting, ONCE))
     if counts:
-        foreign = counts[1] != counts[0] - 1
-        if counts[1] == 0:
+        before, after = counts
+        foreign = after != before - 1
+        if after == 0:
             clear_autocast_cache()
     if not foreign:
-        for device, on, before in frame.states:
+        for device, on, low in frame.states:
             set_autocast_enabled(device, on)
-            if get_autocast_dtype(device) is not before:
+            if get_autocast_dtype(device) is not low:
                 clear_autocast_cache()
-                set_autocast_dtype(device, before)
+                set_autocast_dtype(device, low)
         if frame.cache is not is_autocast_cache_enabled():
             # Copies end with the outermost region that keeps any; each frame has the state of the region around it.
             if not frame.cache and not any(inner.cache for inner in frames[1:-1]):
@@ -204,14 +217,14 @@ class opened:
                 abandon(self.frame)
 
 
-def _owner_freed(owner: weakref.ref[object]) -> None:
+def _owner_freed(owner: ref[object]) -> None:
     """Close the region whose object was freed; an interrupt kept it open."""
     frames = STATE.frames
     index = next((i for i, frame in enumerate(frames) if frame.owner is owner), None)
     if index is None:  # it is another thread's, whose next region closes it
         return
     if index == len(frames) - 1:
-        _restore(frames[index])
+        _restore(frames[index], STATE.__dict__)
     else:
         _close_outer(index)
 

@@ -101,20 +101,23 @@ def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any
         STATE.casts.clear()
 
 
-def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
-    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
+def backward(recipe: Recipe, loss: Tensor, seed: Tensor, *, keep: bool = False) -> None:
+    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`.
+
+    `keep`: the graph stays, for another backward pass.
+    """
     if type(loss) is not Tensor or (len_torch_function_stack() and not _needed(recipe)):
-        loss.backward(gradient=seed)
+        loss.backward(gradient=seed, retain_graph=keep)
     elif not _needed(recipe):
-        _run(loss, seed)
+        _run(loss, seed, keep=keep)
     else:
         with rules_on(recipe.mode, STATE.bound):
-            _run(loss, seed)
+            _run(loss, seed, keep=keep)
 
 
-def _run(loss: Tensor, seed: Tensor) -> None:
+def _run(loss: Tensor, seed: Tensor, *, keep: bool) -> None:
     """Do what Tensor.backward does, which would report itself to the mode and switch it off."""
-    engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine_run_backward((loss,), (seed,), keep, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager

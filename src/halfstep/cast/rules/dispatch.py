@@ -101,10 +101,10 @@ class RuleMode(TorchFunctionMode):
 
     def active(self, tensors: list[Tensor]) -> str | None:
         """Return the device type whose region decides for `tensors`; None: autocast is off, or there are no tensors."""
-        for tensor in tensors:
-            device = tensor.device.type
-            return device if torch.is_autocast_enabled(device) else None
-        return None
+        if not tensors:
+            return None
+        device = device_type(tensors[0])
+        return device if torch.is_autocast_enabled(device) else None
 
 
 def as_called(mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -154,12 +154,17 @@ def run(device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 # ------------------------------------------------------------------ casts of arguments
 
 
+def device_type(tensor: Tensor) -> str:
+    """Return ``tensor.device.type``, which takes torch twice as long to make."""
+    return "cpu" if tensor.is_cpu else tensor.device.type
+
+
 def tensors_of(values: Iterable[Any], devices: frozenset[str]) -> list[Tensor]:
     """Return the eligible tensors among `values` and in lists and tuples among them, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.dtype in POLICY_DTYPES and value.device.type in devices:
+            if value.dtype in POLICY_DTYPES and device_type(value) in devices:
                 found.append(value)
         elif isinstance(value, (list, tuple)):
             found += tensors_of(value, devices)
@@ -180,7 +185,7 @@ def cast(value: Any, dtype: torch.dtype, mode: RuleMode) -> Any:
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
     """Return `tensor` in `dtype` if it is eligible; weights from the training step's copies or from the cache."""
-    if tensor.dtype is dtype or tensor.dtype not in POLICY_DTYPES or tensor.device.type not in mode.devices:
+    if tensor.dtype is dtype or tensor.dtype not in POLICY_DTYPES or device_type(tensor) not in mode.devices:
         return tensor
     if dtype not in LOW_DTYPES or torch.compiler.is_compiling():
         return tensor.to(dtype)
@@ -189,18 +194,23 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
     if not torch.is_autocast_cache_enabled():
         return tensor.to(dtype)
     if tensor.is_leaf:
-        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        if tensor.requires_grad or type(tensor) is nn.Parameter:
             copies = STATE.copies
             if copies is not None and copies.dtype is dtype and (low := copies.of(tensor)) is not None:
                 return low
             return _cast_weight(tensor, tensor, dtype)
-    elif isinstance(base_of(tensor), nn.Parameter):
-        return _cast_weight(tensor, base_of(tensor), dtype)
+    elif (base := base_of(tensor)) is not None and isinstance(base, nn.Parameter):
+        return _cast_weight(tensor, base, dtype)
     return cast_activation(tensor, dtype)
 
 
 def address(tensor: Tensor) -> int:
-    """Return where the values of `tensor` are; 0 for a fake one, which has none."""
+    """Return where the values of `tensor` are; 0 for a fake or wrapped one, which has none."""
+    if type(tensor) in EXACT_TYPES:  # `is_fake` takes ten times as long
+        try:
+            return tensor.data_ptr()
+        except RuntimeError:  # functorch has wrapped it
+            return 0
     return 0 if is_fake(tensor) else tensor.data_ptr()
 
 

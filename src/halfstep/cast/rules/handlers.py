@@ -19,7 +19,17 @@ from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to,
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
-from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, as_called, cast, cast_tensor, run, tensors_of
+from halfstep.cast.rules.dispatch import (
+    Handler,
+    Lowering,
+    RuleMode,
+    as_called,
+    cast,
+    cast_tensor,
+    device_type,
+    run,
+    tensors_of,
+)
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, BlockFormat, Format
@@ -73,7 +83,7 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
     values = args[:1] or (kwargs.get("input"),)
     tensors = tensors_of(values, mode.devices)
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    if not tensors or tensors[0].device.type != "cpu" or weight is None or weight.dtype is not torch.float32:
+    if not tensors or not tensors[0].is_cpu or weight is None or weight.dtype is not torch.float32:
         return _LOW(mode, func, args, kwargs)
     if mode.active(tensors) is None:
         return func(*args, **kwargs)
@@ -108,7 +118,7 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
         target = None if handler is None else _INPUTS.get(handler)
         if target is None or type(input) is not Tensor or input.dtype not in POLICY_DTYPES or module._modules:
             return None
-        device = input.device.type
+        device = device_type(input)
         if device not in mode.devices or not torch.is_autocast_enabled(device) or peek_interpreter_stack():
             return None
         if device != "cpu" and function is not F.batch_norm:  # low weights too

@@ -270,6 +270,11 @@ class Packed:
         self.chance = any(some and some[0].dtype is torch.bfloat16 for some in states)
         self.packed = _words(columns)
 
-    def take(self, gradients: Sequence[int]) -> None:
-        """Put in the addresses of other gradients."""
-        pack_into(f"{self.count}q", self.packed, len(self.packed) - 8 * self.count, *gradients)
+    def take(self, columns: Columns, chosen: Sequence[int]) -> None:
+        """Put in the addresses of other gradients: those of `columns` at the places `chosen`."""
+        if len(chosen) == len(columns.sizes):  # all of them, in their order
+            end, of = ctypes.addressof(self.packed) + len(self.packed), ctypes.addressof(columns.packed)
+            ctypes.memmove(end - 8 * self.count, of + 16 * self.count, 8 * self.count)
+        else:
+            addresses = [columns.addresses[n] for n in chosen]
+            pack_into(f"{self.count}q", self.packed, len(self.packed) - 8 * self.count, *addresses)

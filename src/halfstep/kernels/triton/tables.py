@@ -118,9 +118,7 @@ class Reserve:
         return taken
 
 
-@cache
-def _reserve() -> Reserve:
-    return Reserve()
+_reserve = cache(Reserve)
 
 
 class Kept:
@@ -131,9 +129,7 @@ class Kept:
         self.graphs: list[tuple[ref[object], list[Tensor]]] = []
 
 
-@cache
-def _kept() -> Kept:
-    return Kept()
+_kept = cache(Kept)
 
 
 @contextmanager
@@ -210,9 +206,7 @@ class TableCache:
             self.layouts.popitem(last=False)
 
 
-@cache
-def _tables() -> TableCache:
-    return TableCache()
+_tables = cache(TableCache)
 
 
 def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Walk:

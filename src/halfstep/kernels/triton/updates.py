@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.kernels.optimizers import COUNTERS, STATES, OptimizerSpec
-from halfstep.kernels.triton.tables import FAITHFUL, KINDS, Walk, on, plan_walk
+from halfstep.kernels.triton.tables import FAITHFUL, KINDS, on, plan_walk
 from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take, wide
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -318,47 +318,38 @@ def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) 
                 BITS=BITS,
                 **FAITHFUL,
             )
-        _update(walk, count, (corrections, factor, bad, draws, rate), lr, spec.name, form, options)
-
-
-def _update(
-    walk: Walk,
-    count: int,
-    tensors: tuple[Tensor | None, ...],
-    lr: float,
-    method: str,
-    form: str,
-    options: Options,
-) -> None:
-    """Launch `update_kernel` for each combination of formats; `tensors` are its arguments after the tables."""
-    weight_decay, numbers = options["weight_decay"], NUMBERS[method](options)
-    for launch in walk.launches:
-        weight, beside, first, second, _, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
-        update_kernel[(launch.programs,)](
-            walk.rows,
-            walk.chunks,
-            *tensors,
-            count,
-            launch.first,
-            _bits(lr),
-            _bits(weight_decay),
-            float(weight_decay),
-            *map(float, (*numbers, 0.0, 0.0, 0.0)[:4]),
-            METHOD=method,
-            FORM=form if form != "copy" or beside != "none" else "plain",
-            WEIGHT=weight,
-            BESIDE=beside,
-            FIRST=first,
-            SECOND=second,
-            GRADIENT=gradient,
-            VARIANT=bool(options.get("decoupled") or options.get("nesterov")),
-            DECAYS=bool(weight_decay),
-            MAXIMIZE=bool(options["maximize"]),
-            ALIGNED=launch.aligned,
-            CHUNK=walk.chunk,
-            BLOCK=BLOCK,
-            **UPDATE,
-        )
+        weight_decay, numbers = options["weight_decay"], NUMBERS[spec.name](options)
+        for launch in walk.launches:
+            weight, low, first, second, _, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
+            update_kernel[(launch.programs,)](
+                walk.rows,
+                walk.chunks,
+                corrections,
+                factor,
+                bad,
+                draws,
+                rate,
+                count,
+                launch.first,
+                _bits(lr),
+                _bits(weight_decay),
+                float(weight_decay),
+                *map(float, (*numbers, 0.0, 0.0, 0.0)[:4]),
+                METHOD=spec.name,
+                FORM=form if form != "copy" or low != "none" else "plain",
+                WEIGHT=weight,
+                BESIDE=low,
+                FIRST=first,
+                SECOND=second,
+                GRADIENT=gradient,
+                VARIANT=bool(options.get("decoupled") or options.get("nesterov")),
+                DECAYS=bool(weight_decay),
+                MAXIMIZE=bool(options["maximize"]),
+                ALIGNED=launch.aligned,
+                CHUNK=walk.chunk,
+                BLOCK=BLOCK,
+                **UPDATE,
+            )
 
 
 def _bits(number: float) -> int:

@@ -154,12 +154,12 @@ class AuditedStep(TrainStep):
 
     audit: Run
 
-    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def run_backward(self, loss: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor]:
         """Run the backward pass as a TrainStep does."""
         if not self.audit.looks:
-            return super().run_backward(loss)
+            return super().run_backward(loss, keep=keep)
         self.audit.recorder.backward_begins()
-        scale, seed = super().run_backward(loss)
+        scale, seed = super().run_backward(loss, keep=keep)
         self.audit.backward_ended(float(scale) / self.accumulate)
         return scale, seed
 

@@ -539,7 +539,7 @@ class StepBox(Box):
                 "gradients were finite and the update was applied: the weights have been written to since, and the "
                 "replay ran with those after it"
             )
-        elif step.update_in_backward:
+        elif step.update_in_backward is True:
             notes.append(
                 "update_in_backward=True: parameters whose gradients came before the first that was not finite were "
                 "updated, and the replay ran with them"
