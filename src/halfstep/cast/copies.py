@@ -79,7 +79,7 @@ def _bits(parameter: Tensor) -> tuple[int, list[int]]:
     """Return the sum of the bits of a parameter, modulo 2**64, and those at some places."""
     with DisableTorchFunction():
         bits = parameter.detach().reshape(-1).view(torch.int32)
-        pairs = (len(bits) | bits.storage_offset()) % 2 == 0  # twice as fast
+        pairs = len(bits) % 2 == 0 and bits.storage_offset() % 2 == 0  # twice as fast
         total = (bits.view(torch.int64) if pairs else bits).sum()
         return int(total), bits[:: len(bits) // PLACES | 1].tolist()  # odd: in a matrix not one column
 

@@ -61,8 +61,6 @@ def public(original: Any, function: Callable[..., Any], name: str = "") -> Calla
     """Return torch's `original` under a peer's names: `function`, often a lambda, has its arguments and defaults."""
     name = name or original.__name__
     function.__name__ = function.__qualname__ = name
-    signature = inspect.signature(function)
-    function.__doc__ = (
-        f"``{name}{signature}``: torch's `{original.__name__}`.\n\n{function.__doc__ or original.__doc__}"
-    )
+    title = f"``{name}{inspect.signature(function)}``: torch's `{original.__name__}`."
+    function.__doc__ = f"{title}\n\n{function.__doc__ or original.__doc__}"
     return function

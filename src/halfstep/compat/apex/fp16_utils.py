@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
 from halfstep.compat.shared import alias
-from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.formats import FP32, LOW_DTYPES, POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
@@ -65,9 +65,8 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert `network` to `dtype`, in place, except for BatchNorm with weights; return it."""
     for module in network.modules():
-        if isinstance(module, BatchNormBase) and module.affine:
-            continue
-        convert_module(module, dtype)
+        if not (isinstance(module, BatchNormBase) and module.affine):
+            convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return network
@@ -181,22 +180,15 @@ class DynamicLossScaler(LossScaler):
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        self.scale_factor = float(scale_factor)
-        self.scale_window = scale_window
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
+        self.scale_factor, self.scale_window = float(scale_factor), scale_window
+        self.cur_iter, self.last_overflow_iter = 0, -1
         super().__init__(init_scale)
 
     def _rule(self, scale: float) -> hs.ScaleRule:
         return hs.ScaleRule(
-            init=scale,
-            growth=self.scale_factor,
-            backoff=1.0 / self.scale_factor,
-            interval=self.scale_window,
-            floor=min(1.0, scale),
-            ceiling=float(torch.finfo(torch.float32).max),
-            divide=True,
-        )
+            init=scale, growth=self.scale_factor, backoff=1.0 / self.scale_factor, interval=self.scale_window,
+            floor=min(1.0, scale), ceiling=FP32.max, divide=True,
+        )  # fmt: skip
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient of `params` is not finite."""
@@ -243,24 +235,20 @@ class FP16_Optimizer:
                 raise TypeError(
                     f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
                 )
-        self.optimizer = init_optimizer
-        self.verbose = verbose
+        self.optimizer, self.verbose = init_optimizer, verbose
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._split(group)
-        if dynamic_loss_scale:
-            self.loss_scaler = AmpLossScaler("dynamic", **(dynamic_loss_args or {}))
-        else:
-            self.loss_scaler = AmpLossScaler(static_loss_scale)
+        arguments = dynamic_loss_args or {} if dynamic_loss_scale else {}
+        self.loss_scaler = AmpLossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, **arguments)
         self.dynamic_loss_scale = dynamic_loss_scale
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
 
     def _split(self, group: dict[str, Any]) -> None:
-        """Replace the low parameters of `group` by masters."""
         trained = [p for p in group["params"] if p.requires_grad]
         low = [p for p in trained if p.dtype in LOW_DTYPES]
         masters = {p: nn.Parameter(p.detach().float().clone()) for p in low}
@@ -280,9 +268,8 @@ class FP16_Optimizer:
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients of the model and of the masters: zeros, or None."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        parameters += [p for group in self.fp16_groups for p in group]
-        for parameter in parameters:
+        held = [group["params"] for group in self.optimizer.param_groups] + self.fp16_groups
+        for parameter in (p for group in held for p in group):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:

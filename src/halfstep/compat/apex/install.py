@@ -114,8 +114,7 @@ def uninstall() -> None:
         sys.meta_path.remove(_absent)
 
 
-def _real_amp() -> bool:
-    """Return whether an apex with amp can be imported, without importing it."""
+def _real_amp() -> bool:  # without importing it
     known = sys.modules.get("apex")
     if known is not None:
         return hasattr(known, "amp") or "apex.amp" in sys.modules or _has_amp(getattr(known, "__path__", None))

@@ -57,10 +57,8 @@ class _Mixed(_Fused):
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `input` normalised, in the weight's format."""
         wide = torch.promote_types(input.dtype, self.weight.dtype)
-        own = (self.weight, getattr(self, "bias", None))
-        parameters = [p.to(wide) for p in own if p is not None]
+        parameters = [p.to(wide) for p in (self.weight, getattr(self, "bias", None)) if p is not None]
         made: Tensor = self._function(input.to(wide), self.normalized_shape, *parameters, self.eps)
         return made.to(self.weight.dtype)
 

@@ -16,14 +16,7 @@ from torch.optim.optimizer import required
 
 from halfstep.compat.shared import listed
 from halfstep.kernels.eager.torch_fused import fused_works
-from halfstep.torch_private.foreach import (
-    foreach_add_,
-    foreach_addcmul_,
-    foreach_div,
-    foreach_mul_,
-    foreach_norm,
-    foreach_sqrt,
-)
+from halfstep.torch_private import foreach
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
@@ -78,8 +71,7 @@ def materialised(params: Any) -> list[Any]:
     return [{**p, "params": listed(p["params"])} if isinstance(p, dict) else p for p in params]
 
 
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raise RuntimeError if `amsgrad` is set."""
+def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
         raise RuntimeError(f"{name} does not support the AMSGrad variant; use torch.optim.Adam(amsgrad=True)")
 
@@ -115,15 +107,14 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
         eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
         set_grad_none: bool = True, capturable: bool = False, master_weights: bool = False,
     ) -> None:  # fmt: skip
-        refuse_amsgrad("FusedAdam", amsgrad)
+        _refuse_amsgrad("FusedAdam", amsgrad)
         if master_weights:
             raise RuntimeError(
                 "FusedAdam(master_weights=True): masters belong to the model here; use "
                 "amp.initialize(model, optimizer, opt_level='O2'), or hs.prepare(model, optimizer, policy='O2')"
             )
         params = materialised(params)
-        self.set_grad_none = set_grad_none
-        self.adam_w_mode = adam_w_mode
+        self.set_grad_none, self.adam_w_mode = set_grad_none, adam_w_mode
         fused = True if fuses(params, torch.optim.Adam) and bias_correction and not capturable else None
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=capturable,
@@ -148,7 +139,6 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
         return super().step(closure)
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update one group without bias correction, or with it where the group has it."""
         beta1, beta2 = group["betas"]
         for parameter in params:
             state, gradient = self.state[parameter], parameter.grad
@@ -156,15 +146,14 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state["step"] += 1
-            number = float(state["step"]) if group["bias_correction"] else None
+            number = float(state["step"])
             if group["decoupled_weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             else:
                 gradient = gradient.add(parameter, alpha=group["weight_decay"])
             first = state["exp_avg"].lerp_(gradient, 1 - beta1)
             second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            bias1 = 1.0 if number is None else 1 - beta1**number
-            bias2 = 1.0 if number is None else 1 - beta2**number
+            bias1, bias2 = (1 - beta**number if group["bias_correction"] else 1.0 for beta in group["betas"])
             parameter.addcdiv_(first, (second / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1)
 
 
@@ -189,8 +178,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         materialize_master_grads: bool = True, set_grad_none: bool = False,
     ) -> None:  # fmt: skip
         params = materialised(params)
-        self.set_grad_none = set_grad_none
-        self.wd_after_momentum = wd_after_momentum
+        self.set_grad_none, self.wd_after_momentum = set_grad_none, wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         for entry in params if lr is required else ():
             if not isinstance(entry, dict) or "lr" not in entry:
@@ -211,7 +199,6 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         return super().step(closure)
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update one group with its decay after the momentum."""
         for parameter in params:
             update = parameter.grad
             if group["momentum"]:
@@ -242,10 +229,8 @@ class FusedLAMB(FusedOptimizer):
         eps: float = 1e-6, weight_decay: float = 0.01, amsgrad: bool = False, adam_w_mode: bool = True,
         grad_averaging: bool = True, set_grad_none: bool = True, max_grad_norm: float = 1.0, use_nvlamb: bool = False,
     ) -> None:  # fmt: skip
-        refuse_amsgrad("FusedLAMB", amsgrad)
-        self.set_grad_none = set_grad_none
-        self.adam_w_mode = adam_w_mode
-        self.use_nvlamb = use_nvlamb
+        _refuse_amsgrad("FusedLAMB", amsgrad)
+        self.set_grad_none, self.adam_w_mode, self.use_nvlamb = set_grad_none, adam_w_mode, use_nvlamb
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
@@ -253,11 +238,9 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(params, defaults)
 
     def _before_step(self) -> None:
-        """Take the norm of all gradients."""
         grads = [p.grad.float() for group in self.param_groups for p in group["params"] if p.grad is not None]
         if grads:
-            norms = [norm.to(grads[0].device) for norm in foreach_norm(grads)]
-            self._norm = torch.stack(norms).norm()
+            self._norm = torch.stack([norm.to(grads[0].device) for norm in foreach.foreach_norm(grads)]).norm()
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -271,23 +254,23 @@ class FusedLAMB(FusedOptimizer):
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         if not self.adam_w_mode and decay:
-            foreach_add_(grads, values, alpha=decay)
-        foreach_mul_(first, beta1)
-        foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        foreach_mul_(second, beta2)
-        foreach_addcmul_(second, grads, grads, 1 - beta2)
+            foreach.foreach_add_(grads, values, alpha=decay)
+        foreach.foreach_mul_(first, beta1)
+        foreach.foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        foreach.foreach_mul_(second, beta2)
+        foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
         bias1, bias2 = count_step(group)
-        below = foreach_sqrt(foreach_div(second, bias2))
-        foreach_add_(below, group["eps"])
-        updates = foreach_div(foreach_div(first, bias1), below)
+        below = foreach.foreach_sqrt(foreach.foreach_div(second, bias2))
+        foreach.foreach_add_(below, group["eps"])
+        updates = foreach.foreach_div(foreach.foreach_div(first, bias1), below)
         if self.adam_w_mode and decay:
-            foreach_add_(updates, values, alpha=decay)
-        rates: list[Tensor] = []
-        for size, change in zip(foreach_norm(values), foreach_norm(updates), strict=True):
-            ratio = torch.where((size != 0) & (change != 0), size / change, torch.ones_like(size))
-            rates.append(lr * ratio if self.use_nvlamb or decay else lr * torch.ones_like(size))
-        for parameter, value, update, rate in zip(params, values, updates, rates, strict=True):
-            parameter.copy_(value - rate * update)
+            foreach.foreach_add_(updates, values, alpha=decay)
+        norms = (foreach.foreach_norm(values), foreach.foreach_norm(updates))
+        for parameter, value, update, size, change in zip(params, values, updates, *norms, strict=True):
+            ratio = ones = torch.ones_like(size)
+            if self.use_nvlamb or decay:
+                ratio = torch.where((size != 0) & (change != 0), size / change, ones)
+            parameter.copy_(value - lr * ratio * update)
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -309,11 +292,10 @@ class FusedNovoGrad(FusedOptimizer):
         eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, reg_inside_moment: bool = False,
         grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False, set_grad_none: bool = True,
     ) -> None:  # fmt: skip
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
+        _refuse_amsgrad("FusedNovoGrad", amsgrad)
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type={norm_type}; expected 2, or 0 for the largest element")
-        self.set_grad_none = set_grad_none
-        self.reg_inside_moment = reg_inside_moment
+        self.set_grad_none, self.reg_inside_moment = set_grad_none, reg_inside_moment
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
@@ -363,8 +345,7 @@ class FusedAdagrad(FusedOptimizer):
         self, params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:  # fmt: skip
-        self.set_grad_none = set_grad_none
-        self.adagrad_w_mode = bool(adagrad_w_mode)
+        self.set_grad_none, self.adagrad_w_mode = set_grad_none, bool(adagrad_w_mode)
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:

@@ -20,7 +20,6 @@ __all__ = [
     "create_syncbn_process_group",
 ]  # fmt: skip
 
-MIB = 1024 * 1024
 NEW_NAME = "forward_sync_buffers"  # of broadcast_buffers, since torch 2.13
 
 
@@ -72,7 +71,7 @@ class DistributedDataParallel(TorchDDP):
         super().__init__(
             module,
             **buffers,  # Apex sends buffers once, when it wraps
-            bucket_cap_mb=max(1, message_size * widest // MIB),
+            bucket_cap_mb=max(1, message_size * widest // 2**20),  # MiB
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=retain_allreduce_buffers,
             process_group=allreduce_communicators[0][0] if allreduce_communicators else None,
@@ -85,8 +84,6 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _reduction(group: Any, always_fp32: bool, before: float, after: float) -> Any:
-    """Return a hook that divides a bucket, sums it over the processes and divides again; in fp32 if wanted."""
-
     def reduce(state: object, bucket: Any) -> Any:
         gradients: Tensor = bucket.buffer()
         summed = gradients.float() if always_fp32 else gradients
@@ -216,9 +213,7 @@ class LARC:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"LARC wraps an optimizer and got {type(optimizer).__name__}")
         self.optim = optimizer
-        self.trust_coefficient = trust_coefficient
-        self.eps = eps
-        self.clip = clip
+        self.trust_coefficient, self.eps, self.clip = trust_coefficient, eps, clip
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # copy and pickle look it up before it exists

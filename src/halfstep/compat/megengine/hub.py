@@ -23,8 +23,6 @@ SOURCES = ("git_host", "use_cache", "commit", "protocol")
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which projects where the shape changes."""
-
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
@@ -84,9 +82,8 @@ def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwa
         near = did_you_mean(entry, ["resnet18"])
         raise StepError(f"hub.load: no model {entry!r} here; there is resnet18{near}. Any torch.nn.Module serves")
     if pretrained:
-        raise StepError(
-            f"hub.load({entry!r}, pretrained=True): nothing is downloaded; use pretrained=False and load_state_dict"
-        )
+        remedy = "nothing is downloaded; use pretrained=False and load_state_dict"
+        raise StepError(f"hub.load({entry!r}, pretrained=True): {remedy}")
     options = {k: v for k, v in kwargs.items() if k not in SOURCES}
     try:
         inspect.signature(resnet18).bind(*args, **options)

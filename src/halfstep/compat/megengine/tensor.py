@@ -78,10 +78,8 @@ def tensor(
         raise RegionError(
             f"tensor(data={text}): {error}; expected a number, nested lists of one length each, an array or a tensor"
         ) from None
-    if dtype is not None:
-        wanted = dtype_of(dtype)
-    else:
-        wanted = {torch.float64: torch.float32, torch.int64: torch.int32}.get(made.dtype, made.dtype)
+    default = {torch.float64: torch.float32, torch.int64: torch.int32}.get(made.dtype, made.dtype)
+    wanted = default if dtype is None else dtype_of(dtype)
     made = made.detach().to(device=device_of(device), dtype=wanted, copy=True)
     return made.contiguous(memory_format=torch.channels_last) if format == "nhwc" and made.dim() == 4 else made
 

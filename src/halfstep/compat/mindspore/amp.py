@@ -11,15 +11,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import (
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_bool,
-    check_names,
-    check_network,
-    check_optimizer,
-    check_type,
-)
+from halfstep.compat.mindspore import checks, precision
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn import layers
 from halfstep.compat.mindspore.nn.loss import WithLossCell
 from halfstep.compat.mindspore.nn.loss_scale import (
@@ -33,15 +26,6 @@ from halfstep.compat.mindspore.nn.loss_scale import (
 )
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
-from halfstep.compat.mindspore.precision import (
-    O1_WHITE,
-    level_policy,
-    low_format_in,
-    low_name,
-    low_policy,
-    mark_level,
-    mark_of,
-)
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import did_you_mean
 
@@ -103,18 +87,17 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
     Returns:
         The same object; for a function a new one.
     """
-    name = low_name(dtype, "auto_mixed_precision")
+    name = precision.low_name(dtype, "auto_mixed_precision")
     _check_level("auto_mixed_precision: amp_level", amp_level)
     if not isinstance(network, nn.Module):
         if amp_level == "auto" and callable(network) and not isinstance(network, type):
-            decorated: T = hs.autocast(policy=level_policy("auto", name))(network)  # type: ignore[assignment]
-            return decorated
+            return hs.autocast(policy=precision.level_policy("auto", name))(network)  # type: ignore[return-value]
         expected = "a Cell or torch module (or, for 'auto', a function)"
         raise MindSporeTypeError(f"auto_mixed_precision: network is a {type(network).__name__}; expected {expected}")
     if amp_level == "O0" or _converted(network, amp_level):
         return network
     black = _patterns(BLACK_LIST) if amp_level == "O2" else ()
-    mark_level(network, amp_level, level_policy(amp_level, name, black))
+    precision.mark_level(network, amp_level, precision.level_policy(amp_level, name, black))
     return network
 
 
@@ -130,8 +113,8 @@ def custom_mixed_precision(
         black_list: classes of cells to run in fp32; everything else runs in `dtype`.
         dtype: mstype.float16 or mstype.bfloat16.
     """
-    check_network("custom_mixed_precision", network)
-    name = low_name(dtype, "custom_mixed_precision")
+    checks.check_network("custom_mixed_precision", network)
+    name = precision.low_name(dtype, "custom_mixed_precision")
     if (white_list is None) == (black_list is None):
         given = "neither" if white_list is None else "both"
         raise MindSporeValueError(f"custom_mixed_precision takes white_list or black_list, and was given {given}")
@@ -147,20 +130,20 @@ def custom_mixed_precision(
     if _converted(network, "custom"):
         return network
     if white_list is None:
-        mark_level(network, "O2", level_policy("O2", name, _patterns(classes)))
+        precision.mark_level(network, "O2", precision.level_policy("O2", name, _patterns(classes)))
         return network
     operators: dict[str, None] = {}  # in order, once each
     cells: list[type] = []
     for kind in classes:
         row = next((cell.__name__ for cell in CELLS if kind in (cell, cell.kind)), kind.__name__).lower()
-        if row in O1_WHITE or issubclass(kind, operations.Primitive):
-            operators.update(dict.fromkeys(O1_WHITE[row] if row in O1_WHITE else kind.operators))
+        if row in precision.O1_WHITE or issubclass(kind, operations.Primitive):
+            operators.update(dict.fromkeys(precision.O1_WHITE[row] if row in precision.O1_WHITE else kind.operators))
         else:
             cells.append(kind)
     for part in network.modules():
         if isinstance(part, tuple(cells)) and part is not network:
-            mark_level(part, "white", low_policy(name))
-    mark_level(network, "O1", level_policy("O1", name, white=operators))
+            precision.mark_level(part, "white", precision.low_policy(name))
+    precision.mark_level(network, "O1", precision.level_policy("O1", name, white=operators))
     return network
 
 
@@ -183,8 +166,8 @@ def build_train_network(
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
     """
     where = "build_train_network"
-    check_network(where, network, callable if loss_fn is None else loss_fn)
-    check_optimizer(where, optimizer)
+    checks.check_network(where, network, callable if loss_fn is None else loss_fn)
+    checks.check_optimizer(where, optimizer)
     own = {id(parameter) for parameter in network.parameters()}
     if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise MindSporeValueError(
@@ -196,28 +179,27 @@ def build_train_network(
         why = " (MindSpore's boost is about communication and dimensions, not precision)"
         raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
     settings = CONFIG[level]
-    check_names(where, kwargs, ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"))
+    checks.check_names(where, kwargs, ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"))
     keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
-    check_bool(f"{where}: keep_batchnorm_fp32", keep)
+    checks.check_bool(f"{where}: keep_batchnorm_fp32", keep)
     cast = kwargs.get("cast_model_type", settings.cast_model_type)
     if cast is not torch.float32 and cast not in LOW_NAMES:
-        raise MindSporeValueError(
-            f"{where}: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
-        )
+        expected = "mstype.float16, mstype.bfloat16 or mstype.float32"
+        raise MindSporeValueError(f"{where}: cast_model_type={cast!r}; expected {expected}")
     manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if settings.dynamic else None)
     expected = "a LossScaleManager, such as DynamicLossScaleManager(), or None"
-    check_type(f"{where}: loss_scale_manager", manager, (LossScaleManager, NoneType), expected)
+    checks.check_type(f"{where}: loss_scale_manager", manager, (LossScaleManager, NoneType), expected)
     update = None if manager is None else manager.get_update_cell()
     scale = 1.0 if manager is None else float(manager.get_loss_scale())
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
     if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
         if not _converted(target, level):
             black = _patterns(BLACK_LIST) if keep else ()
-            mark_level(target, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
+            precision.mark_level(target, level, precision.level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
     elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
         auto_mixed_precision(target, level)
     trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)
-    if low_format_in(trained) == "fp16" and manager is None:
+    if precision.low_format_in(trained) == "fp16" and manager is None:
         warnings.warn(
             f"build_train_network(level={level!r}): fp16 is trained without a loss scale, so small gradients are 0; "
             "pass loss_scale_manager=DynamicLossScaleManager()",
@@ -230,14 +212,14 @@ def build_train_network(
 
 def _check_level(where: str, level: object) -> None:
     expected = f"one of {', '.join(CONFIG)}"
-    check_type(where, level, str, expected)
+    checks.check_type(where, level, str, expected)
     if level not in CONFIG:
         raise MindSporeValueError(f"{where}={level!r}; expected {expected}{did_you_mean(str(level), CONFIG)}")
 
 
 def _converted(network: nn.Module, level: str) -> bool:
     """Return whether `network` has been converted before, and warn if so."""
-    before = mark_of(network).level
+    before = precision.mark_of(network).level
     if before:
         warnings.warn(
             f"{type(network).__name__} was converted with level {before!r} before and stays as it is; {level!r} is not "

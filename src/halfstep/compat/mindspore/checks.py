@@ -71,6 +71,5 @@ def check_network(where: str, network: object, loss_fn: object = callable) -> No
 def check_optimizer(where: str, optimizer: object) -> None:
     """Raise MindSporeTypeError unless `optimizer` is a torch optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise MindSporeTypeError(
-            f"{where}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
-        )
+        kind = type(optimizer).__name__
+        raise MindSporeTypeError(f"{where}: optimizer is a {kind}; expected an optimizer such as nn.Momentum")

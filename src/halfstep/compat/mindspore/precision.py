@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -117,13 +117,11 @@ UNMARKED = Mark()
 
 def mark_of(module: nn.Module) -> Mark:
     """Return the mark of `module` itself; `_marked` makes one that can be changed."""
-    mark: Mark = module.__dict__.get(KEY, UNMARKED)
-    return mark
+    return cast(Mark, module.__dict__.get(KEY, UNMARKED))
 
 
 def _marked(module: nn.Module) -> Mark:
-    mark: Mark = module.__dict__.setdefault(KEY, Mark())
-    return mark
+    return cast(Mark, module.__dict__.setdefault(KEY, Mark()))
 
 
 def flags_of(module: nn.Module) -> dict[str, bool]:
@@ -144,9 +142,8 @@ def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
     if not isinstance(dst_type, torch.dtype):
         raise MindSporeTypeError(f"to_float: dst_type={dst_type!r} is not a dtype; pass mstype.float16")
     if dst_type is not torch.float32 and dst_type not in LOW_NAMES:
-        raise MindSporeValueError(
-            f"to_float: dst_type={dst_type}; a cell runs in mstype.float16, mstype.float32 or mstype.bfloat16"
-        )
+        formats = "mstype.float16, mstype.float32 or mstype.bfloat16"
+        raise MindSporeValueError(f"to_float: dst_type={dst_type}; a cell runs in {formats}")
     wanted = LOW_NAMES.get(dst_type, "fp32")
     return add_flags_recursive(module, **{name: name == wanted for name in FLAGS})
 

@@ -11,8 +11,6 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.mindspore.common.initializer import initializer
 from halfstep.compat.shared import Factory
 
-__all__ = ["Parameter", "Tensor"]
-
 
 class Tensor(metaclass=Factory):
     """``Tensor(input_data, dtype=None)``: a new torch.Tensor with a copy of the data.

@@ -31,5 +31,4 @@ class DevicelessGradScaler(GradScaler):
         self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
-        """Make a scaler; see `hs.GradScaler` for the arguments."""
         super().__init__(self.device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -76,10 +76,9 @@ class Served:
 
     def __str__(self) -> str:
         """Return one line; waits for the device."""
-        policy = self.policy
-        parts = [f"policy {policy.name or '(of a file)'}{'' if policy.dtype == 'auto' else ':' + policy.dtype}"]
-        skipped = self.skipped
-        parts[0] += f": {self.steps} steps, {skipped} of them skipped"
+        policy, skipped = self.policy, self.skipped
+        named = f"{policy.name or '(of a file)'}{'' if policy.dtype == 'auto' else ':' + policy.dtype}"
+        parts = [f"policy {named}: {self.steps} steps, {skipped} of them skipped"]
         if self.used:
             scales = "".join(f", scale {scaler.get_scale():g}" for scaler in self.scalers)
             regions = f"{self.regions} regions of autocast ({self.off} off)"
@@ -184,19 +183,15 @@ def _rule(policy: hs.Policy) -> hs.ScaleRule | str | None:
 NAMES: dict[Any, dict[str, Any]] = {
     torch: {"autocast": autocast},
     torch.amp: {
-        "autocast": autocast,
-        "GradScaler": GradScaler,
-        "custom_fwd": autocast_mode.custom_fwd,
+        "autocast": autocast, "GradScaler": GradScaler, "custom_fwd": autocast_mode.custom_fwd,
         "custom_bwd": partial(autocast_mode.backward_in, autocast),
     },
     torch.cuda.amp: {
-        "autocast": CudaAutocast,
-        "GradScaler": CudaGradScaler,
-        "custom_fwd": cuda.custom_fwd,
+        "autocast": CudaAutocast, "GradScaler": CudaGradScaler, "custom_fwd": cuda.custom_fwd,
         "custom_bwd": lambda bwd: autocast_mode.backward_in(autocast, bwd, device_type=here()),
     },
     torch.cpu.amp: {"autocast": CpuAutocast, "GradScaler": CpuGradScaler},
-}
+}  # fmt: skip
 """Module of torch -> its names and what they are while installed."""
 
 
@@ -237,8 +232,7 @@ def uninstall() -> None:
 def unserved() -> list[str]:
     """Return where torch's own classes are used, as "module.name": imported from the modules that define them."""
     amps = (torch.amp, torch.cuda.amp, torch.cpu.amp)
-    classes = [c for amp in amps for c in (amp.autocast_mode.autocast, amp.grad_scaler.GradScaler)]
-    known = set(map(id, classes))
+    known = {id(c) for amp in amps for c in (amp.autocast_mode.autocast, amp.grad_scaler.GradScaler)}
     return sorted(
         f"{path}.{name}"
         for path, module in list(sys.modules.items())

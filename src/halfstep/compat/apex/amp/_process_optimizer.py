@@ -12,7 +12,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -140,7 +139,6 @@ class StateOfMasters(defaultdict[Any, Any]):
         self._lows: dict[int, Tensor] = {}
 
     def _low(self, key: Any) -> Any:
-        """Return the low parameter whose master `key` is; None if it is none."""
         masters = self._session.masters
         if len(self._lows) != len(masters):
             self._lows = {id(master): low for low, master in masters.values()}
@@ -148,9 +146,7 @@ class StateOfMasters(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         low = self._low(key)
-        if low is not None and dict.__contains__(self, low):
-            return self[low]
-        return super().__missing__(key)
+        return self[low] if low is not None and dict.__contains__(self, low) else super().__missing__(key)
 
     def __contains__(self, key: object) -> bool:
         return dict.__contains__(self, key) or dict.__contains__(self, self._low(key))
@@ -288,7 +284,6 @@ class AmpOptimizerState:
             master.grad = gradient if gradient is None or gradient.dtype is torch.float32 else gradient.float()
 
     def _take_master_grads(self) -> None:
-        """Take gradients that were replaced on the masters by hand."""
         for parameter, master in self.pairs():
             gradient = master.grad
             if gradient is not None and gradient is not parameter.grad and parameter.grad is not None:
@@ -296,8 +291,7 @@ class AmpOptimizerState:
                 parameter.grad_dtype = None
                 parameter.grad = gradient
 
-    def drop_master_grads(self) -> None:
-        """Forget the gradients that masters show."""
+    def _drop_master_grads(self) -> None:
         for _, master in self.pairs():
             master.grad = None
 
@@ -322,12 +316,12 @@ class AmpOptimizerState:
         if self.skipped:
             maybe_print(self.overflow)
             self.overflow = ""
-            self.drop_master_grads()
+            self._drop_master_grads()
             return None
         self._take_master_grads()
         with self.session.casts_off():
             result = run(*args, **kwargs)
-        self.drop_master_grads()
+        self._drop_master_grads()
         return result
 
     def _with_closure(
@@ -365,7 +359,7 @@ class AmpOptimizerState:
         self.scaled_with = None
         self.overflow = ""
         self._kept = []
-        self.drop_master_grads()
+        self._drop_master_grads()
 
 
 @contextmanager
@@ -416,7 +410,7 @@ def release_optimizer(optimizer: Optimizer) -> None:
         optimizer.__dict__["step"] = optimizer.__dict__.pop(OWN_STEP)
 
 
-@cache
+@functools.cache
 def amp_class(original: Any) -> type[Optimizer]:
     """Return the subclass of `original` that initialised optimizers get; one for each class."""
 
@@ -466,8 +460,7 @@ def amp_class(original: Any) -> type[Optimizer]:
 
 
 def _bare(kind: Any) -> Any:
-    """Return an instance of `kind` for pickle and deepcopy to fill."""
-    return kind.__new__(kind)
+    return kind.__new__(kind)  # for pickle and deepcopy to fill
 
 
 def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> None:
@@ -481,9 +474,8 @@ def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> N
         holder = nn.Module()
         for index, parameter in enumerate(new):
             holder.register_parameter(f"p{index}", cast(nn.Parameter, parameter))
-        attach(
-            holder, [optimizer], hs.Policy(name="apex masters", dtype=name, params="low", table="none", scale="none")
-        )
+        policy = hs.Policy(name="apex masters", dtype=name, params="low", table="none", scale="none")
+        attach(holder, [optimizer], policy)
         session.masters |= masters_of(holder, {f"p{index}": parameter for index, parameter in enumerate(new)})
 
 

@@ -37,14 +37,9 @@ from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 _START: dict[str, Any] = {
-    "enabled": False,
-    "opt_level": None,
-    "cast_model_type": None,
-    "patch_torch_functions": False,
-    "keep_batchnorm_fp32": None,
-    "master_weights": None,
-    "loss_scale": 1.0,
-}
+    "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
+    "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": 1.0,
+}  # fmt: skip
 """Options before a level sets them, in the order they are printed."""
 
 _OPTIONS = tuple(_START)[2:]  # those that an argument sets
@@ -107,7 +102,6 @@ class Properties:
         return kind if isinstance(kind, torch.dtype) and kind is not torch.float32 else None
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return a value of an option as it is kept."""
         found = _WORDS.get(value, value) if isinstance(value, str) else value
         if name == "cast_model_type":
             if not any(value is kind for kind in (None, False, torch.float32, torch.float16, torch.bfloat16)):
@@ -202,8 +196,7 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}; there are 'O0', 'O1', 'O2' and 'O3', each with the letter O "
             "in front and not the digit zero"
         )
-    level = opt_levels[opt_level]
-    properties = Properties()
+    properties, level = Properties(), opt_levels[opt_level]
     properties._update_options_dict({"enabled": True, "opt_level": opt_level})
     properties._update_options_dict(dict(zip(_OPTIONS, level.defaults, strict=True)))
     defaults = dict(properties.options)
@@ -312,7 +305,6 @@ def _apply(
     models: Any, optimizers: Any, properties: Any, loss_scalers: list[LossScaler],
     cast_model_outputs: torch.dtype | None, *, loud: bool,
 ) -> Any:  # fmt: skip
-    """Prepare models and optimizers by `properties`, and return them in the shape they came in."""
     model_list = _listed(models, nn.Module, "models", "model")
     without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
     optimizer_list = [] if without else _listed(optimizers, (Optimizer, LARC), "optimizers", "optimizer")
@@ -326,7 +318,8 @@ def _apply(
     policy = None
     if properties.patch_torch_functions:
         handle = switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
-        session.casts_off, session.casts_on, policy = handle._disable_casts, handle.casts_again, handle.policy
+        session.casts_off, policy = handle._disable_casts, handle.policy
+        session.casts_on = partial(hs.autocast, policy=policy, cache_enabled=False)  # where casts_off has effect
     for model in model_list:
         _release(model)
     done: list[Optimizer] = []
@@ -469,7 +462,7 @@ def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
                 f"amp.initialize: an incoming optimizer is an instance of {type(items[0])}, which keeps masters of its "
                 "own; pass bare optimizers of PyTorch or of apex.optimizers"
             )
-    remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, (tuple, dict)) else ""
+    remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, tuple) else ""
     if isinstance(value, dict):
         remedy = f"; write amp.initialize(..., list({plural}.values()))"
     what = f"a {type(value).__name__}"
@@ -518,10 +511,9 @@ def _check_optimizers(optimizers: list[Any]) -> None:
         for name in ADDED:
             if hasattr(optimizer, name):
                 raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.is_floating_point():
-                    raise TypeError(
-                        "amp steps parameters of floating formats (float32, float16, bfloat16) and "
-                        f"{parameter.type()} is none; take it out of the optimizer"
-                    )
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    "amp steps parameters of floating formats (float32, float16, bfloat16) and "
+                    f"{parameter.type()} is none; take it out of the optimizer"
+                )

@@ -77,11 +77,8 @@ def scale_loss(
     if not scaler.dynamic and not properties.master_weights and properties.low is None and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
-    for stash in stashes:
-        if stash.scaling:
-            raise RuntimeError(
-                "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
-            )
+    if any(stash.scaling for stash in stashes):
+        raise RuntimeError("scale_loss: this optimizer is in another scale_loss block already; leave that one first")
     with backward_pass(loss, scaler, stashes) as scaled:
         yield scaled
     if delay_unscale:
@@ -115,7 +112,6 @@ def _unscale(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int,
 
 
 def _session(optimizers: list[Any]) -> Session | None:
-    """Return the call of `initialize` that `optimizers` went through; None where amp is off."""
     stashes = [getattr(optimizer, "_amp_stash", None) for optimizer in optimizers]
     if _amp_state.opt_properties is None:
         raise RuntimeError(
@@ -159,9 +155,7 @@ def disable_casts() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Open(threading.local):
-    """The handle whose casts are open in this thread: a thread that ends takes its casts along."""
-
-    handle: AmpHandle | None = None
+    handle: AmpHandle | None = None  # whose casts are open in this thread: one that ends takes its casts along
 
 
 _open = _Open()
@@ -214,15 +208,14 @@ class _Loud(TorchFunctionMode):
 
     def __init__(self, policy: hs.Policy) -> None:
         super().__init__()
-        plan = hs.resolve(policy, torch.nn.Module(), "cpu")
-        self.rules = {name: decision.rule for name, decision in plan.operators}
+        operators = hs.resolve(policy, torch.nn.Module(), "cpu").operators
+        self.rules = {name: decision.rule for name, decision in operators}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tensors = [
-            t for t in hs.trees.tensors((args, kwargs)) if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)
-        ]
+        found = hs.trees.tensors((args, kwargs))
+        tensors = [t for t in found if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
         rule = self.rules.get(hs.policy.operator_name(func) or "")
         target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
@@ -237,8 +230,7 @@ def _nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def refuse_inside() -> None:
-    """Raise RuntimeError inside any region: casts that are switched on there would end with it."""
+def _refuse_inside() -> None:
     if _nesting():
         here = torch.accelerator.current_accelerator()
         kinds = ("cpu",) if here is None else ("cpu", here.type)
@@ -281,9 +273,8 @@ class AmpHandle:
         self, policy: hs.Policy, functions: Iterable[tuple[Any, str, Callable[..., Any]]],
         loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     ) -> None:  # fmt: skip
-        self.policy = policy
+        self.policy, self._loss_scale = policy, loss_scale
         self.has_cache, self.verbose = enable_caching, verbose
-        self._loss_scale = loss_scale
         self._is_active = True
         self._thread = threading.get_ident()
         self._region: hs.autocast | None = hs.autocast(policy=policy, cache_enabled=False)
@@ -309,10 +300,6 @@ class AmpHandle:
                 yield
         finally:
             self._is_active = before
-
-    def casts_again(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which casts are on where `hs.suspended` has switched them off."""
-        return hs.autocast(policy=self.policy, cache_enabled=False)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return the old API's wrapper: with methods ``scale_loss`` (a context, as here) and ``step``."""
@@ -378,10 +365,8 @@ class OptimWrapper:
     def __init__(
         self, optimizer: Optimizer, amp_handle: AmpHandle, num_loss: int, loss_scale: str | float = "dynamic"
     ) -> None:
-        self._optimizer = optimizer
-        self._amp_handle = amp_handle
-        self._num_loss = num_loss
-        self._loss_idx = 0
+        self._optimizer, self._amp_handle = optimizer, amp_handle
+        self._num_loss, self._loss_idx = num_loss, 0
         self._skip_next = [False] * num_loss
         self._loss_scaler = [LossScaler(loss_scale) for _ in range(num_loss)]
         self._stash = AmpOptimizerState(optimizer, Session(None, self._loss_scaler))
@@ -456,8 +441,7 @@ def promote_function(fn: F) -> F:
 def _ruled(fn: F, rule: str) -> F:
     if not callable(fn):
         raise TypeError(f"amp's decorators take a function and got {fn!r}")
-    made: F = hs.operator(rule)(fn)
-    return made
+    return hs.operator(rule)(fn)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -527,7 +511,7 @@ def switch_on(
 ) -> AmpHandle:  # fmt: skip
     """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
     close_casts()
-    refuse_inside()
+    _refuse_inside()
     rules, functions = take_registered()
     if allow_banned:
         rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]

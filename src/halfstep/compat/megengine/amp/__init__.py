@@ -27,8 +27,6 @@ policy: Policy
 
 
 def _setting(name: str, doc: str) -> Any:
-    """Return a property that reads and sets the field `name` of the frame in force."""
-
     def change(module: ModuleType, value: Any) -> None:
         settings.change(name, bool(value) if name == "enabled" else value)
 

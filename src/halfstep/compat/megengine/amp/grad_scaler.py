@@ -30,13 +30,11 @@ KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 def _number(name: str, kind: Callable[[Any], Any], doc: str) -> Any:
-    """Return a property for one of the rule's numbers."""
-
     def change(scaler: GradScaler, value: Any) -> None:
         core = scaler._core.state_dict()
         scaler._go_on({**scaler._numbers, name: value}, core["scale"], core["_growth_tracker"])
 
-    return property(lambda scaler: kind(scaler._numbers[name]), change, doc=doc)
+    return property(lambda scaler: kind(scaler._numbers[name]), change, doc=f"{doc}. Can be set.")
 
 
 class GradScaler:
@@ -77,13 +75,9 @@ class GradScaler:
         self._core.update(value)
         self._epoch = object()
 
-    growth_factor = _number(
-        "growth_factor", float, "The scale's factor after `growth_interval` good steps. Can be set."
-    )
-    backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step. Can be set.")
-    growth_interval = _number(
-        "growth_interval", int, "Good steps in a row that make the scale grow; 0: it never moves. Can be set."
-    )
+    growth_factor = _number("growth_factor", float, "The scale's factor after `growth_interval` good steps")
+    backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step")
+    growth_interval = _number("growth_interval", int, "Good steps in a row that make the scale grow; 0: it never moves")
 
     @property
     def found_non_finite(self) -> bool:

@@ -69,9 +69,9 @@ class Function:
         if not all(isinstance(value, Tensor) for value in listed(outputs)) or outputs is None:
             raise FunctionError(f"{name}.forward returned {outputs!r}; expected a tensor or a tuple of tensors")
         frame = now()
-        region = (
-            hs.autocast(policy=policy_for(frame.policy, frame.low, frame.high)) if frame.enabled else hs.suspended()
-        )
+        region: Any = hs.suspended()
+        if frame.enabled:
+            region = hs.autocast(policy=policy_for(frame.policy, frame.low, frame.high))
         apply: Any = _Applied.apply
         made = apply(self.backward, region, tuple(value.detach() for value in listed(outputs)), *inputs)
         return made[0] if isinstance(outputs, Tensor) else made
@@ -84,14 +84,12 @@ class _Applied(torch.autograd.Function):
     def forward(
         ctx: Any, backward: Callable[..., Any], region: Any, outputs: tuple[Tensor, ...], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the outputs."""
         ctx.set_materialize_grads(False)
         ctx.given, ctx.region, ctx.count = backward, region, len(inputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> Any:
-        """Return what the user's backward pass does."""
         with ctx.region:
             found = ctx.given(*output_grads)
         gradients = (found,) if found is None or isinstance(found, Tensor) else tuple(found)

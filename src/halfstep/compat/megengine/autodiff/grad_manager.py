@@ -280,9 +280,8 @@ def _pairs(y: Any, dy: Any) -> list[tuple[Tensor, Tensor]]:
         raise StepError(f"GradManager.backward: {len(ys)} outputs and {len(dys)} gradients dy; give one for each")
     for one, its in zip(ys, dys, strict=True):
         if its.shape != one.shape:
-            raise StepError(
-                f"GradManager.backward: dy has shape {tuple(its.shape)} and y {tuple(one.shape)}; they must be equal"
-            )
+            shapes = f"dy has shape {tuple(its.shape)} and y {tuple(one.shape)}"
+            raise StepError(f"GradManager.backward: {shapes}; they must be equal")
     if ys and not any(one.requires_grad for one in ys):
         raise StepError(
             "GradManager.backward: y depends on no attached tensor; attach before the forward pass, and look for "
@@ -295,7 +294,7 @@ def _differentiate(managers: Sequence[GradManager], pairs: list[tuple[Tensor, Te
     wanted = [(manager, tensor) for manager in managers for tensor in manager.attached_tensors()]
     if not wanted or not pairs:
         return
-    ys, dys = [one for one, _ in pairs], [its for _, its in pairs]
+    ys, dys = zip(*pairs, strict=True)
     inputs = [tensor for _, tensor in wanted]
     groups = _recording.groups
     first = next(place for place, group in enumerate(groups) if any(one in managers for one in group))
@@ -311,9 +310,8 @@ def _differentiate(managers: Sequence[GradManager], pairs: list[tuple[Tensor, Te
         manager._going = True
     try:
         with hs.autocast(policy="O0"):
-            gradients = torch.autograd.grad(
-                ys, inputs, dys, allow_unused=True, retain_graph=others, create_graph=bool(around)
-            )
+            options: dict[str, Any] = {"allow_unused": True, "retain_graph": others, "create_graph": bool(around)}
+            gradients = torch.autograd.grad(ys, inputs, dys, **options)
             for tensor, gradient in intermediate:  # torch has put something there, because they retain
                 tensor.grad = gradient
             for (manager, tensor), gradient in zip(wanted, gradients, strict=True):

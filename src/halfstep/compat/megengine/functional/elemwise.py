@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,7 @@ def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
         elif not isinstance(y, Tensor):
             x = torch.as_tensor(x)
             y = torch.as_tensor(y, device=x.device).to(torch.result_type(x, y))
-        result: Tensor = function(x, y)
-        return result
+        return cast(Tensor, function(x, y))
 
     return public(function, call)
 
@@ -67,33 +66,18 @@ def _remainder(x: Tensor, y: Tensor) -> Tensor:
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
     """Return the floor of the rounded quotient: 10 for 1.0 / 0.1, where torch.floor_divide gives 9."""
-    if x.is_floating_point() or y.is_floating_point():
-        return torch.floor(torch.div(x, y))
-    return torch.floor_divide(x, y)
+    floats = x.is_floating_point() or y.is_floating_point()
+    return torch.floor(torch.div(x, y)) if floats else torch.floor_divide(x, y)
 
 
-add = _of_two(torch.add)
-sub = _of_two(torch.sub)
-mul = _of_two(torch.mul)
-div = _of_two(torch.div)
-pow = _of_two(torch.pow)
-mod = _of_two(_remainder)
-floor_div = _of_two(_quotient)
-atan2 = _of_two(torch.atan2)
-logaddexp = _of_two(torch.logaddexp)
-maximum = _of_two(torch.maximum)
-minimum = _of_two(torch.minimum)
-equal = _of_two(torch.eq)
-not_equal = _of_two(torch.ne)
-less = _of_two(torch.lt)
-less_equal = _of_two(torch.le)
-greater = _of_two(torch.gt)
-greater_equal = _of_two(torch.ge)
-logical_and = _of_two(torch.logical_and)
-logical_or = _of_two(torch.logical_or)
-logical_xor = _of_two(torch.logical_xor)
-left_shift = _of_two(torch.bitwise_left_shift)
-right_shift = _of_two(torch.bitwise_right_shift)
+add, sub, mul, div = _of_two(torch.add), _of_two(torch.sub), _of_two(torch.mul), _of_two(torch.div)
+pow, mod, floor_div = _of_two(torch.pow), _of_two(_remainder), _of_two(_quotient)
+atan2, logaddexp = _of_two(torch.atan2), _of_two(torch.logaddexp)
+maximum, minimum = _of_two(torch.maximum), _of_two(torch.minimum)
+equal, not_equal = _of_two(torch.eq), _of_two(torch.ne)
+less, less_equal, greater, greater_equal = _of_two(torch.lt), _of_two(torch.le), _of_two(torch.gt), _of_two(torch.ge)
+logical_and, logical_or, logical_xor = _of_two(torch.logical_and), _of_two(torch.logical_or), _of_two(torch.logical_xor)
+left_shift, right_shift = _of_two(torch.bitwise_left_shift), _of_two(torch.bitwise_right_shift)
 
 
 def clip(x: Tensor, lower: Any = None, upper: Any = None) -> Tensor:

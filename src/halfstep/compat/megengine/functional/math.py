@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +68,7 @@ min = _reduction(torch.amin, "min")
 
 def norm(inp: Tensor, ord: float | None = None, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Return the vector norm of order `ord`, 2 by default."""
-    length: Tensor = torch.norm(inp, 2.0 if ord is None else ord, axis, keepdim=keepdims)
-    return length
+    return cast(Tensor, torch.norm(inp, 2.0 if ord is None else ord, axis, keepdim=keepdims))
 
 
 def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, eps: float = 1e-12) -> Tensor:

@@ -9,18 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional import loss
-from halfstep.compat.megengine.functional.elemwise import (
-    gelu,
-    hsigmoid,
-    hswish,
-    logsigmoid,
-    relu,
-    relu6,
-    sigmoid,
-    silu,
-    softplus,
-)  # fmt: skip
+from halfstep.compat.megengine.functional import elemwise, loss
 from halfstep.compat.megengine.functional.loss import *  # noqa: F403  # the file lists its functions
 from halfstep.compat.megengine.functional.vision import interpolate
 from halfstep.compat.shared import public
@@ -34,6 +23,10 @@ __all__ = [
     "softplus",
 ]  # fmt: skip
 __all__ += loss.__all__
+
+gelu, relu, relu6, sigmoid, silu = elemwise.gelu, elemwise.relu, elemwise.relu6, elemwise.sigmoid, elemwise.silu
+hsigmoid, hswish = elemwise.hsigmoid, elemwise.hswish
+logsigmoid, softplus = elemwise.logsigmoid, elemwise.softplus
 
 
 def check_modes(where: str, compute_mode: object, conv_mode: object = "cross_correlation") -> None:
@@ -144,9 +137,8 @@ def avg_pool2d(
 
 def softmax(inp: Tensor, axis: int | None = None) -> Tensor:
     """Return the softmax along `axis`; by default along axis 1, or axis 0 of tensors with 0, 1 or 3 axes."""
-    if axis is None:
-        axis = 0 if inp.dim() in (0, 1, 3) else 1
-    return F.softmax(inp, axis)
+    default = 0 if inp.dim() in (0, 1, 3) else 1
+    return F.softmax(inp, default if axis is None else axis)
 
 
 def logsoftmax(inp: Tensor, axis: Any) -> Tensor:
@@ -200,12 +192,12 @@ def pad(src: Tensor, pad_width: Any, mode: str = "constant", constant_value: flo
         pairs += [(0, 0)] * (src.dim() - len(pairs))
         return F.pad(src, [number for pair in reversed(pairs) for number in pair], "constant", constant_value)
     for axis, (before, after) in enumerate(pairs):  # torch's other modes pad the last axes only
-        size = src.shape[axis]
+        last = src.shape[axis] - 1
         if (before, after) != (0, 0):
-            places = torch.arange(-before, size + after, device=src.device)
+            places = torch.arange(-before, last + 1 + after, device=src.device)
             if name == "reflect":
-                places = (size - 1) - ((size - 1) - places.abs()).abs()
-            src = src.index_select(axis, places.clamp(0, size - 1))
+                places = last - (last - places.abs()).abs()
+            src = src.index_select(axis, places.clamp(0, last))
     return src
 
 
@@ -231,16 +223,13 @@ def batch_norm(
         raise StepError("batch_norm(training=False): pass running_mean and running_var, or training=True")
     if not inplace:
         running_mean, running_var = (None if t is None else t.clone() for t in (running_mean, running_var))
-    mean, variance, scale, shift = (
-        None if t is None else t.view(-1) for t in (running_mean, running_var, weight, bias)
-    )
+    given = (running_mean, running_var, weight, bias)
+    mean, variance, scale, shift = (None if t is None else t.view(-1) for t in given)
     if training and (mean is None) != (variance is None):  # torch takes both or neither
         mean = torch.zeros_like(variance) if mean is None and variance is not None else mean
         variance = torch.ones_like(mean) if variance is None and mean is not None else variance
     result = F.batch_norm(inp, mean, variance, scale, shift, training, 1.0 - momentum, eps)
-    if inplace or not training or mean is None:
-        return result
-    return result, running_mean, running_var
+    return result if inplace or not training or mean is None else (result, running_mean, running_var)
 
 
 def layer_norm(

@@ -26,7 +26,6 @@ def _several(numbers: Any) -> Any:
 
 
 def _made(dtype: Any, device: str | None) -> Any:
-    """Return the arguments by which torch's functions make a tensor."""
     return {"dtype": dtype_of(dtype), "device": device_of(device)}
 
 
@@ -82,10 +81,8 @@ def _placed(inps: Sequence[Tensor], device: str | None) -> list[Tensor]:
 
 def split(inp: Tensor, nsplits_or_sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
     """Split into so many equal parts, or at so many places."""
-    parts = nsplits_or_sections
-    if not isinstance(parts, int):
-        return list(torch.tensor_split(inp, tuple(parts), axis))
-    if parts < 1 or inp.shape[axis] % parts:
+    parts = nsplits_or_sections if isinstance(nsplits_or_sections, int) else tuple(nsplits_or_sections)
+    if isinstance(parts, int) and (parts < 1 or inp.shape[axis] % parts):
         raise StepError(
             f"split: axis {axis} has {inp.shape[axis]} elements, which are not {parts} equal parts; pass the places to "
             "split at"
@@ -118,10 +115,8 @@ def squeeze(inp: Tensor, axis: Shape | None = None) -> Tensor:
         return inp.squeeze()
     places = _several(axis)
     for place in places:
-        if inp.shape[place] != 1:
-            raise StepError(
-                f"squeeze: axis {place} has {inp.shape[place]} elements; only an axis of length 1 goes away"
-            )
+        if (size := inp.shape[place]) != 1:
+            raise StepError(f"squeeze: axis {place} has {size} elements; only an axis of length 1 goes away")
     return inp.squeeze(places)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ class Initializer:
 
     def __call__(self, arr: Tensor) -> None:
         """Fill `arr`."""
-        self._fill(arr)
-
-    def _fill(self, arr: Tensor) -> None:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__(arr)")
 
     def __repr__(self) -> str:
@@ -43,7 +40,7 @@ def _kind(name: str, meaning: str, function: Callable[..., object], **settings: 
         function(arr, *[getattr(self, key) for key in settings])
 
     fields = [(key, Any, dataclasses.field(default=value)) for key, value in settings.items()]
-    body = {"__doc__": meaning, "__module__": __name__, "_fill": fill}
+    body = {"__doc__": meaning, "__module__": __name__, "__call__": fill}
     return dataclasses.make_dataclass(name, fields, bases=(Initializer,), namespace=body, repr=False, eq=False)
 
 
@@ -89,8 +86,7 @@ def chosen(where: str, value: Any) -> Initializer:
                 f"one of {', '.join(map(repr, NAMED))}{did_you_mean(value.lower(), NAMED)}; else use torch.nn.init"
             )
         return NAMED[value.lower()]()
-    made: Initializer = Constant(check_number(where, value, "a name, a number or a tensor"))
-    return made
+    return cast(Initializer, Constant(check_number(where, value, "a name, a number or a tensor")))
 
 
 def initializer(init: Any, shape: Sequence[int] | int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -39,11 +39,10 @@ class Cell(nn.Module):
     _recomputed = False
 
     def __init__(self, auto_prefix: bool = True, flags: dict[str, bool] | None = None) -> None:
-        check_bool(f"{type(self).__name__}: auto_prefix", auto_prefix)
+        name = type(self).__name__
+        check_bool(f"{name}: auto_prefix", auto_prefix)
         if not (flags is None or isinstance(flags, dict)):
-            raise MindSporeTypeError(
-                f"{type(self).__name__}: flags={flags!r}; expected a dict such as {{'fp16': True}}"
-            )
+            raise MindSporeTypeError(f"{name}: flags={flags!r}; expected a dict such as {{'fp16': True}}")
         nn.Module.__init__(self)
         self.training = False
         if flags:
@@ -140,7 +139,6 @@ def _keep_statistics(cell: nn.Module) -> Iterator[None]:
 
 
 def _given(where: str, cells: tuple[Any, ...]) -> Any:
-    """Return cells that came as arguments or as one list."""
     given = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
     for cell in given:
         if not isinstance(cell, (nn.Module, dict)):

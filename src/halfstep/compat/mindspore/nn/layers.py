@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.checks import (
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_bool,
-    check_number,
-    check_whole,
-)
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.common.initializer import chosen
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.optim import NOT_DECAYED
@@ -124,13 +119,12 @@ class Dropout(Layer, nn.Dropout):
     def __init__(
         self, keep_prob: float | None = None, p: float | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
+        call = f"Dropout(keep_prob={keep_prob!r}, p={p!r})"
         if keep_prob is not None and p is not None:
-            raise MindSporeValueError(f"Dropout(keep_prob={keep_prob!r}, p={p!r}): give one; keep_prob is 1 - p")
+            raise MindSporeValueError(f"{call}: give one; keep_prob is 1 - p")
         share = 0.5 if p is None and keep_prob is None else (1.0 - keep_prob if keep_prob is not None else p)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
-            raise MindSporeValueError(
-                f"Dropout(keep_prob={keep_prob!r}, p={p!r}): expected 0 < keep_prob <= 1, 0 <= p < 1"
-            )
+            raise MindSporeValueError(f"{call}: expected 0 < keep_prob <= 1, 0 <= p < 1")
         self.make(float(share), dtype=dtype)
 
 
@@ -176,7 +170,7 @@ class Embedding(Layer, nn.Embedding):
         self, vocab_size: int, embedding_size: int, use_one_hot: bool = False, embedding_table: Any = "normal",
         dtype: torch.dtype = torch.float32, padding_idx: int | None = None,
     ) -> None:  # fmt: skip
-        check_bool("Embedding: use_one_hot", use_one_hot, "; padding_idx= is an argument by name")
+        checks.check_bool("Embedding: use_one_hot", use_one_hot, "; padding_idx= is an argument by name")
         self.make(vocab_size, embedding_size, dtype=dtype)
         self.padding_idx = padding_idx
         self.fill("embedding_table", self.weight, embedding_table)
@@ -260,7 +254,7 @@ class _BatchNorm(_Norm):
         use_batch_statistics: bool | None = None, data_format: str = "NCHW", dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         name = type(self).__name__
-        share = check_number(f"{name}: momentum", momentum, "the share of the old, 0 to 1")
+        share = checks.check_number(f"{name}: momentum", momentum, "the share of the old, 0 to 1")
         if not 0.0 <= share <= 1.0:
             raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):
@@ -280,14 +274,12 @@ class _BatchNorm(_Norm):
     moving_variance = alias("running_var", "The running variance.")
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return `x` normalised."""
         check_input_dim(self.kind)(self, x)
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         if batch:
             self.num_batches_tracked.add_(1)
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, batch, self.momentum, self.eps
-        )
+        statistics = (self.running_mean, self.running_var)
+        return F.batch_norm(x, *statistics, self.weight, self.bias, batch, self.momentum, self.eps)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -320,7 +312,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     ) -> None:  # fmt: skip
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         for name, axis in (("begin_norm_axis", begin_norm_axis), ("begin_params_axis", begin_params_axis)):
-            check_whole(f"LayerNorm: {name}", axis, "an int", least=-(2**31))
+            checks.check_whole(f"LayerNorm: {name}", axis, "an int", least=-(2**31))
         self.make(shape, eps=epsilon, dtype=dtype)
         self.begin_norm_axis, self.begin_params_axis = begin_norm_axis, begin_params_axis
         self.begin(gamma_init, beta_init)

@@ -6,7 +6,7 @@ A loss cell always runs in fp32, inside a low network too: it is recognised by i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,9 +32,8 @@ class LossBase(Cell, TorchLoss):
 
     def __init__(self, reduction: str = "mean") -> None:
         if reduction not in ("mean", "sum", "none"):
-            raise MindSporeValueError(
-                f"{type(self).__name__}: reduction={reduction!r}; expected one of 'mean', 'sum', 'none'"
-            )
+            name = type(self).__name__
+            raise MindSporeValueError(f"{name}: reduction={reduction!r}; expected one of 'mean', 'sum', 'none'")
         Cell.__init__(self)
         self.reduction = reduction
 
@@ -158,8 +157,7 @@ class WithLossCell(Cell):
 
     def construct(self, data: Any, label: Any) -> Tensor:
         """Return the loss."""
-        loss: Tensor = self.loss_fn(as_fp32(self.backbone(data)), as_fp32(label))
-        return loss
+        return cast(Tensor, self.loss_fn(as_fp32(self.backbone(data)), as_fp32(label)))
 
 
 class WithEvalCell(Cell):

@@ -22,23 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import (
-    MindSporeRuntimeError,
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_bool,
-    check_number,
-    check_type,
-    check_whole,
-)
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
 from halfstep.formats import FP32, LOW_DTYPES
-
-__all__ = [
-    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
-    "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "StaticLossScaler", "all_finite", "check_scale",
-]  # fmt: skip
 
 
 def _fp32(value: float) -> float:
@@ -53,7 +41,7 @@ def _scaler(preset: str, init: float, factor: float, window: int, backoff: float
 
 def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
     """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
-    number = check_number(where, value, expected or "a number, float or int, such as 1024.0")
+    number = checks.check_number(where, value, expected or "a number, float or int, such as 1024.0")
     if not low <= value <= FP32.max:
         raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
     return number
@@ -95,7 +83,7 @@ class DynamicLossScaleUpdateCell(_UpdateCell):
         super().__init__(loss_scale_value)
         name = type(self).__name__
         self.scale_factor = check_scale(f"{name}: scale_factor", scale_factor, expected=FACTOR)
-        self.scale_window = check_whole(f"{name}: scale_window", scale_window)
+        self.scale_window = checks.check_whole(f"{name}: scale_window", scale_window)
         backoff = _fp32(1.0 / _fp32(self.scale_factor))
         self._scaler = _scaler("mindspore-cell", self.loss_scale_value, self.scale_factor, self.scale_window, backoff)
 
@@ -103,7 +91,7 @@ class DynamicLossScaleUpdateCell(_UpdateCell):
     def construct(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """Update the scale after one step; return `overflow`."""
         expected = "the tensor of the scale, which is changed"
-        check_type(f"{type(self).__name__}: loss_scale", loss_scale, Tensor, expected)
+        checks.check_type(f"{type(self).__name__}: loss_scale", loss_scale, Tensor, expected)
         overflow = torch.as_tensor(overflow, device=loss_scale.device)
         self._scaler.update(loss_scale.detach().reshape(()))
         self._scaler.record(overflow)
@@ -151,7 +139,7 @@ class FixedLossScaleManager(LossScaleManager):
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
         self._loss_scale = check_scale("FixedLossScaleManager: loss_scale", loss_scale)
-        check_bool("FixedLossScaleManager: drop_overflow_update", drop_overflow_update)
+        checks.check_bool("FixedLossScaleManager: drop_overflow_update", drop_overflow_update)
         self._drop_overflow_update = drop_overflow_update
 
     def get_loss_scale(self) -> float:
@@ -185,7 +173,7 @@ class DynamicLossScaleManager(LossScaleManager):
     def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
         self.loss_scale = check_scale("DynamicLossScaleManager: init_loss_scale", init_loss_scale)
         self.scale_factor = check_scale("DynamicLossScaleManager: scale_factor", scale_factor, expected=FACTOR)
-        self.scale_window = check_whole("DynamicLossScaleManager: scale_window", scale_window)
+        self.scale_window = checks.check_whole("DynamicLossScaleManager: scale_window", scale_window)
         self.increase_ratio, self.decrease_ratio = self.scale_factor, 1.0 / self.scale_factor
         self.cur_iter, self.last_overflow_iter = 1, 0
         self.bad_step, self.bad_step_max = 0, 1000  # MindSpore's number
@@ -303,8 +291,8 @@ class DynamicLossScaler(_OnScaler):
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
         scale = check_scale("DynamicLossScaler: scale_value", scale_value)
-        self.scale_factor = check_whole("DynamicLossScaler: scale_factor", scale_factor)
-        self.scale_window = check_whole("DynamicLossScaler: scale_window", scale_window)
+        self.scale_factor = checks.check_whole("DynamicLossScaler: scale_factor", scale_factor)
+        self.scale_window = checks.check_whole("DynamicLossScaler: scale_window", scale_window)
         factor = check_scale("DynamicLossScaler: scale_factor", self.scale_factor, expected=FACTOR)
         self._scaler = _scaler("mindspore-scaler", scale, factor, self.scale_window, 1.0 / _fp32(factor))
 
@@ -321,7 +309,7 @@ class DynamicLossScaler(_OnScaler):
                 raise MindSporeTypeError(f"{name}: {value!r}; expected one whole number")
             value = int(value)
         expected = f"good steps from 0 and below scale_window={self.scale_window}"
-        if check_whole(name, value, expected, least=0) >= self.scale_window:
+        if checks.check_whole(name, value, expected, least=0) >= self.scale_window:
             raise MindSporeValueError(f"{name}={value!r}; expected {expected}")
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": value})
 
@@ -360,7 +348,6 @@ def all_finite(inputs: Sequence[Any]) -> Tensor:
 
 
 def _mapped(inputs: Any, function: Callable[[Tensor], Tensor], where: str) -> Any:
-    """Return a tensor, or a tuple or list of tensors, with `function` applied."""
     if isinstance(inputs, Tensor):
         if not inputs.is_floating_point():
             raise MindSporeTypeError(f"{where}: a tensor of {inputs.dtype}; expected floats")

@@ -8,24 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.checks import (
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_bool,
-    check_number,
-    check_type,
-)
-from halfstep.torch_private.foreach import (
-    foreach_add_,
-    foreach_addcmul_,
-    foreach_div,
-    foreach_lerp_,
-    foreach_mul_,
-    foreach_sqrt,
-)
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.torch_private import foreach
 
 __all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
-
 
 Params = Iterable[Any]
 
@@ -46,17 +33,15 @@ class Optimizer(torch.optim.Optimizer):
     def _make(
         self, kind: type[torch.optim.Optimizer], params: Params, learning_rate: float, loss_scale: float, **named: Any
     ) -> None:
-        """Construct torch's optimizer of class `kind`."""
         name = type(self).__name__
-        groups, order = _grouped(name, params, named["weight_decay"])
+        groups, self._order = _grouped(name, params, named["weight_decay"])
         construct: Any = kind.__init__
         construct(self, groups, lr=_rate(name, learning_rate), **named)
-        self._order = order
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, loss_scale: float) -> None:
         where = f"{type(self).__name__}: loss_scale"
-        self.loss_scale = check_number(where, loss_scale)
+        self.loss_scale = checks.check_number(where, loss_scale)
         if not 0.0 < self.loss_scale < float("inf"):
             raise MindSporeValueError(f"{where}={loss_scale!r}; expected a number above 0")
         if self.loss_scale != 1.0:
@@ -111,13 +96,11 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy keep."""
         return {**super().__getstate__(), "loss_scale": self.loss_scale, "_order": self.__dict__.get("_order", [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Rebuild; the hook that divides comes back with `loss_scale`."""
         super().__setstate__(state)
-        if "loss_scale" in state:
+        if "loss_scale" in state:  # the hook that divides comes back with it
             self._set_loss_scale(state["loss_scale"])
 
 
@@ -130,17 +113,16 @@ def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
             "gradients come too late to be divided; use loss_scale=1.0"
         )
     factor = 1.0 / optimizer.loss_scale
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def _rate(name: str, learning_rate: Any) -> float:
     if isinstance(learning_rate, Tensor) and learning_rate.numel() == 1:
         return float(learning_rate.detach())
     expected = "a number or a tensor of one; for a schedule wrap the optimizer in one of torch.optim.lr_scheduler"
-    return check_number(f"{name}: learning_rate", learning_rate, expected)
+    return checks.check_number(f"{name}: learning_rate", learning_rate, expected)
 
 
 def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any], list[Any]]:
@@ -148,7 +130,7 @@ def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any],
 
     A plain list of parameters is cut in two where MindSpore leaves gamma and beta out of weight decay.
     """
-    check_type(f"{name}: params", params, Iterable, "parameters or groups, as net.trainable_params()")
+    checks.check_type(f"{name}: params", params, Iterable, "parameters or groups, as net.trainable_params()")
     given = [params] if isinstance(params, dict) else list(params)
     if not given:
         raise MindSporeValueError(f"{name}: no parameters; pass net.trainable_params()")
@@ -210,7 +192,7 @@ class Adam(Optimizer, torch.optim.Adam):
         use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0, loss_scale: float = 1.0,
         use_amsgrad: bool = False,
     ) -> None:  # fmt: skip
-        check_bool("Adam: use_locking", use_locking, "; weight_decay= comes after use_nesterov")
+        checks.check_bool("Adam: use_locking", use_locking, "; weight_decay= comes after use_nesterov")
         if use_nesterov:
             raise MindSporeValueError("Adam(use_nesterov=True) does not exist here; use torch.optim.NAdam")
         self._make(
@@ -226,14 +208,13 @@ class AdamWeightDecay(Optimizer):
         self, params: Params, learning_rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        groups, order = _grouped("AdamWeightDecay", params, weight_decay)
+        groups, self._order = _grouped("AdamWeightDecay", params, weight_decay)
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
             if not 0.0 < beta < 1.0:
                 raise MindSporeValueError(f"AdamWeightDecay: {name}={beta!r}; expected a number between 0 and 1")
         rate = _rate("AdamWeightDecay", learning_rate)
         defaults = {"lr": rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         torch.optim.Optimizer.__init__(self, groups, defaults)
-        self._order = order
         self._set_loss_scale(1.0)
 
     @torch.no_grad()
@@ -253,13 +234,13 @@ class AdamWeightDecay(Optimizer):
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             grads = [p.grad for p in params]
             first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-            foreach_lerp_(first, grads, 1 - beta1)
-            foreach_mul_(second, beta2)
-            foreach_addcmul_(second, grads, grads, 1 - beta2)
-            below = foreach_sqrt(second)
-            foreach_add_(below, group["eps"])
-            updates = foreach_div(first, below)
+            foreach.foreach_lerp_(first, grads, 1 - beta1)
+            foreach.foreach_mul_(second, beta2)
+            foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
+            below = foreach.foreach_sqrt(second)
+            foreach.foreach_add_(below, group["eps"])
+            updates = foreach.foreach_div(first, below)
             if group["weight_decay"]:
-                foreach_add_(updates, params, alpha=group["weight_decay"])
-            foreach_add_(params, updates, alpha=-group["lr"])
+                foreach.foreach_add_(updates, params, alpha=group["weight_decay"])
+            foreach.foreach_add_(params, updates, alpha=-group["lr"])
         return loss

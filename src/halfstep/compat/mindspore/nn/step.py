@@ -15,14 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import (
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_bool,
-    check_network,
-    check_number,
-    check_optimizer,
-)
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
 from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleUpdateCell, all_finite, check_scale
@@ -30,17 +24,13 @@ from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
 from halfstep.formats import FP32
 
-__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell"]
-
 
 class _OneStep(Cell):
-    """Base of both training cells."""
-
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         name = type(self).__name__
-        check_network(name, network)
-        check_optimizer(name, optimizer)
+        checks.check_network(name, network)
+        checks.check_optimizer(name, optimizer)
         self.network, self.optimizer = network, optimizer
         grouped = tuple(p for group in optimizer.param_groups for p in group["params"])
         self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", grouped)  # in MindSpore's order if it has one
@@ -99,10 +89,9 @@ class TrainOneStepCell(_OneStep):
         if isinstance(sens, (int, float)) and not isinstance(sens, bool) and sens == 0:
             raise MindSporeValueError("TrainOneStepCell: sens=0 makes every gradient 0; use sens=1.0, or leave it out")
         scale = 1.0 if sens is None else check_scale("TrainOneStepCell: sens", sens, 2.0**-149)
-        check_bool("TrainOneStepCell: return_grad", return_grad)
+        checks.check_bool("TrainOneStepCell: return_grad", return_grad)
         super().__init__(network, optimizer)
-        self.sens = scale
-        self.return_grad = return_grad
+        self.sens, self.return_grad = scale, return_grad
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in network.named_parameters() if return_grad else ():
             parameter.register_post_accumulate_grad_hook(partial(self._keep, name))
@@ -209,14 +198,12 @@ class TrainOneStepWithLossScaleCell(_OneStep):
 
 
 def _scalar(where: str, value: Any) -> Tensor:
-    """Return a scale as a new 0-dim float32 tensor."""
     if isinstance(value, Tensor):
-        if tuple(value.shape) not in ((), (1,)):
-            raise MindSporeValueError(
-                f"{where}: a tensor of shape {tuple(value.shape)}; expected one number, shape () or (1,)"
-            )
+        shape = tuple(value.shape)
+        if shape not in ((), (1,)):
+            raise MindSporeValueError(f"{where}: a tensor of shape {shape}; expected one number, shape () or (1,)")
         value = float(value)
-    check_number(where, value, "a tensor of one element")
+    checks.check_number(where, value, "a tensor of one element")
     number = torch.tensor(value, dtype=torch.float32)
     if not (bool(number.isfinite()) and float(number) > 0):
         raise MindSporeValueError(f"{where}={value!r}; expected a scale above 0 that float32 can hold")

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["GradOperation", "HyperMap", "grad", "value_and_grad"]
-
 Weights = nn.Parameter | Sequence[nn.Parameter] | None
 Position = int | Sequence[int] | None
 

@@ -43,7 +43,6 @@ class Primitive:
 
 
 def _primitive(name: str, meaning: str, function: Callable[..., Any], *operators: str) -> type[Primitive]:
-    """Return the class of a primitive that calls `function`."""
     body = {"__doc__": meaning, "__module__": __name__, "operators": operators, "_compute": staticmethod(function)}
     return type(name, (Primitive,), body)
 

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.compat.mindspore import checks
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.checks import (
-    MindSporeTypeError,
-    MindSporeValueError,
-    check_names,
-    check_network,
-    check_whole,
-)
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
@@ -61,21 +56,19 @@ class Model:
         metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None, eval_network: nn.Module | None = None,
         eval_indexes: Sequence[int] | None = None, amp_level: str = "O0", boost_level: str = "O0", **kwargs: Any,
     ) -> None:  # fmt: skip
-        check_network("Model", network)
+        checks.check_network("Model", network)
         self._metrics = _named(metrics)
-        check_names("Model", kwargs, ("keep_batchnorm_fp32", "loss_scale_manager"))
+        checks.check_names("Model", kwargs, ("keep_batchnorm_fp32", "loss_scale_manager"))
         if optimizer is None and amp_level != "O0":
             raise MindSporeValueError(
                 f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
                 "for inference with amp.auto_mixed_precision(network, level)"
             )
         if eval_indexes is not None and (not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3):
-            raise MindSporeValueError(
-                f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
-            )
+            expected = "the places of loss, output and label"
+            raise MindSporeValueError(f"Model: eval_indexes={eval_indexes!r}; expected {expected}")
         self._indexes = [0, 1, 2] if eval_indexes is None else [int(index) for index in eval_indexes]
-        self._network = network
-        self._manager = kwargs.get("loss_scale_manager")
+        self._network, self._manager = network, kwargs.get("loss_scale_manager")
         self._train_network: nn.Module | None = None
         if optimizer is not None:
             self._train_network = build_train_network(network, optimizer, loss_fn, amp_level, boost_level, **kwargs)
@@ -119,11 +112,10 @@ class Model:
             sink_size: must be -1; it belongs to sink mode.
             initial_epoch: epochs that were trained before; training goes on up to `epoch`.
         """
-        check_whole("Model.train: epoch", epoch)
+        checks.check_whole("Model.train: epoch", epoch)
         if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
-            raise MindSporeValueError(
-                f"Model.train: initial_epoch={initial_epoch!r}; expected an int from 0 and below epoch={epoch}"
-            )
+            expected = f"an int from 0 and below epoch={epoch}"
+            raise MindSporeValueError(f"Model.train: initial_epoch={initial_epoch!r}; expected {expected}")
         called = _callbacks("Model.train", train_dataset, callbacks, dataset_sink_mode, sink_size)
         cell = self.train_network.train()
         count = 0
@@ -190,7 +182,6 @@ class Model:
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put `network` into evaluation mode, and restore the mode of every part at the end."""
     training = [part for part in network.modules() if part.training]
     network.eval()
     try:
@@ -203,7 +194,6 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
 def _callbacks(
     where: str, data: object, callbacks: Any, dataset_sink_mode: object, sink_size: object
 ) -> list[Callable[[Progress], None]]:
-    """Check the arguments of training and evaluation; return the callbacks as a list."""
     if dataset_sink_mode is not False or sink_size != -1:
         raise MindSporeValueError(
             f"{where}: dataset_sink_mode={dataset_sink_mode!r}, sink_size={sink_size!r}: data is not sunk into a queue "
@@ -239,9 +229,8 @@ def _named(metrics: Any) -> dict[str, Callable[..., Any]]:
             )
         return dict.fromkeys(metrics - {"loss"}, _accuracy)
     if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
-        raise MindSporeTypeError(
-            f"Model: metrics={metrics!r}; expected a dict name -> function of (output, label), or a set of names"
-        )
+        expected = "a dict name -> function of (output, label), or a set of names"
+        raise MindSporeTypeError(f"Model: metrics={metrics!r}; expected {expected}")
     return dict(metrics)
 
 
