@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch.nn import functional as F
 
-from halfstep.cast.rules.dispatch import address, cast_activation, stream_of
+from halfstep.cast.rules.dispatch import address, cast_activation, device_type, stream_of
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.low import add_low_
@@ -226,7 +226,7 @@ def _low_forward(plain: Forward, run: Forward) -> Forward:
         shared = type(input) in ACTIVATIONS and input.dtype is torch.float32 and input.numel() >= MANY
         if copies is None and not shared:
             return plain(module, input)
-        device = copies.device if copies is not None else "cpu" if input.is_cpu else input.device.type
+        device = device_type(input) if copies is None else copies.device
         if not (is_autocast_enabled(device) and is_autocast_cache_enabled()):
             return plain(module, input)
         dtype = get_autocast_dtype(device)
