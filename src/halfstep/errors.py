@@ -16,28 +16,10 @@ from pathlib import Path
 from sys import _getframe
 
 __all__ = [
-    "AuditError",
-    "BannedOperatorError",
-    "BatchError",
-    "BindError",
-    "CheckpointError",
-    "ConversionError",
-    "FormatError",
-    "HalfstepError",
-    "IntegrationError",
-    "LintError",
-    "LossError",
-    "MissingKernelError",
-    "PolicyError",
-    "RegionError",
-    "ScaleError",
-    "SettingError",
-    "StepError",
-    "TaskError",
-    "UnbuiltError",
-    "WeightsError",
-    "did_you_mean",
-]
+    "AuditError", "BannedOperatorError", "BatchError", "BindError", "CheckpointError", "ConversionError", "FormatError",
+    "HalfstepError", "IntegrationError", "LintError", "LossError", "MissingKernelError", "PolicyError", "RegionError",
+    "ScaleError", "SettingError", "StepError", "TaskError", "UnbuiltError", "WeightsError", "did_you_mean",
+]  # fmt: skip
 
 TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent) + os.sep
 HERE = str(Path(__file__).parent) + os.sep

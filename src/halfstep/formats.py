@@ -32,27 +32,9 @@ from torch import Tensor
 from halfstep.errors import FormatError, did_you_mean
 
 __all__ = [
-    "BF16",
-    "BLOCK_FORMATS",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "E2M1",
-    "E2M3",
-    "E3M2",
-    "E4M3",
-    "E5M2",
-    "FORMATS",
-    "FP16",
-    "FP32",
-    "LOW_DTYPES",
-    "POLICY_DTYPES",
-    "TF32",
-    "BlockFormat",
-    "Format",
-    "float64_of",
-    "format_of",
-    "widest_dtype",
-]
+    "BF16", "BLOCK_FORMATS", "DTYPES", "DTYPE_NAMES", "E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "FORMATS", "FP16", "FP32",
+    "LOW_DTYPES", "POLICY_DTYPES", "TF32", "BlockFormat", "Format", "float64_of", "format_of", "widest_dtype",
+]  # fmt: skip
 
 FLOAT64_BIAS, FLOAT64_MANTISSA = 1023, 52  # of IEEE 754 binary64, to write powers of two as bits
 
@@ -90,11 +72,8 @@ class Format:
     has_subnormals: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse more bits than fp32 has."""
-        for what, bits, least, most in (
-            ("exponent", self.exponent_bits, 2, 8),
-            ("mantissa", self.mantissa_bits, 0, 23),
-        ):
+        allowed = (("exponent", self.exponent_bits, 2, 8), ("mantissa", self.mantissa_bits, 0, 23))
+        for what, bits, least, most in allowed:
             if not least <= bits <= most:
                 raise FormatError(f"format {self.name!r}: {bits} {what} bits; expected {least} to {most}, as fp32 has")
 

@@ -185,7 +185,6 @@ def check_names(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _named(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
-    """Name optimizers by their classes."""
     found: dict[str, Optimizer] = {}
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     for i, (kind, optimizer) in enumerate(zip(kinds, optimizers, strict=True)):

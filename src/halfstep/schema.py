@@ -104,7 +104,6 @@ def _under(path: str, key: object) -> str:
 
 
 def _odd_keys(value: Mapping[Any, Any], schema: Mapping[Any, Any]) -> str:
-    """Return in words which keys are missing or unknown."""
     known = {_name(key): None for key in schema}
     missing = [key for key in schema if key is not ... and key == _name(key) and key not in value]
     unknown = [] if ... in schema else [key for key in value if key not in known]
@@ -123,7 +122,6 @@ def _wrong(value: Any, schema: Any, path: str) -> str:
 
 
 def _words(schema: Any) -> str:
-    """Return a schema in words."""
     if isinstance(schema, Kind):
         return schema.words
     if isinstance(schema, tuple):

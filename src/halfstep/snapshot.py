@@ -154,9 +154,8 @@ def gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
 
 def optimizer_state(optimizer: Optimizer) -> Callable[[], None]:
     """Note attributes, hooks, groups and states of an optimizer by reference: torch replaces tensors when it loads."""
-    return contents(
-        map(vars, members(optimizer)), depth=3
-    )  # groups: the list, a group, its parameters; states: all, one's
+    depth = 3  # groups: the list, a group, its parameters; states: all, one's
+    return contents(map(vars, members(optimizer)), depth)
 
 
 def scheduler_state(scheduler: Any, optimizer: Optimizer) -> Callable[[], None]:

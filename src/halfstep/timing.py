@@ -114,19 +114,10 @@ class Race:
         return names
 
     def run(
-        self,
-        names: Sequence[str],
-        *,
-        seconds: float,
-        least: int,
-        most: int,
-        clock: Callable[[], float] = time.perf_counter,
-        on_share: Callable[[float], None] = lambda share: None,
-    ) -> None:
-        """Warm up, then run rounds for `seconds`, but from `least` to `most` of them.
-
-        `on_share` is called before each round with the share of the time that is gone, from 0 to 1.
-        """
+        self, names: Sequence[str], *, seconds: float, least: int, most: int,
+        clock: Callable[[], float] = time.perf_counter, on_share: Callable[[float], None] = lambda share: None,
+    ) -> None:  # fmt: skip
+        """Warm up, then run from `least` to `most` rounds for `seconds`; `on_share` gets the share gone, 0 to 1."""
         for number in range(WARM_UP):
             self.round(names, number, timed=False)
         begun = clock()

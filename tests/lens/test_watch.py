@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.box.evidence import load_evidence
@@ -85,6 +86,28 @@ def test_good_loops_and_what_is_no_training_give_no_verdict() -> None:
         torch.full((2,), torch.inf, requires_grad=True).sum().backward()  # no model takes part
     assert not watch.verdicts
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.head, self.reentrant = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 1), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(checkpoint(self.part, x, use_reentrant=self.reentrant))
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_recomputes_begins_no_step(reentrant: bool) -> None:
+    model, watch = Recomputed(reentrant), hs.lens.Watch()
+    with watch:
+        for step in range(1, 5):
+            x = torch.full((4, 8), torch.inf if step == BAD else 1.0, requires_grad=True)
+            model(x).sum().backward()
+            model.zero_grad()
+    (verdict,) = watch.verdicts
+    assert (verdict.kind, verdict.step) == ("bad_batch", BAD)
 
 
 def test_replays_of_trials_call_no_hook_of_the_program() -> None:

@@ -118,10 +118,8 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
         reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
     calls = sum(timed.calls for timed in visits.values())
-    seconds = time.perf_counter() - begun
-    return concluded(race, best, device_types_of([model])[0], seconds, calls), (
-        visits[best].compiled if team.ddp is None else None  # whose code is for the model without its wrapper
-    )
+    choice = concluded(race, best, device_types_of([model])[0], time.perf_counter() - begun, calls)
+    return choice, visits[best].compiled if team.ddp is None else None  # its code is for a model without a wrapper
 
 
 def candidates(step: Any) -> list[str]:
@@ -130,10 +128,9 @@ def candidates(step: Any) -> list[str]:
     device = device_types_of([model])[0]
     if resolved(Policy.of("mixed"), device).dtype == FP32:
         return [FP32]
-    low = [
-        [parameter.low for parameter in resolve(Policy.of(name), model, device).parameters] for name in ("O2", "pure")
-    ]
-    return [name for name in POLICIES if name != "pure" or low[0] != low[1]]
+    plans = (resolve(Policy.of(name), model, device) for name in ("O2", "pure"))
+    low, pure = ([parameter.low for parameter in plan.parameters] for plan in plans)
+    return [name for name in POLICIES if name != "pure" or low != pure]
 
 
 def pays(nodes: list[int], seconds: float, spent: float) -> bool:
@@ -170,10 +167,7 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _beside(name: str, ratio: Ratio, chosen: Ratio) -> str:
-    """Return the ratio of a candidate that was not chosen; its interval alone where its median says that it is faster.
-
-    Such a median did not decide, see note [ties] in `race`.
-    """
+    # the interval alone where the median says that it is faster, which did not decide: note [ties] in `race`
     if round(ratio.median, 2) >= round(chosen.median, 2):
         return f"{name} {ratio.median:.2f}"
     return f"{name} not certain ({_interval(ratio) or 'one round'})"
@@ -197,13 +191,8 @@ def concluded(race: Elimination, best: str, device: str, seconds: float, calls: 
         ", ".join(_beside(name, ratios[name], own) for name in timed if name in ratios and name not in {best, base}),
         *(f"{name} cannot be chosen: {reason}" for name, reason in race.dropped.items()),
     ]
+    line, dropped = "; ".join(part for part in parts if part), tuple(race.dropped.items())
     return Choice(
-        policy=policy,
-        compiled=compiled,
-        line="; ".join(part for part in parts if part),
-        ratios=tuple(ratios.items()),
-        dropped=tuple(race.dropped.items()),
-        rounds=race.rounds,
-        seconds=seconds,
-        calls=calls,
-    )
+        policy=policy, compiled=compiled, line=line, ratios=tuple(ratios.items()), dropped=dropped, rounds=race.rounds,
+        seconds=seconds, calls=calls,
+    )  # fmt: skip

@@ -30,10 +30,7 @@ class Elimination(Race):
         self.rounds = self.turns = 0  # a turn is that of one candidate in one round
 
     def eliminate(self, names: Sequence[str], most: int) -> None:
-        """Race for a round at least, until one candidate is left, or another round would pass `most` turns in all.
-
-        Candidates that are preferred come first.
-        """
+        """Race a round or more until one, the preferred first, is left, or another would pass `most` turns in all."""
         self.names, least = [name for name in names if name not in self.dropped], self.rounds + 1
         while self.rounds < least or len(self.names) > 1:
             if self.rounds >= least and self.turns + len(self.names) > most:
@@ -51,20 +48,16 @@ class Elimination(Race):
 
     def faster(self, name: str, preferred: str) -> bool | None:
         """Return whether `name` replaces `preferred`, see note [ties]; None if that is not known."""
-        ratio = self.ratio(name, preferred)
-        if ratio is None:
+        if (ratio := self.ratio(name, preferred)) is None:
             return None
-        beyond = CLEAR.get(ratio.rounds, 0.0)
-        if ratio.high < (1.0 - MARGIN) / (1.0 + beyond):
+        clear = 1.0 + CLEAR.get(ratio.rounds, 0.0)
+        if ratio.high < (1.0 - MARGIN) / clear:
             return True
-        if ratio.low > (1.0 - MARGIN) * (1.0 + beyond):
-            return False
-        return None
+        return False if ratio.low > (1.0 - MARGIN) * clear else None
 
     def over(self, name: str, base: str, seen: tuple[str, ...] = ()) -> Ratio | None:
         """Return the ratio of two candidates' steps, by way of others if they shared no round; None: there is none."""
-        direct = self.ratio(name, base)
-        if direct is not None:
+        if (direct := self.ratio(name, base)) is not None:
             return direct
         for other in (one for one in self.times if one not in {name, base, *seen}):
             one, rest = self.ratio(name, other), self.over(other, base, (*seen, name))
@@ -81,7 +74,6 @@ class Elimination(Race):
         return best
 
     def _replaces(self, name: str, preferred: str) -> bool:
-        """Return whether `name` replaces `preferred`, as far as is known; see note [ties]."""
         faster, ratio = self.faster(name, preferred), self.ratio(name, preferred)
         if faster is not None or ratio is None:
             return bool(faster)
@@ -93,8 +85,7 @@ class Elimination(Race):
         slower = set()
         for place, preferred in enumerate(self.names):
             for name in self.names[place + 1 :]:
-                faster = self.faster(name, preferred)
-                if faster is not None:
+                if (faster := self.faster(name, preferred)) is not None:
                     slower.add(preferred if faster else name)
         if not slower and len(self.names) > FINAL:
             slower = {max(reversed(self.names), key=self.typical)}

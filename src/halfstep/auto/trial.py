@@ -57,15 +57,9 @@ class StepSnapshot(Snapshot):
         self.others = Modules(known=modules, gradients=True)  # that `loss_fn` calls besides; found in the first step
         self._loan = Loan(model, optimizer)
         super().__init__(
-            noted(generators_of(modules)),
-            self.others,
-            optimizer_state(optimizer),
-            gradients(model.parameters()),
-            self._loan,
-            attributes(modules),
-            bound(model),
-            self._drop_gradients,
-        )
+            noted(generators_of(modules)), self.others, optimizer_state(optimizer), gradients(model.parameters()),
+            self._loan, attributes(modules), bound(model), self._drop_gradients,
+        )  # fmt: skip
         self.unwatched = True  # until the first step; later ones call the same modules
 
     def _drop_gradients(self) -> None:
@@ -132,12 +126,9 @@ class TimedSteps:
     """One candidate: training steps that `build` makes, with a scaler of before or None for its own."""
 
     def __init__(
-        self,
-        snapshot: StepSnapshot,
-        build: Callable[[Any], Any],
-        batch: tuple[tuple[Any, ...], Mapping[str, Any]],
+        self, snapshot: StepSnapshot, build: Callable[[Any], Any], batch: tuple[tuple[Any, ...], Mapping[str, Any]],
         owner: object,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._snapshot, self._build, self._batch, self._owner = snapshot, build, batch, owner
         self._scaler: Any = None
         self.compiled: Any = None  # the compiled loss function, if the step has one; it stays from visit to visit

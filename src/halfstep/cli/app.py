@@ -61,8 +61,7 @@ SETTINGS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": 
 @command
 def compare(
     task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task),
+        list[str] | None, typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task)
     ] = None,
     policies: Annotated[
         list[str] | None,
@@ -110,8 +109,7 @@ def audit(
         str, typer.Option(help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
     ] = "*",
     what_if: Annotated[
-        list[str] | None,
-        typer.Option(help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
+        list[str] | None, typer.Option(help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose.")
     ] = None,
     device: Device = "",
     json: Json = None,
@@ -149,14 +147,11 @@ def ops(
     ] = None,
     policy: PolicyLabel = "mixed",
     diff: Annotated[
-        str,
-        typer.Option(help="Show what differs from this policy instead.", autocompletion=options.policy),
+        str, typer.Option(help="Show what differs from this policy instead.", autocompletion=options.policy)
     ] = "",
     model: Annotated[
         str,
-        typer.Option(
-            help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
-        ),
+        typer.Option(help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan."),
     ] = "",
     device: Device = "",
     json: Json = None,
@@ -235,8 +230,7 @@ def plan(
     shard: Annotated[
         str,
         typer.Option(
-            help="How they share the work: ddp or fsdp2.",
-            autocompletion=options.among(lambda: ("ddp", "fsdp2")),
+            help="How they share the work: ddp or fsdp2.", autocompletion=options.among(lambda: ("ddp", "fsdp2"))
         ),
     ] = "",
     units: Annotated[
@@ -246,8 +240,7 @@ def plan(
     gpu: Annotated[
         str,
         typer.Option(
-            help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?",
-            autocompletion=options.GPUS,
+            help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?", autocompletion=options.GPUS
         ),
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,
@@ -273,7 +266,7 @@ def tune(
         float | None,
         typer.Option(
             help="How much higher than fp32's the loss may end, as a fraction (0.01: one per cent). Default: the "
-            "spread of fp32 from seed to seed.",
+            "spread of fp32 from seed to seed."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Time for measuring.")] = 10.0,
@@ -282,8 +275,7 @@ def tune(
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and orders.")] = 0,
     dtypes: Annotated[
-        str,
-        typer.Option(help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
+        str, typer.Option(help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's.")
     ] = "",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether compiled steps are tried.")] = True,
     resume: Annotated[

@@ -66,7 +66,6 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
     torch.manual_seed(0)
     model = task.model().to(device)
     optimizer = task.optimizer(model)
-
     scaler = None
     if after:
         train = hs.TrainStep(model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm)
@@ -90,7 +89,6 @@ def _asked(
 
 
 def _print_answer(out: Console, question: str, answers: Sequence[Any], count: int) -> None:
-    """Print the rows that a format would hit hardest."""
     hit = [a for a in answers if a.underflow[1] >= HIT or a.overflow[1] > 0]
     hit.sort(key=lambda a: (a.overflow[1], a.underflow[1]), reverse=True)
     say(out)

@@ -44,9 +44,8 @@ def carry_out(
         print_section(out, comparison_section(made))
     chosen = [word for name in task or () for word in ("--task", name)]
     again = command_line(
-        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json,
-        html=html,
-    )  # fmt: skip
+        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json, html=html
+    )
     day = datetime.date.today()
     files.write(
         out,

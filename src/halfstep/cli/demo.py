@@ -97,7 +97,6 @@ def _measure(demo: Demo, parts: list[Part], out: Console, err: Console) -> bool:
 
 
 def _parts(demo: Demo) -> list[Part]:
-    """Return the parts in their order."""
     works = zip(workloads(demo.device, units=demo.units.bf16), SECONDS, strict=True)
     parts: list[Part] = [
         (f"time and bytes of a model bound by {w.bound_by}", seconds + 3, partial(_time, demo, w, seconds))
@@ -108,8 +107,7 @@ def _parts(demo: Demo) -> list[Part]:
         if not demo.units.bf16 and name == "gpt" and demo.device == "cpu":
             demo.missing.append(f"accuracy of {name} (bf16 without units would take minutes here)")
         else:
-            run = partial(_train, demo, name, steps)
-            parts.append((f"accuracy of {name} beside fp32", TRAINED, run))
+            parts.append((f"accuracy of {name} beside fp32", TRAINED, partial(_train, demo, name, steps)))
     return parts
 
 
@@ -142,7 +140,6 @@ def _train(demo: Demo, name: str, steps: int, on_share: OnShare) -> Section:
 
 
 def _facts(demo: Demo) -> dict[str, Any]:
-    """Return what was measured as plain values."""
     rescued = demo.rescue
     names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")
     run = rescued and {**{name: getattr(rescued, name) for name in names}, "verdict": rescued.verdict.record()}

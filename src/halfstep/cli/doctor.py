@@ -61,13 +61,8 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
     lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
     records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     again = command_line("doctor", device=device, quick=quick, json=json)
-    files.write(
-        out,
-        json=record(
-            again, quick=quick, machine=about, cpu_kernels=hs.step.cpu_kernels(), threads=threads, pitfalls=found,
-            **records,
-        ),
-    )  # fmt: skip
+    facts = {"quick": quick, "machine": about, "cpu_kernels": hs.step.cpu_kernels(), "threads": threads}
+    files.write(out, json=record(again, **facts, pitfalls=found, **records))
     return 0
 
 

@@ -28,36 +28,26 @@ def carry_out(
     if not targets:
         raise LintError("no target; give a .py file, a folder or path/to/file.py:function, or --explain HS001")
     if severity not in SEVERITIES:
-        words = f"expected {', '.join(SEVERITIES)}"
-        raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; {words}")
+        expected = ", ".join(SEVERITIES)
+        raise LintError(f"--severity {severity!r}{did_you_mean(severity, SEVERITIES)}; expected {expected}")
     files = Files(json=json, sarif=sarif)
-    chosen = policy if policy == POLICY and all(map(is_source, targets)) else _named(policy)
+    chosen: str | hs.Policy = policy
+    if policy != POLICY or not all(map(is_source, targets)):
+        from halfstep.tasks.candidates import policy_named
+
+        chosen = policy_named(policy, "cpu")
     left_out = split(ignore)
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     for text, style in lines(found):
         say(out, text, style=style or None)
     again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))
-    files.write(
-        out,
-        json=record(again, findings=[finding.record() for finding in found]),
-        sarif=lambda path: strict_json(_sarif(found), path),
-    )
+    records = record(again, findings=[finding.record() for finding in found])
+    files.write(out, json=records, sarif=lambda path: strict_json(_sarif(found), path))
     return exit_code(found, severity)
-
-
-def _named(policy: str) -> hs.Policy:
-    from halfstep.tasks.candidates import policy_named
-
-    return policy_named(policy, "cpu")
 
 
 def _sarif(found: Sequence[LintFinding]) -> dict[str, Any]:
     rules = {code: rule.title for code, rule in RULES.items()}
-    results = [
-        SarifResult(
-            rule=finding.code, level=finding.severity, text=f"{finding.what}\n{finding.why} {finding.fix}",
-            file=finding.file, line=finding.line,
-        )
-        for finding in found
-    ]  # fmt: skip
+    texts = [(f, f"{f.what}\n{f.why} {f.fix}") for f in found]
+    results = [SarifResult(rule=f.code, level=f.severity, text=text, file=f.file, line=f.line) for f, text in texts]
     return sarif_log(rules, "halfstep lint --explain {}", results)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import halfstep as hs
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
@@ -26,11 +26,10 @@ from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
 from halfstep.tasks.machine import device_type, generators_kept
 from halfstep.tasks.registry import load_model
-from halfstep.torch_private.trees import tree_leaves
+from halfstep.trees import tensors
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
-RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -119,13 +118,8 @@ def _show_plan(
     """Print a policy, or a model's plan under it; return what the JSON file has of it."""
     used, problem = _used(source, policy, plan.device)
     chosen = bool(names)
-    names = (
-        [name for name in names if not used or name in used]
-        if chosen
-        else [*used]
-        if used
-        else [name for name, _ in plan.operators]
-    )
+    known: Iterable[str] = used or [name for name, _ in plan.operators]
+    names = [name for name in names if not used or name in used] if chosen else [*known]
     rows = [_ruled(name, plan, used) for name in names]
     sizes = Counter((row.rule, row.reason) for row in rows)  # reasons that many operators share come first
     rows.sort(key=lambda row: (RULES.index(row.rule), -sizes[row.rule, row.reason], row.reason, row.operator))
@@ -207,7 +201,7 @@ def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, 
     for rule in RULES:
         if any(row.rule == rule for row in rows):
             means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
-            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=RULE_STYLES[rule])
+            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=STYLES[rule or "none"])
     lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
 
@@ -296,10 +290,9 @@ class _OperatorCounter(Sink):
 
 
 def _format(result: Any) -> str:
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor):
-            low = leaf.dtype in LOW_DTYPES
-            return "low" if low else DTYPE_NAMES.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+    for first in tensors(result):
+        low = first.dtype in LOW_DTYPES
+        return "low" if low else DTYPE_NAMES.get(first.dtype, str(first.dtype).removeprefix("torch."))
     return "none"
 
 
@@ -358,9 +351,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _print_changes(
-    out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str
-) -> None:  # fmt: skip
+def _print_changes(out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str) -> None:
     if not changes:
         say(out, f"operators on {device}: no rule differs")
         return
@@ -392,7 +383,6 @@ def _show(
 
 
 def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """Return key -> what has it, in their order."""
     groups: dict[Any, list[Any]] = {}
     for key, member in pairs:
         groups.setdefault(key, []).append(member)

@@ -73,8 +73,7 @@ TASKS = ("lenet5", "resnet", "gpt")
 TASK = f"{', '.join(TASKS)} or path/to/file.py:function, which returns an hs.Task."
 
 Device = Annotated[
-    str,
-    typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=DEVICES),
+    str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=DEVICES)
 ]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write everything found to this file; - is the standard output.")

@@ -8,18 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
-from halfstep.advise.plan.page import (
-    drawing,
-    gpus_line,
-    label,
-    module_table,
-    part_table,
-    plan_page,
-    preset_table,
-    sent_table,
-    verdict,
-)
+from halfstep.advise.plan import MemoryPlan, gpu_named, page, plan_each
 from halfstep.cli.options import split
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
 from halfstep.report import TONES, write_page
@@ -63,14 +52,14 @@ def carry_out(
     files.write(
         out,
         json=record(again, plans=[plan.record() for plan in plans]),
-        html=lambda path: write_page(plan_page(plans), path),
+        html=lambda path: write_page(page.plan_page(plans), path),
     )
     return 0
 
 
 def _policies(labels: Sequence[str], low: str) -> list[hs.Policy]:
     """Return the policies called `labels`, each once; presets without a format get `low`."""
-    wanted = [name for label_ in labels for name in (ALL if label_ == "all" else (label_,))]
+    wanted = [name for label in labels for name in (ALL if label == "all" else (label,))]
     named = (f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name for name in wanted)
     found: list[hs.Policy] = []
     for policy in (policy_named(name, "cpu") for name in named):
@@ -84,19 +73,19 @@ def _print(out: Console, plans: Sequence[MemoryPlan]) -> None:
     style = "" if plan.fit is None else STYLES[TONES[plan.fit.verdict]]
     size = f", batch {plan.batch_size:,}" if plan.batch_size else ""
     each = f", {plan.devices} devices under {plan.shard}" if plan.devices > 1 else ""
-    say(out, f"{plan.name}, {label(plan)}{size}{each}: {verdict(plan)}", style=f"bold {style}")
+    say(out, f"{plan.name}, {page.label(plan)}{size}{each}: {page.verdict(plan)}", style=f"bold {style}")
     if plan.fit is None:
-        say(out, f"of the GPUs that are known: {gpus_line(plan)}")
+        say(out, f"of the GPUs that are known: {page.gpus_line(plan)}")
     for note in plan.notes:
         item(out, note, style="yellow")
     say(out)
-    show(out, part_table(plan))
+    show(out, page.part_table(plan))
     say(out)
-    for line in drawing(plan):
+    for line in page.drawing(plan):
         say(out, line)
-    tables = [module_table(plan, MODULES)]
-    tables += [sent_table(plan.sent)] if plan.sent else []
-    tables += [preset_table(plans)] if len(plans) > 1 else []
+    tables = [page.module_table(plan, MODULES)]
+    tables += [page.sent_table(plan.sent)] if plan.sent else []
+    tables += [page.preset_table(plans)] if len(plans) > 1 else []
     for table in tables:
         say(out)
         show(out, table)

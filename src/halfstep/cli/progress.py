@@ -45,9 +45,8 @@ class Live(Watch):
     """Shows the steps of one comparison; `step` is `compare`'s `on_step`."""
 
     def __init__(
-        self, err: Console, name: str, *, runs: int, steps: int, seeds: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self, err: Console, name: str, *, runs: int, steps: int, seeds: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(err)
         self._name, self._runs, self._steps, self._seeds = name, runs, steps, seeds
         self._clock, self._next, self._seen = clock, clock(), 0
@@ -69,7 +68,6 @@ class Live(Watch):
 
 
 def _numbers(loop: Loop, step: int, batch: tuple[Any, ...], seconds: float) -> hs.step.StepMetrics:
-    """Return the numbers of the candidate that has just made a step."""
     samples = next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
     return hs.step.StepMetrics(
         step=step, loss=float(loop.loss), scale=loop.scale(), skipped=len(loop.skipped()),

@@ -72,7 +72,9 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
 def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
     """Run a script, or a program such as torchrun, with torch.amp's names under a policy; return the exit status."""
     try:
-        policy = _policy(label)
+        policy = policy_named(label, "cpu")
+        if label in hs.policy.PRESETS or label.endswith(".toml"):  # without a format, whose dtype="auto" stays
+            policy = hs.Policy.of(label)
         served = torch_amp.install(policy)
     except HalfstepError as error:
         print(f"halfstep run: {error}", file=sys.stderr)
@@ -132,12 +134,6 @@ def _watched() -> Iterator[None]:
         for line in told:
             where = f"; the reports are in {os.environ[EVIDENCE]}" if watch.verdicts else ""
             print(f"halfstep run: black box: {line}{where}", file=sys.stderr, flush=True)
-
-
-def _policy(label: str) -> hs.Policy:
-    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays."""
-    policy = policy_named(label, "cpu")
-    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else policy
 
 
 def _run(script: Path, args: Sequence[str], *folders: str) -> None:

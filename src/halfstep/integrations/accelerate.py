@@ -148,11 +148,7 @@ class Accelerator(accelerate.Accelerator):
     _clipped: list[Tensor] | None = None  # inside a method that clips
 
     def __init__(
-        self,
-        *args: Any,
-        policy: Policy | str | Path = "mixed",
-        evidence: str | Path | None = None,
-        **kwargs: Any,
+        self, *args: Any, policy: Policy | str | Path = "mixed", evidence: str | Path | None = None, **kwargs: Any
     ) -> None:
         wanted = Policy.of(policy)
         given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
@@ -164,7 +160,6 @@ class Accelerator(accelerate.Accelerator):
             self._watch.enter_context(hs.lens.Watch(evidence))
 
     def _follow(self, policy: Policy) -> None:
-        """Check that `policy` can be followed here, and make the scaler."""
         if self._models or self._optimizers:
             raise IntegrationError(
                 f"this Accelerator has prepared {len(self._models)} models and {len(self._optimizers)} optimizers "
@@ -416,12 +411,10 @@ def follow(accelerator: accelerate.Accelerator, policy: Policy | str | Path = "m
 
 @cache
 def _following(kind: type[accelerate.Accelerator]) -> type[Accelerator]:
-    """Return the class that an Accelerator of class `kind` gets."""
     return Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
 
 
 def _refuse_precision(chosen: str, policy: Policy) -> None:
-    """Refuse accelerate's own mixed precision beside a policy."""
     if chosen.lower() != "no":
         raise IntegrationError(
             f"accelerate's mixed precision is {chosen!r} (by mixed_precision=, `accelerate launch` or an Accelerator "

@@ -146,7 +146,6 @@ class HalfstepPrecision(Precision):
         self._stepped.clear()
 
     def _refuse_averages(self, trainer: Any, module: nn.Module) -> None:
-        """Refuse callbacks that average low weights, or write averages into them."""
         if trainer.state.fn != "fit" or hs.resolve(self.policy, module).policy.params != "low":
             return
         for callback in trainer.callbacks:

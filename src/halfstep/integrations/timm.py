@@ -103,7 +103,6 @@ class NativeScaler:
 
 
 def _clipping(mode: str, parameters: object) -> Any:
-    """Return the function (parameters, value) -> None that clips."""
     if parameters is None:
         raise IntegrationError("NativeScaler(..., clip_grad=...): parameters=None; pass the parameters to clip")
     if mode in CLIPS:

@@ -77,9 +77,8 @@ def public(raw: str) -> str:
 def pointwise(op: str) -> bool:
     """Return whether each element of the operator's result comes from the elements in its place alone."""
     packet = getattr(torch.ops.aten, op, None)
-    if packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
+    names = [] if packet is None else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in names)
 
 
 def region_here() -> Policy | None:
@@ -90,8 +89,7 @@ def region_here() -> Policy | None:
 
 def name_of_node(name: str) -> str:
     """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
-    stem = name.rsplit("::", 1)[-1].rstrip("0123456789")
-    stem = stem.removesuffix("Backward")
+    stem = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
     word = "".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem))
     name = public(word)
     return name if name in known() else stem
@@ -308,10 +306,7 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
         read = remarked(op, args, kwargs)
         if not isinstance(read, Tensor):
             return f"{op} has a divisor of {read}"
-        argument = read.detach()
-        if argument.shape != bad.shape:
-            argument = argument.expand(bad.shape)
-        values = argument[bad]
+        values = read.detach().expand(bad.shape)[bad]
         values = values[torch.isfinite(values)]
         if values.numel():
             what = "a divisor" if op in DIVIDING else "an argument"

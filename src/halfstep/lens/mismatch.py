@@ -149,7 +149,6 @@ def _mean(difference: Tensor) -> float:
 
 @torch.no_grad()
 def _computed(model: Any, batch: Sequence[Any], log_probs: Callable[..., Tensor]) -> Tensor:
-    """Return the log-probabilities in float64 on the CPU."""
     training = model.training
     try:
         found = log_probs(model.eval(), *batch)

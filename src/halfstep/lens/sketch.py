@@ -144,20 +144,14 @@ class ExponentSketch:
         entries: list[dict[int, int]] = [{} for _ in range(len(rows))]
         for (row, place), count in zip(found.tolist(), rows[found[:, 0], found[:, 1]].tolist(), strict=True):
             entries[row][place] = count
-        sketches = []
+        sketches, first, powers = [], layout.LOWEST, layout.POWERS
         for counts in entries:
-            plain = {name: counts.pop(place, 0) for place, name in enumerate(COUNTED, layout.ZEROS)}
-            largest, smallest = counts.pop(layout.LARGEST, 0), counts.pop(layout.SMALLEST, 0)
-            first, powers = layout.LOWEST, layout.POWERS
-            sketches.append(
-                cls(
-                    exponents={place + first: count for place, count in counts.items() if place < powers},
-                    powers={place - powers + first: count for place, count in counts.items() if place >= powers},
-                    largest=number_of(largest),
-                    smallest=number_of(layout.TOP - smallest),
-                    **plain,
-                )
-            )
+            values: dict[str, Any] = {name: counts.pop(place, 0) for place, name in enumerate(COUNTED, layout.ZEROS)}
+            values["largest"] = number_of(counts.pop(layout.LARGEST, 0))
+            values["smallest"] = number_of(layout.TOP - counts.pop(layout.SMALLEST, 0))
+            values["exponents"] = {place + first: count for place, count in counts.items() if place < powers}
+            values["powers"] = {place - powers + first: count for place, count in counts.items() if place >= powers}
+            sketches.append(cls(**values))
         return sketches
 
     def merge_(self, other: ExponentSketch) -> ExponentSketch:
@@ -288,10 +282,8 @@ class ExponentSketch:
         beyond = self._beyond(format, factor)
         top, _ = _limit(format)
         for exponent, count in self.exponents.items():
-            begin = TWO**exponent * factor
-            if exponent == layout.LOWEST:
-                begin = Fraction(self.smallest) * factor
-            upper += count * _worst(format, begin)
+            begin = Fraction(self.smallest) if exponent == layout.LOWEST else TWO**exponent
+            upper += count * _worst(format, begin * factor)
         if beyond[0]:
             lower += beyond[0] * _cut(format, max(top, Fraction(self.smallest) * factor))
         if beyond[1]:
@@ -363,11 +355,9 @@ class ExponentSketch:
         Tables of counts are text, because a table of all of fp32's exponents in digits would be larger: the first
         exponent, and the counts from there on in base85, 7 bits a byte (`from_dict` reads it).
         """
-        written: dict[str, Any] = {}
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            written[entry.name] = packed(value) if isinstance(value, dict) else None if value == math.inf else value
-        return written
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        tables = {name: packed(value) for name, value in values.items() if isinstance(value, dict)}
+        return {name: None if value == math.inf else value for name, value in values.items()} | tables
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExponentSketch:
@@ -396,9 +386,7 @@ class ExponentSketch:
         parts = [f"{self.count:,} numbers"]
         if self.nonzero:
             parts[0] += f", {self.smallest:.3g} to {self.largest:.3g}"
-        for name in COUNTED[:3]:
-            if number := getattr(self, name):
-                parts.append(f"{number:,} {name}")
+        parts += [f"{number:,} {name}" for name in COUNTED[:3] if (number := getattr(self, name))]
         return ", ".join(parts)
 
 

@@ -173,23 +173,21 @@ class Verdict:
     @property
     def what(self) -> str:
         """What happened, in a few words."""
-        if self.cause == "divergence":
-            return f"training diverged: {self.because}"
-        if self.cause == "loop":
-            return self.because
-        if self.cause == "data":
-            return f"bad batch: {self.because}"
+        begins = {"divergence": "training diverged: ", "loop": "", "data": "bad batch: "}
+        if self.cause in begins:
+            return begins[self.cause] + self.because
+        more = f", {self.detail}" if self.detail else ""
         if self.kind == "overflow":
             form = NAMES.get(self.limit, "its format")
             return f"overflow of {form}, {self.detail or f'largest input {self.value:.6g}'}"
         if self.kind == "invalid":
-            return "no finite value in any format" + (f", {self.detail}" if self.detail else "")
+            return f"no finite value in any format{more}"
         if self.kind == "bad_batch":
             return f"bad batch: {self.parameter}: {self.detail or 'not finite'}"
         if self.kind == "bad_state":
             return f"{self.parameter or 'the state'} was not finite before the step"
         if self.kind == "scale_too_high":
-            return "gradients overflow at this loss scale" + (f", {self.detail}" if self.detail else "")
+            return f"gradients overflow at this loss scale{more}"
         return self.detail or "the replay of this step is finite"
 
     @property
@@ -261,34 +259,28 @@ class Verdict:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the report line by line, each with its style: "title", "good", "bad", "dim" or ""."""
         yield f"halfstep black box, {self.headline}", "title"
-        if self.cause:
-            yield _fact("cause", _cause(self)), "bad"
-            yield _fact("", self.why), ""
-        if self.shown:
-            yield _fact("shown by", self.shown), ""
-        if self.op:
-            place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
-            yield _fact("place", place), ""
-        if self.line:
-            yield _fact("" if self.op else "place", self.line), ""
-        if self.shapes:
-            yield _fact("inputs", _inputs(self)), ""
-            limit = f", the format ends at {self.limit:.6g}" if self.limit else ""
-            yield _fact("", f"largest {self.value:.6g}{limit}"), ""
-        if self.parameter:
-            yield _fact("value of", self.parameter), ""
-        if len(self.ranks) > 1:
-            yield _fact("ranks", ", ".join(map(str, self.ranks))), ""
+        place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
+        limit = f", the format ends at {self.limit:.6g}" if self.limit else ""
+        facts = (
+            ("cause", _cause(self) if self.cause else "", "bad"),
+            ("", self.why if self.cause else "", ""),
+            ("shown by", self.shown, ""),
+            ("place", place if self.op else "", ""),
+            ("" if self.op else "place", self.line, ""),
+            ("inputs", _inputs(self), ""),
+            ("", f"largest {self.value:.6g}{limit}" if self.shapes else "", ""),
+            ("value of", self.parameter, ""),
+            ("ranks", ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else "", ""),
+        )
+        yield from ((_fact(name, text), style) for name, text, style in facts if text)
         if self.story:
             yield from _table(self.story)
         for cure in self.cures:
-            yield (
-                _fact("cure" if cure.policy is not None else "do", cure.text.splitlines()[0]),
-                ("good" if cure.verified else ""),
-            )
+            first, *rest = cure.text.splitlines()
+            yield _fact("do" if cure.policy is None else "cure", first), "good" if cure.verified else ""
             if cure.outcome:
                 yield _fact("", f"{'verified: ' if cure.verified else ''}{cure.outcome}"), ""
-            for line in cure.text.splitlines()[1:]:
+            for line in rest:
                 yield _fact("", line), "dim"
         for number, note in enumerate(self.notes):
             yield _fact("" if number else "notes", note), ""
@@ -312,7 +304,6 @@ def _fact(name: str, text: str) -> str:
 
 
 def _table(story: Sequence[Magnitude]) -> Iterator[tuple[str, str]]:
-    """Yield the story as a table whose columns are as wide as they need to be."""
     rows = [HEADERS, *map(_cells, story)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, cells in enumerate(rows):
@@ -342,7 +333,6 @@ def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> st
 
 
 def _page(verdict: Verdict) -> doc.Document:
-    """Return the page of a verdict."""
     rank = f" on rank {verdict.rank}" if verdict.rank or verdict.ranks else ""
     return doc.page(
         f"halfstep black box: step {verdict.step}{rank}",
@@ -353,11 +343,11 @@ def _page(verdict: Verdict) -> doc.Document:
 
 def _summary(verdict: Verdict) -> doc.Section:
     cause = f"{_cause(verdict)}." if verdict.cause else "not known."
-    why = verdict.why or "The replay shows no cause"
+    why = (doc.sentence(verdict.why or "The replay shows no cause"),)
     shown = (f"Shown by: {doc.sentence(verdict.shown)}",) if verdict.shown else ()
     line = (verdict.line,) if verdict.line else ()
     facts = (
-        doc.Fact("Cause", cause, (doc.sentence(why), *shown), "bad"),
+        doc.Fact("Cause", cause, why + shown, "bad"),
         doc.Fact("Where", f"{verdict.where or 'No operator is to blame'}.", line, "open"),
         doc.Fact("Do this", doc.sentence(verdict.remedy or "see the notes"), tone="good"),
     )
@@ -380,7 +370,6 @@ def _magnitudes(verdict: Verdict) -> doc.Section:
 
 
 def _cells(row: Magnitude) -> tuple[str, ...]:
-    """Return a row of the story in words, in the order of `HEADERS`."""
     return row.op, row.module or "the model", row.phase, row.dtype, _size(row), f"{row.limit:.6g}"
 
 

@@ -282,7 +282,6 @@ def _colour(key: Key) -> str:
 
 
 def _px(number: float) -> str:
-    """Return a number with hundredths at most."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
@@ -382,8 +381,8 @@ def _areas(chart: AreaChart) -> _Axes:
 
 def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Return the corners of a curve that keeps each height until the next x."""
-    return [point for (x, y), (after, _) in itertools.pairwise(zip(xs, ys, strict=True))
-            for point in ((x, y), (after, y))] or list(zip(xs, ys, strict=True))  # fmt: skip
+    points = list(zip(xs, ys, strict=True))
+    return [corner for (x, y), (after, _) in itertools.pairwise(points) for corner in ((x, y), (after, y))] or points
 
 
 # ------------------------------------------------------------------ bars, dots and strips below each other
@@ -399,8 +398,7 @@ def _rows(rows: Sequence[Bar | Strip], x: tuple[float, float], x_label: str) -> 
     return axes
 
 
-def _middle(place: int) -> float:
-    """Return the height of the row `place`, in px from the top."""
+def _middle(place: int) -> float:  # of a row, in px from the top
     return PITCH * place + 32.0
 
 
@@ -502,8 +500,7 @@ def _heat(chart: HeatMap) -> _Axes:
     return axes
 
 
-def _strength(share: float) -> float:
-    """Return the opacity of a cell; roots keep small shares in sight."""
+def _strength(share: float) -> float:  # of a colour; roots keep small shares in sight
     return round(0.12 + 0.88 * math.sqrt(share), 2)
 
 

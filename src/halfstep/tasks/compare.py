@@ -186,9 +186,7 @@ class Probe(NamedTuple):
     seconds: float  # about, since bytes were counted meanwhile
 
 
-def probed(
-    task: Task, candidate: Candidate, device: str, clock: Callable[[], float] = time.perf_counter
-) -> Probe:  # fmt: skip
+def probed(task: Task, candidate: Candidate, device: str, clock: Callable[[], float] = time.perf_counter) -> Probe:
     """Return what the second step of a candidate takes, on a run of its own."""
     saved = 0
 

@@ -95,7 +95,6 @@ class Split(NamedTuple):
 
 
 def _split(images: Tensor, labels: Tensor, train: int) -> Split:
-    """Return a fixed random split, `train` images of it for training."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
     images, labels = images[order], labels[order]
     return Split(images[:train], labels[:train], images[train:], labels[train:])
@@ -151,8 +150,6 @@ def _moved_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _accuracy_on(split: Split) -> Callable[[nn.Module], float]:
-    """Return a metric: the percentage of the test images that a model gets right."""
-
     def accuracy(model: nn.Module) -> float:
         device = next(model.parameters()).device
         found = model(split.test_images.to(device)).argmax(-1).cpu()

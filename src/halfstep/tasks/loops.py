@@ -101,11 +101,9 @@ def fused(optimizer: Optimizer) -> Optimizer:
     defaults = {**optimizer.defaults, "foreach": None, "fused": True}
     groups = [{**group, "foreach": None, "fused": True} for group in optimizer.param_groups]
     blank: Any = type(optimizer)
-    # decoupled_weight_decay is AdamW's mark on Adam, not an argument of AdamW
-    made = blank(
-        groups, **{k: v for k, v in defaults.items() if not (blank is AdamW and k == "decoupled_weight_decay")}
-    )
-    assert isinstance(made, Optimizer)
+    if blank is AdamW:
+        defaults.pop("decoupled_weight_decay", None)  # AdamW's mark on Adam, not an argument of AdamW
+    made: Optimizer = blank(groups, **defaults)
     return made
 
 

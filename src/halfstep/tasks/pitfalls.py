@@ -95,7 +95,6 @@ def _threads(threads: int, cores: int, granted: float | None, environ: Mapping[s
 
 
 def _torch() -> Iterator[str]:
-    """Yield what is wrong with this build of torch and with its switches."""
     if not torch.backends.mkldnn.is_available():
         yield "this torch has no oneDNN: on x86 CPUs its bf16 and fp16 products run without the CPU's units"
     if torch.version.cuda is None and torch.version.hip is None and Path("/dev/nvidia0").exists():

@@ -174,7 +174,6 @@ def decided(ratio: Ratio | None, control: Ratio) -> bool:
 
 
 def _runner(work: _Work, variant: _Variant, device: str) -> Callable[[], None]:
-    """Return a function that runs `work` forward and backward once."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(shape, generator=generator).to(device, variant.dtype).requires_grad_() for shape in work.shapes
@@ -274,7 +273,6 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
 
 
 def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, Speed]]) -> Advice:
-    """Advise fp32: no low format is measurably faster here."""
     why = [there.reason]
     why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
     has = {"bf16": there.bf16, "fp16": there.fp16}

@@ -168,7 +168,6 @@ def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost
 
 
 def _kernels(schema: Any, short: str, call: Arguments) -> int:
-    """Return the launches of one call on CUDA."""
     if not short.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 1
     named = ((a.name, call.get(a.name)) for a in schema.arguments if a.name not in COUNTERS)

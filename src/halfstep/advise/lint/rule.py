@@ -124,9 +124,8 @@ class Rule:
 
     def text(self) -> str:
         """Return the rule in full, for ``--explain``."""
-        how = "the source"
-        if self.traced:
-            how = f"one traced step of a task; in the example, under the policy {self.under}"
+        traced = f"one traced step of a task; in the example, under the policy {self.under}"
+        how = traced if self.traced else "the source"
         bad, good = ("\n".join(f"    {line}" for line in part.strip().splitlines()) for part in (self.bad, self.good))
         return (
             f"{self.code} ({self.severity}): {self.title}\n\nWhy: {self.why}\nFix: {self.fix}\nFound in {how}. Silence "

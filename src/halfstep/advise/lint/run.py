@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import halfstep as hs
 from halfstep.advise.lint.registry import RULES, rule_of
 from halfstep.advise.lint.rule import Hit, LintFinding
-from halfstep.advise.lint.static import (  # noqa: F401  # their decorators fill CHECKS
-    apex,
-    loops,
-    low_values,
-    numerics,
-    region_rules,
-    scaling,
-    weights,
-)  # fmt: skip
+from halfstep.advise.lint.static import apex, loops, low_values, numerics, region_rules, scaling, weights  # noqa: F401
 from halfstep.advise.lint.static.script import Script
 from halfstep.arguments import PATH, TEXT, Kind, check, listed
 from halfstep.errors import LintError
@@ -93,7 +85,6 @@ def is_source(target: str | Path | Task) -> TypeGuard[str | Path]:
 
 
 def _python_files(path: Path) -> list[Path]:
-    """Return the Python files that `path` is or holds."""
     if path.is_dir():
         below = {file: file.relative_to(path).parts[:-1] for file in path.rglob("*.py")}
         files = sorted(f for f in below if not any(p in LEFT_OUT or p.startswith(".") for p in below[f]))
@@ -128,7 +119,6 @@ def _relative(finding: LintFinding) -> LintFinding:
 
 
 def _ignored(finding: LintFinding) -> bool:
-    """Return whether the finding's line has a comment that takes it out."""
     path = Path(finding.file)
     if not finding.line or not path.is_file():
         return False

@@ -121,11 +121,7 @@ def fit_of(plan: MemoryPlan, gpu: Gpu | str) -> Fit:
 
 
 def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch: int, gpu: Gpu | str) -> Largest:
-    """Return the largest batch that `fits`, planned and not extrapolated.
-
-    The bytes of two batches give a line, the line a guess, and the guess is planned, until a batch fits and the next
-    one does not. `first` is the plan of `batch`, a size to start from.
-    """
+    """Return the largest batch that `fits`, planned and not extrapolated; `first` is the plan of `batch`, the start."""
     need = {batch: fit_of(first, gpu).need}
     room = fit_of(first, gpu).usable / (1 + TOLERANCE)
 
@@ -137,10 +133,7 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
     low, high = (batch, MOST + 1) if fits(batch) else (0, batch)
     other = 2 * batch if low else max(1, batch // 2)
     while high - low > 1 and len(need) < MOST_PLANS:
-        if fits(other):
-            low = max(low, other)
-        else:
-            high = min(high, other)
+        low, high = (max(low, other), high) if fits(other) else (low, min(high, other))
         if low and need[low] <= need[min(need)] and low >= 2 * min(need) and high > MOST:
             return Largest(batch=None, need=need[low], plans=len(need), proved=False)
         other = _guess(need, room, low, high)
@@ -149,11 +142,8 @@ def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch
 
 
 def _guess(need: dict[int, int], room: float, low: int, high: int) -> int:
-    """Return the size to plan next, between `low`, which fits, and `high`, which does not.
-
-    By the line through the two largest sizes that fit, if that stays below `high`: beyond the batch from which
-    activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit.
-    """
+    # by the line through the two largest sizes that fit, if that stays below `high`: beyond the batch from which
+    # activations make the peak, bytes are a line. Else by the line through `low` and `high`, or two that do not fit
     fitting = sorted(size for size in need if size <= low)[-2:]
     over = sorted(size for size in need if size >= high)[:2]
     for small, large in (pair for pair in (fitting, [low, high] if low and over else over) if len(pair) == 2):

@@ -83,10 +83,9 @@ class Ledger:
         if key in self._living:
             return None
         self._living[key] = number, weakref.ref(storage, lambda _: self._died(key, number))
-        block = Block(self._rounded(storage.nbytes()), tensor.dtype, module, operator, phase)
-        self.blocks.append(block)
+        self.blocks.append(Block(self._rounded(storage.nbytes()), tensor.dtype, module, operator, phase))
         self._event(number)
-        return block
+        return self.blocks[-1]
 
     def passing(self, bytes: int, dtype: torch.dtype, module: str, operator: str, phase: str) -> None:
         """Note memory that an operator's kernel takes and gives back while it runs."""

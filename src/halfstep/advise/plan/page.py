@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
@@ -85,8 +85,7 @@ def module_table(plan: MemoryPlan, count: int) -> doc.Table:
         members.setdefault(name, set()).add(row.module)
     rows = []
     for name in sorted(sums, key=lambda name: -sums[name].total())[:count]:
-        ((part, size),) = sums[name].most_common(1)
-        total = sums[name].total()
+        ((part, size),), total = sums[name].most_common(1), sums[name].total()
         rows.append((name, str(len(members[name])), f"{part} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
     headers = ("modules", "number", "most of it", "at the peak", "share")
     return doc.table("Modules that weigh most at the peak", headers, rows, words=(2,))
@@ -163,16 +162,14 @@ def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[
     if not columns:
         return []
     top = max(moment.total for moment in columns)
-    peak = next(n for n, moment in enumerate(columns) if moment.total == top)
+    peak = [moment.total for moment in columns].index(top)
     stacks = [_stack(moment, top, height) for moment in columns]
     label = gib(top).rjust(10)
     lines = [f"{label if line == height - 1 else ' ' * 10} |{''.join(s[line] for s in stacks).rstrip()}"
              for line in reversed(range(height))]  # fmt: skip
-    lines.append(f"{'0'.rjust(10)} +{'-' * len(columns)}")
-    lines.append(f"{' ' * 12}{_axis(columns)}")
-    lines.append(f"{' ' * 12}{' ' * peak}^ peak: {_place(plan.peak_at)}")
-    lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in _used(columns))}")
-    return lines
+    letters = ", ".join(f"{LETTERS[part]} {part}" for part in _used(columns))
+    below = (_axis(columns), f"{' ' * peak}^ peak: {_place(plan.peak_at)}", letters)
+    return [*lines, f"{'0'.rjust(10)} +{'-' * len(columns)}", *(f"{' ' * 12}{line}" for line in below)]
 
 
 def _used(moments: Sequence[Moment]) -> list[str]:
@@ -180,7 +177,6 @@ def _used(moments: Sequence[Moment]) -> list[str]:
 
 
 def _place(moment: Moment) -> str:
-    """Return where in a step a moment lies, in words."""
     where = f"{moment.phase}, {moment.name.removeprefix('aten::')}" if moment.name else moment.phase
     return f"{where} of {moment.module}" if moment.module else where
 
@@ -189,45 +185,39 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> doc.Figure:
     """Return the step as a picture; `limit`: bytes of the GPU called `label`, drawn as a line; 0 for none."""
     at = tuple(float(moment.operator) for moment in plan.timeline)
     unit, one = unit_of(plan.peak_at.total)
-    series = tuple(
-        doc.Series(
-            part, at, tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=doc.Key(n % 6 + 1, n >= 6)
-        )
-        for n, part in enumerate(_used(plan.timeline))  # six hues, then the same paler
-    )
+    series = []
+    for n, part in enumerate(_used(plan.timeline)):
+        amounts = tuple(moment.bytes[PARTS.index(part)] / one for moment in plan.timeline)
+        series.append(doc.Series(part, at, amounts, key=doc.Key(n % 6 + 1, n >= 6)))  # six hues, then the same paler
     line = f" The dashed line is what torch can allocate on {label}." if limit else ""
     return doc.Figure(
         "Memory of a step",
         "From left to right the operators of one step after the first: forward, backward, update; "
         f"{unit} alive, by part. Its highest point, {gib(plan.peak_at.total)}, is in {_place(plan.peak_at)}.{line}",
         f"Memory over a step; highest point {gib(plan.peak_at.total)} in {_place(plan.peak_at)}.",
-        doc.AreaChart("operators run", series, limit / one if limit else None),
+        doc.AreaChart("operators run", tuple(series), limit / one if limit else None),
     )
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
-    """Return the highest moment of each of `width` stretches, of every phase at least one."""
     if len(timeline) <= width:
         return list(timeline)
     found: list[Moment] = []
     for phase in PHASES:
         those = [moment for moment in timeline if moment.phase == phase]
         count = min(len(those), max(1, round(width * len(those) / len(timeline))))
-        for n in range(count):
-            stretch = those[n * len(those) // count : (n + 1) * len(those) // count]
-            found.append(max(stretch, key=lambda moment: moment.total))
+        ends = [n * len(those) // count for n in range(count + 1)] if count else []
+        found += [max(those[a:b], key=lambda moment: moment.total) for a, b in pairwise(ends)]
     return found
 
 
 def _stack(moment: Moment, top: int, height: int) -> str:
-    """Return a column from bottom to top; a line shows the part that is at its middle."""
     ends = list(accumulate(moment.bytes))
     places = (bisect_left(ends, (line + 0.5) / height * top) for line in range(height))
     return "".join(LETTERS[PARTS[place]] if place < len(PARTS) else " " for place in places)
 
 
 def _axis(columns: Sequence[Moment]) -> str:
-    """Return the names of the phases, each at the column where it begins; the last may be longer than its phase."""
     line = ""
     for phase in PHASES:
         first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)
@@ -254,6 +244,8 @@ def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
     """Return the report of plans of one task and GPU under several policies; the first is shown in full."""
     plan = plans[0]
     where = f" on {plan.devices} devices, {plan.shard}" if plan.devices > 1 else ""
+    planned = doc.Paragraph(f"Planned for the operators of a {plan.device} device: {plan.operators:,} a step.")
+    policy = doc.hidden("The policy", plan.policy.to_toml())
     return doc.page(
         f"halfstep plan: {plan.name}, {label(plan)}",
         f"The memory of a training step, planned without it: {plan.parameters:,} parameters{where}.",
@@ -262,7 +254,7 @@ def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
             doc.Section("Policies", (preset_table(plans),) if len(plans) > 1 else ()),
             _pictures(plans),
             _tables(plan),
-            _method(plan),
+            doc.Section("How it was planned", (doc.Bullets(METHOD), planned, policy)),
         ),
     )
 
@@ -275,7 +267,6 @@ def _answer(plan: MemoryPlan) -> doc.Section:
 
 
 def _pictures(plans: Sequence[MemoryPlan]) -> doc.Section:
-    """Return the step of the first plan as a picture, and the peaks of several beside it."""
     plan = plans[0]
     limit = plan.fit.usable if plan.fit is not None else 0
     if limit >= 3 * max(one.peak_bytes for one in plans):  # a line far above would flatten the pictures
@@ -289,9 +280,8 @@ def _pictures(plans: Sequence[MemoryPlan]) -> doc.Section:
 
 def _peaks(plans: Sequence[MemoryPlan], limit: int) -> doc.Figure:
     unit, one = unit_of(max(plan.peak_bytes for plan in plans))
-    bars = tuple(
-        doc.Bar(label(plan), gib(plan.peak_bytes), plan.peak_bytes / one, key=doc.Key(colour=1)) for plan in plans
-    )
+    peaks = ((label(plan), plan.peak_bytes) for plan in plans)
+    bars = tuple(doc.Bar(name, gib(peak), peak / one, key=doc.Key(colour=1)) for name, peak in peaks)
     return doc.Figure(
         "Peak of a step under each policy",
         "On one device." + (" Dashed: what torch can allocate." if limit else ""),
@@ -302,16 +292,6 @@ def _peaks(plans: Sequence[MemoryPlan], limit: int) -> doc.Figure:
 
 def _tables(plan: MemoryPlan) -> doc.Section:
     formats = ((name, gib(size)) for name, size in plan.by_format().items())
-    tables = [
-        part_table(plan),
-        module_table(plan, MODULES),
-        doc.table("By format, at the peak", ("format", "bytes"), formats),
-    ]
-    return doc.Section("What it is made of", [*tables, *([sent_table(plan.sent)] if plan.sent else [])])
-
-
-def _method(plan: MemoryPlan) -> doc.Section:
-    planned = doc.Paragraph(f"Planned for the operators of a {plan.device} device: {plan.operators:,} a step.")
-    return doc.Section(
-        "How it was planned", (doc.Bullets(METHOD), planned, doc.hidden("The policy", plan.policy.to_toml()))
-    )
+    by_format = doc.table("By format, at the peak", ("format", "bytes"), formats)
+    sent = [sent_table(plan.sent)] if plan.sent else []
+    return doc.Section("What it is made of", [part_table(plan), module_table(plan, MODULES), by_format, *sent])

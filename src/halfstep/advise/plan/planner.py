@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from halfstep.torch_private.fake import FakeTensorMode
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
 
-DEVICES = ("cpu", "cuda")
 OTHER_KERNELS = (
     "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "
     "backward pass, and its kernels take workspaces of their own"
@@ -52,9 +51,6 @@ COMPILED = (
     "in which it compiles, takes more"
 )
 """Assumptions of a plan, which its notes name."""
-
-WITHOUT = ("cuda_graph", "blackbox", "scheduler", "scaler")
-"""Arguments of hs.TrainStep that a plan does not take: a graph keeps memory of its own."""
 
 
 def plan(
@@ -131,16 +127,12 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
 
 
 def _has_fake_gpu() -> bool:
-    """Return whether this process was started with the fake GPU."""
-    try:
-        with fake_cuda():
-            return True
-    except FakeCudaError:
-        return False
+    with suppress(FakeCudaError), fake_cuda():
+        return True
+    return False
 
 
 def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `_planned` for arguments of `plan`."""
     bound = inspect.signature(plan).bind(**request)
     bound.apply_defaults()
     given = bound.arguments
@@ -158,7 +150,7 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         batch=(batch, a(tuple, list, Mapping, words="a tuple of arguments or a dict of named ones") | NONE),
         loss_fn=(loss_fn, CALLABLE | NONE),
         optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
-        device=(device, one_of(*DEVICES)),
+        device=(device, one_of("cpu", "cuda")),
         gpu=(gpu, TEXT),
         batch_size=(size, COUNT | NONE),
         largest=(largest, FLAG),
@@ -167,19 +159,19 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
-    for name in WITHOUT:
+    for name in ("cuda_graph", "blackbox", "scheduler", "scaler"):  # a graph keeps memory of its own
         if options.pop(name, None):
             raise PlanError(f"a plan does not take {name}=; a step without it is planned")
     if not isinstance(what, (str, Task, nn.Module)) and not callable(what):
         raise PlanError(f"expected an hs.Task, its name, a model or a function that returns one, and got {what!r}")
+    missing = [name for name in ("batch", "loss_fn", "optimizer") if given[name] is None]
     if isinstance(what, (str, Task)):
-        if batch is not None or loss_fn is not None or optimizer is not None:
+        if len(missing) < 3:
             raise PlanError("a task has its own batch, loss_fn and optimizer; leave them out, or plan its model")
-        load_task(what) if isinstance(what, str) else what
-    elif batch is None or loss_fn is None or optimizer is None:
-        missing = {"batch": batch, "loss_fn": loss_fn, "optimizer": optimizer}
-        names = ", ".join(f"{name}=" for name, value in missing.items() if value is None)
-        raise PlanError(f"a plan of a model also needs {names}")
+        if isinstance(what, str):
+            load_task(what)
+    elif missing:
+        raise PlanError(f"a plan of a model also needs {', '.join(f'{name}=' for name in missing)}")
     if isinstance(what, nn.Module):
         refuse_sharded(what)
         if hs.prepared_policy(what) is not None:
@@ -195,7 +187,6 @@ def _planned(
     what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, devices: int, shard: str,
     units: Sequence[str] | None, gpu: Gpu | None, batch_size: int | None, largest: bool, options: dict[str, Any],
 ) -> MemoryPlan:  # fmt: skip
-    """Trace one request, in a process that has `device`, and others of other batch sizes for the largest."""
     task = load_task(what) if isinstance(what, str) else what
     if isinstance(task, Task):
         name, make, batch, loss_fn, optimizer = task.name, task.model, task.batches(0, 0), task.loss_fn, task.optimizer
@@ -232,9 +223,8 @@ def _with_size(batch: Any, size: int) -> Any:
     """Return `batch` with `size` rows instead of its own: they are repeated, of a large tensor on the meta device."""
     old = _size(batch)
     if not old:
-        raise PlanError(
-            f"the batch cannot be given size {size}: none of its tensors has a dimension; give a batch of it"
-        )
+        why = "none of its tensors has a dimension; give a batch of it"
+        raise PlanError(f"the batch cannot be given size {size}: {why}")
 
     def sized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
@@ -259,7 +249,6 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
 
 @contextmanager
 def _tracing(device: str) -> Iterator[None]:
-    """Run a block under the fake mode of `device`; what raises in it becomes a PlanError."""
     log = logging.getLogger(fake_tensor.__name__)
     quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
     try:
@@ -277,7 +266,6 @@ def _tracing(device: str) -> Iterator[None]:
 
 
 def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are made by `empty`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = empty(tensor.detach())

@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NAMES: Mapping[str, str] = {
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
+    **dict.fromkeys(("_allgather_base_", "allgather_", "all_gather_into_tensor"), "all-gather"),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce-scatter"),
+    **dict.fromkeys(("allreduce_", "all_reduce"), "all-reduce"),
     "broadcast_": "broadcast",
 }
 """Operator of torch.distributed -> the collective it is."""
@@ -98,14 +94,10 @@ def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
 
 
 def _ring(kind: str, size: int, devices: int) -> int:
-    """Return the bytes that a device sends if it puts in `size` bytes."""
     if kind == "all-gather":  # of which it puts in its part
         return (devices - 1) * size
-    if kind == "all-reduce":  # a reduce-scatter, then an all-gather
-        return math.ceil(2 * (devices - 1) * size / devices)
-    if kind == "reduce-scatter":
-        return math.ceil((devices - 1) * size / devices)
-    return size
+    rounds = {"all-reduce": 2, "reduce-scatter": 1}.get(kind)  # an all-gather follows the reduce-scatter in the first
+    return size if rounds is None else math.ceil(rounds * (devices - 1) * size / devices)
 
 
 def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:

@@ -36,21 +36,10 @@ STRETCHES = 400  # of a timeline, at most
 
 
 def plan_step(
-    make: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    loss_fn: Callable[..., Any],
-    batch: tuple[Any, ...],
-    named: dict[str, Any],
-    *,
-    device: str,
-    policy: hs.Policy,
-    options: dict[str, Any],
-    devices: int,
-    shard: str,
-    units: Sequence[str] | None,
-    mesh: DeviceMesh | None,
-    **about: Any,
-) -> MemoryPlan:
+    make: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], Optimizer], loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...], named: dict[str, Any], *, device: str, policy: hs.Policy, options: dict[str, Any],
+    devices: int, shard: str, units: Sequence[str] | None, mesh: DeviceMesh | None, **about: Any,
+) -> MemoryPlan:  # fmt: skip
     """Trace two updates in a fake mode; arguments as of `plan`, the `mesh` of fsdp2, and further fields of the plan."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
@@ -87,8 +76,7 @@ def plan_step(
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         sink.watch(model)
-        ddp = Ddp(model, step.policy) if shard == "ddp" else None
-        if ddp is not None:
+        if (ddp := Ddp(model, step.policy) if shard == "ddp" else None) is not None:
             ddp.allocate(ledger, device)
             sink.after_backward = partial(ddp.average, ledger)
         with _as_real():
@@ -113,8 +101,7 @@ def plan_step(
 
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse a model whose parameters are DTensors: parts of them, in a layout that only their own ranks know."""
-    found = next((name for name, parameter in model.named_parameters() if local(parameter) is not parameter), "")
-    if found:
+    if found := next((name for name, p in model.named_parameters() if local(p) is not p), ""):
         raise PlanError(
             f"parameter {found!r} is a DTensor: tensor parallelism, fully_shard and HSDP of your own are not planned; "
             "give the plain model with devices= and shard='ddp' or shard='fsdp2'"
@@ -122,11 +109,8 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def _as_real() -> AbstractContextManager[Any]:
-    """Return a context in which transformers takes fake tensors for real ones.
-
-    It asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones. The values
-    it looks at are known here (note [values] in `trace.py`).
-    """
+    # transformers asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones;
+    # the values it looks at are known here (note [values] in `trace.py`)
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
@@ -142,7 +126,6 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
-    """Return a fake tensor like one of the batch, whose value is known."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if (block := sink.ledger.of(made)) is not None:
         block.part = "batch"
@@ -152,10 +135,7 @@ def _input(sink: MemorySink, tensor: Tensor, device: str) -> Tensor:
 
 
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
-    """Say of every block what it was for; the first `own` ones were made before `model` was prepared.
-
-    `originals`: id of such a block of a parameter -> its module.
-    """
+    # the first `own` blocks were made before `model` was prepared; `originals`: id of one of a parameter -> its module
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for held, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
@@ -179,23 +159,19 @@ def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, original
 
 
 def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
-    """Return blocks summed by part, module and format: parts in their order, largest first."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for block in blocks:
         form = DTYPE_NAMES.get(block.dtype, str(block.dtype).removeprefix("torch."))
-        entry = sums.setdefault((block.part, block.module, form), [0, 0])
-        entry[0] += block.bytes
-        entry[1] += 1
+        sums.setdefault((block.part, block.module, form), []).append(block.bytes)
     rows = [
-        Row(part=part, module=module, format=form, bytes=amount, tensors=count)
-        for (part, module, form), (amount, count) in sums.items()
-        if amount
+        Row(part=part, module=module, format=form, bytes=sum(sizes), tensors=len(sizes))
+        for (part, module, form), sizes in sums.items()
+        if any(sizes)
     ]
     return tuple(sorted(rows, key=lambda row: (PARTS.index(row.part), -row.bytes, row.module, row.format)))
 
 
 def _peaks(ledger: Ledger) -> dict[str, Any]:
-    """Return the fields of a `MemoryPlan` that follow from a walk over all events: the peaks and the timeline."""
     blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
     begins = {step: next(mark.operators for mark in ledger.marks if mark.step == step) for step in (0, 1, 2)}
     stretch = max(1, -(-(begins[2] - begins[1]) // STRETCHES))
@@ -241,6 +217,5 @@ def _moment(ledger: Ledger, event: int, begin: int, sums: tuple[int, ...]) -> Mo
     while made > 0 and ledger.events[made] < 0:
         made -= 1
     block = ledger.blocks[max(ledger.events[made], 0)]
-    return Moment(
-        phase=phase, operator=ledger.times[event] - begin, name=block.operator, module=block.module, bytes=sums
-    )
+    operator = ledger.times[event] - begin
+    return Moment(phase=phase, operator=operator, name=block.operator, module=block.module, bytes=sums)

@@ -180,12 +180,11 @@ class MemorySink(Sink):
         self._gathered = [tensor for tensor in self._gathered if tensor.untyped_storage().nbytes()]
         ledger.operators += 1
         backward, running = current_graph_task_id() >= 0, self.tracer.running
+        module = self.tracer.module
         if backward:
             if self.phase != "backward":
                 self.begin("backward")
-            if running:
-                module = self.tracer.module
-            else:
+            if not running:
                 node = current_autograd_node()
                 module = "" if node is None else self._made_by.get(node._sequence_nr(), "")
         else:
@@ -195,7 +194,6 @@ class MemorySink(Sink):
                 for parameter in self._parameters:
                     if parameter.grad is not None:
                         self._is_gradient(parameter.grad)
-            module = self.tracer.module
             if module:
                 self._made_by.setdefault(get_sequence_nr() - 1, module)
         name = schema_of(func).name
@@ -219,7 +217,6 @@ class MemorySink(Sink):
         return result
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; what needs values gets those that are known."""
         forward = self.phase == "forward"
         try:
             result = func(*args, **kwargs)
@@ -237,7 +234,6 @@ class MemorySink(Sink):
         return result
 
     def _from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator whose shape depends on known values; None if they are not known."""
         if func is torch.ops.aten.index.Tensor and self.values.of(args[0]) is None:
             dense = self.values.dense_index(args)
             return None if dense is None else func(*dense)
@@ -249,7 +245,6 @@ class MemorySink(Sink):
         return result
 
     def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> Block | None:
-        """Note a result; return its block if it is new."""
         ledger = self.ledger
         block = ledger.note(tensor, module, name, self.phase)
         if block is None:
@@ -263,7 +258,6 @@ class MemorySink(Sink):
         return block
 
     def _bytes_of(self, tensor: Tensor) -> int:
-        """Return the memory of a tensor as it was noted."""
         block = self.ledger.of(tensor)
         return tensor.nbytes if block is None else block.bytes
 

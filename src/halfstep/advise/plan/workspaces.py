@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,10 +39,7 @@ class Workspace:
 
 
 def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:
-    """Return the workspace of a call on fake tensors; None where it is not counted.
-
-    `bytes_of` returns the memory of an argument, which may be more than a fake tensor shows.
-    """
+    """Return the workspace of a call on fake tensors, None if it is not counted; `bytes_of`: memory of an argument."""
     name = schema_of(func).name
     given, made = tensors((args, kwargs)), tensors(result)
     if (
@@ -89,8 +87,5 @@ def _run(func: Any, args: Any, kwargs: Any, bytes_of: Callable[[Tensor], int]) -
             found = cpu_allocations(lambda: results.extend(tensors(func(*args, **kwargs))))
         except Exception:  # a kernel that refuses zeros, such as for lengths
             return None
-        now = most = 0
-        for amount in found:
-            now += amount
-            most = max(most, now)
+        most = max(accumulate(found, initial=0))
         return Workspace(most, tuple(t.untyped_storage().nbytes() for t in results))

@@ -51,7 +51,7 @@ class Board:
         self.control: Ratio | None = None  # fp32 over fp32, of the last race
         self.resolution = 0.0
         self.repeatable = True  # whether two trainings in fp32 from one start had the same losses in every race
-        self._laps: dict[str, Lap] = {}
+        self.laps: dict[str, Lap] = {}  # the last one of each candidate
 
     def __getitem__(self, label: str) -> Tried:
         return self.tried[label]
@@ -105,14 +105,13 @@ class Board:
         return True
 
     def _take(self, found: RaceResult, labels: Sequence[str], base: str, *, judged: bool) -> None:
-        """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
             self.set(label, state_bytes=state, saved_bytes=saved)
         if found.control is not None:
             self.control, self.resolution = found.control, found.control.resolution
         self.repeatable &= found.repeatable
-        self._laps.update(found.laps)
+        self.laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
                  reason="what the others are compared with")  # fmt: skip
@@ -149,8 +148,7 @@ class Board:
     def cost(self, tried: Tried) -> float:
         """Return the logarithm of its cost over fp32's; inf if it is not known."""
         fp32 = self.tried[FP32]
-        known = (tried.time is not None or not self.weights.time) and (tried.bytes > 0 or not self.weights.memory)
-        if not known:
+        if (tried.time is None and self.weights.time) or (tried.bytes <= 0 and self.weights.memory):
             return math.inf
         memory = tried.bytes / fp32.bytes if fp32.bytes else math.inf
         return self.weights.cost(1.0 if tried.time is None else tried.time.median, memory)
@@ -177,26 +175,22 @@ class Board:
         for label, tried in self.tried.items():
             if tried.error > WRONG and tried.verdict in {"within", "worse"}:
                 self.set(label, reason=f"{tried.reason}; its gradients are off by {100 * tried.error:.0f} %")
-        known = (t for t in self.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
-        return tuple(known)
+        every = self.tried.values()
+        return tuple(t for t in every if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
 
     def saves(self, tried: Tried, base: Tried) -> bool:
         """Return whether it is cheaper than `base`, the base of its last race, for certain."""
-        beside = self._laps[tried.label].beside
+        beside = self.laps[tried.label].beside
         memory = tried.bytes / base.bytes if tried.bytes and base.bytes else math.inf
         if beside is None or tried.verdict in {"failed", "slower"}:
             return False
         likely, least = self.weights.cost(beside.median, memory), self.weights.cost(beside.high, memory)
         return least < 0.0 and likely < -self.weights.time * self.resolution
 
-    def skipped(self, label: str) -> int:
-        """Return how many steps were not applied in its last race."""
-        return self._laps[label].skipped if label in self._laps else 0
-
     def beside(self, label: str) -> float:
         """Return its step time over that of the base in its last race; 1.0 if it was not timed."""
-        lap = self._laps.get(label)
-        return 1.0 if lap is None or lap.beside is None else lap.beside.median
+        beside = self.laps[label].beside if label in self.laps else None
+        return 1.0 if beside is None else beside.median
 
 
 def _over(ratio: Ratio | None, what: str) -> str:

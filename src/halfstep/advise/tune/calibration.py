@@ -167,9 +167,8 @@ def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
     """Return changes that bring the error down: the audit's own remedies, then the operators that lose most."""
     found = list(calibration.remedies)
     taken, known = {(r.field, r.pattern) for r in found}, set(hs.policy.operator_names("*"))
-    for spot in sorted(calibration.spots, key=lambda s: (s.overflows, s.error), reverse=True):
-        if not (spot.overflows or spot.error > 0.0) or not _is_low(spot):
-            continue
+    lossy = (spot for spot in calibration.spots if (spot.overflows or spot.error > 0.0) and _is_low(spot))
+    for spot in sorted(lossy, key=lambda s: (s.overflows, s.error), reverse=True):
         field, pattern = ("modules", spot.module) if spot.module else ("ops", spot.op)
         if (field, pattern) not in taken and (spot.module or spot.op in known):
             taken.add((field, pattern))
@@ -178,18 +177,14 @@ def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
 
 
 def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False) -> list[Change]:
-    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time.
-
-    Where `memory` counts, fields come first, which decide it.
-    """
-    share = 1.0 if memory else MINOR
+    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time."""
+    share = 1.0 if memory else MINOR  # where memory counts, fields come first, which decide it
     found: list[tuple[float, Change]] = []
     for field, values in FIELDS.items():
         why = f"{field} was {getattr(policy, field)}"
         if policy.params == "low" or field not in BEHIND_LOW:
-            found += [(share, Change(field=field, value=value, why=why)) for value in values]
-    if policy.dtype == "fp16":
-        found = [(share, change) for share, change in found if (change.field, change.value) != ("master", "master")]
+            new = [value for value in values if policy.dtype != "fp16" or (field, value) != ("master", "master")]
+            found += [(share, Change(field=field, value=value, why=why)) for value in new]
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: dict[object, Change] = {}
     for _, change in found:
@@ -202,12 +197,11 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
     """Yield (share of the time concerned, rule)."""
-    spots = [spot for spot in calibration.spots if spot.op != "to"]
     modules: dict[str, float] = {}
-    for spot in spots:
-        if spot.module:
+    for spot in calibration.spots:
+        if spot.module and spot.op != "to":
             modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
-    named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
+    named = sorted(modules, key=modules.__getitem__, reverse=True)[:NAMED]
     for field, pattern in calibration.places(named):
         concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
         share = sum(spot.time for spot in concerned)

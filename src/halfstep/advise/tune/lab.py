@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,9 @@ class Lab:
         """Return (bytes between steps, bytes saved for backward) of a candidate; (0, 0) if it cannot make a step."""
 
         def count() -> list[int]:
-            try:
+            with suppress(Exception):  # the race that follows reports it
                 return list(probed(self.task, candidate, self.device, self.clock)[:2])
-            except Exception:  # the race that follows reports it
-                return [0, 0]
+            return [0, 0]
 
         state, saved = self._remember(f"bytes {_key(candidate)}", count)
         return state, saved
@@ -158,7 +158,7 @@ class Lab:
         """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
 
         def audit() -> dict[str, Any]:
-            loop = self._trained = self._trained or self._train(steps)
+            loop = self._loop(steps)
             batches = [self.task.batch_on(self.device, self.seed, steps + n) for n in range(AUDITED)]
             try:
                 found = hs.audit(
@@ -184,7 +184,7 @@ class Lab:
         """Return the error of the gradients on the weights of the audits; nan if no more than `reserve` s are left."""
 
         def measure() -> float:
-            loop = self._trained = self._trained or self._train(steps)
+            loop = self._loop(steps)
             batch = self.task.batch_on(self.device, self.seed, steps)
             if self._wide is None:
                 self._wide = gradients(self.task, loop.model, batch, None)
@@ -198,12 +198,14 @@ class Lab:
             return math.nan
         return float(self._remember(key, measure))
 
-    def _train(self, steps: int) -> TorchLoop:
-        loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-        assert isinstance(loop, TorchLoop)
-        for step in range(steps):
-            loop(self.task.batch_on(self.device, self.seed, step))
-        return loop
+    def _loop(self, steps: int) -> TorchLoop:
+        if self._trained is None:
+            loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
+            assert isinstance(loop, TorchLoop)
+            for step in range(steps):
+                loop(self.task.batch_on(self.device, self.seed, step))
+            self._trained = loop
+        return self._trained
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
@@ -211,8 +213,6 @@ class Lab:
         return prove(self.task, candidate, max_loss_rise=options.pop("bound"), seeds=seeds, **options)
 
     def _trainings(self, steps: int, bound: float | None, phase: str) -> dict[str, Any]:
-        """Return the options of trainings that are kept one by one."""
-
         def keep(run: Run) -> None:
             self._keep(f"run {len(self.entries)}", dataclasses.asdict(run))
             self.say(phase=phase)
@@ -233,11 +233,9 @@ class Lab:
         self.entries[key] = value
         if self.path is None:
             return
-        text = json.dumps(
-            {"version": VERSION, "about": self.about, "seconds": self.spent, "entries": self.entries}, indent=1
-        )
+        values = {"version": VERSION, "about": self.about, "seconds": self.spent, "entries": self.entries}
         part = self.path.with_name(self.path.name + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
+        part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(part, self.path)
 
     def _read(self, path: Path) -> None:
@@ -278,21 +276,16 @@ def _about(task: Task, device: str, seed: int) -> dict[str, Any]:
             "give equal batches: draw them with a generator seeded by seed and step"
         )
     here = machine()
+    shown = {name: here[name] for name in ("cpu", "cores", "accelerator", "torch", "torch_threads")}
     return {
-        "task": task.name,
-        "weights": _sum(list(model.parameters())),
-        "first batch": first,
-        "device": device,
-        "seed": seed,
-        "machine": {name: here[name] for name in ("cpu", "cores", "accelerator", "torch", "torch_threads")},
-        "halfstep": hs.__version__,
-    }
+        "task": task.name, "weights": _sum(list(model.parameters())), "first batch": first, "device": device,
+        "seed": seed, "machine": shown, "halfstep": hs.__version__,
+    }  # fmt: skip
 
 
 def _sum(tree: object) -> str:
+    def shown(t: Tensor) -> str:
+        return f"{tuple(t.shape)} {t.dtype if t.is_complex() or t.is_meta else float(t.double().sum())}"
+
     with torch.no_grad():
-        found = [
-            f"{tuple(t.shape)} {t.dtype if t.is_complex() or t.is_meta else float(t.double().sum())}"
-            for t in tensors(tree)
-        ]
-    return _digest(found)
+        return _digest([shown(t) for t in tensors(tree)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfstep import report as doc
 from halfstep.advise.tune.proof import Proof
+from halfstep.report.document import UNITS
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
 CHOSEN, OTHER = doc.Key(colour=1), doc.Key(colour=4)
 LEAST_BOUND = 1e-9  # loss rise at which the axis of a search without a bound changes from linear to logarithmic
-
-UNITS = (("GB", 1_000_000_000), ("MB", 1_000_000), ("kB", 1_000), ("B", 1))
 
 WIDTH = 110  # columns of a comment
 
@@ -72,12 +71,9 @@ def _head(tuning: Tuning) -> Iterator[str]:
         yield f"error of the gradients: {chosen.error:.2g}; loss after {tuning.steps} steps {rise} beside fp32's"
     if tuning.compile:
         yield "compile: give it to hs.TrainStep(..., compile=True), as it was measured"
-    for change in chosen.changes:
-        yield f"{change}: {change.why}"
-    for line in tuning.advice:
-        yield f"advice: {line}"
-    for note in tuning.notes:
-        yield f"note: {note}"
+    yield from (f"{change}: {change.why}" for change in chosen.changes)
+    yield from (f"advice: {line}" for line in tuning.advice)
+    yield from (f"note: {note}" for note in tuning.notes)
 
 
 def _machine(tuning: Tuning) -> str:
@@ -87,7 +83,6 @@ def _machine(tuning: Tuning) -> str:
 
 
 def _time(tuning: Tuning) -> list[str]:
-    """Return what was measured of the time of a step; nothing if it was not timed."""
     chosen = tuning.chosen
     if chosen.time is None:
         return []
@@ -100,7 +95,6 @@ def _time(tuning: Tuning) -> list[str]:
 
 
 def _memory(tuning: Tuning) -> list[str]:
-    """Return the bytes that were counted; nothing if they were not."""
     chosen, fp32 = tuning.chosen, tuning.fp32
     if not chosen.bytes or not fp32.bytes:
         return []
@@ -119,7 +113,7 @@ def _ratio(ratio: Ratio) -> str:
 
 def size(count: int) -> str:
     """Return a number of bytes with three digits."""
-    unit, divisor = next((pair for pair in UNITS if count >= pair[1]), UNITS[-1])
+    unit, divisor = next((pair for pair in reversed(UNITS) if count >= pair[1]), UNITS[0])
     return f"{count / divisor:.3g} {unit}"
 
 
@@ -143,8 +137,7 @@ def tuning_page(tuning: Tuning) -> doc.Document:
     rows = ((str(change), doc.sentence(change.why)) for change in tuning.chosen.changes)
     differs = f"How it differs from the preset {tuning.chosen.preset}"
     exceptions = doc.table(differs, ("change", "why"), rows, words=(1,))
-    argument = " and compile=True" if tuning.compile else ""
-    how = f'Save it as policy.toml and give TrainStep policy="policy.toml"{argument}.'
+    how = f'Save it as policy.toml and give TrainStep policy="policy.toml"{" and compile=True" * tuning.compile}.'
     return doc.page(
         f"halfstep tune: {tuning.task}",
         f"The cheapest policy that was found for this task on this machine, with the target {tuning.target}. "
@@ -166,31 +159,25 @@ def tuning_page(tuning: Tuning) -> doc.Document:
 
 
 def _conclusion(tuning: Tuning) -> doc.Section:
-    argument = ", compile=True" if tuning.compile else ""
-    facts: list[doc.Fact] = []
+    found: list[doc.Fact] = []
     if time := tuning.chosen.time:
         faster = time.high < 1.0 and not (tuning.control and time.finer_than(tuning.control))
         more = [*_time(tuning), f"the interval holds with 90 %, {time.rounds} rounds"]
-        facts.append(_fact("Time of a step", f"{time.median:.2f} of fp32's", more, "good" if faster else ""))
+        found.append(_fact("Time of a step", f"{time.median:.2f} of fp32's", more, "good" if faster else ""))
     if memory := _memory(tuning):
         share = tuning.chosen.bytes / tuning.fp32.bytes
-        facts.append(_fact("Memory", f"{share:.2f} of fp32's", memory, "good" if share < 1.0 else ""))
-    facts.append(_result_fact(tuning))
-    blocks: list[doc.Block] = []
+        found.append(_fact("Memory", f"{share:.2f} of fp32's", memory, "good" if share < 1.0 else ""))
+    code = f'step = hs.TrainStep(model, optimizer, loss_fn, policy="policy.toml"{", compile=True" * tuning.compile})'
+    facts = doc.Facts((*found, _result_fact(tuning)))
+    blocks: list[doc.Block] = [doc.Paragraph(_in_words(tuning)), doc.Code(code), facts]
     if not tuning.finished:
-        blocks.append(doc.Note("The search did not come to its end: this is the best candidate so far."))
-    blocks += [
-        doc.Paragraph(_in_words(tuning)),
-        doc.Code(f'step = hs.TrainStep(model, optimizer, loss_fn, policy="policy.toml"{argument})'),
-        doc.Facts(tuple(facts)),
-    ]
+        blocks.insert(0, doc.Note("The search did not come to its end: this is the best candidate so far."))
     if tuning.notes or tuning.advice:
         blocks.append(doc.Bullets(tuple(map(doc.sentence, (*tuning.notes, *tuning.advice)))))
     return doc.Section("Conclusion", blocks)
 
 
 def _in_words(tuning: Tuning) -> str:
-    """Return the conclusion as two or three sentences."""
     chosen, proof, fp32 = tuning.chosen, tuning.proof, tuning.fp32
     if tuning.is_fp32:
         return f"Stay with fp32, the preset {chosen.label}: {chosen.reason}."
@@ -201,17 +188,14 @@ def _in_words(tuning: Tuning) -> str:
     if proof is None:
         return f"{first} Whether it trains as fp32 does was not tested."
     ends = {
-        "equivalent": "It trains as fp32 does:",
-        "better": "It ends better than fp32:",
-        "worse": "It ends worse than fp32:",
-        "diverged": "Its training failed:",
-        "undecided": "Whether it trains as fp32 does is undecided:",
+        "equivalent": "It trains as fp32 does",
+        "diverged": "Its training failed",
+        "undecided": "Whether it trains as fp32 does is undecided",
     }
-    return f"{first} {ends[proof.verdict]} {proof.reason}."
+    return f"{first} {ends.get(proof.verdict, f'It ends {proof.verdict} than fp32')}: {proof.reason}."
 
 
 def _without_proof(reason: str, proof: Proof | None) -> str:
-    """Return why a candidate was chosen, without the verdict that has a sentence of its own."""
     return reason if proof is None else reason.partition(f"; {proof.verdict}")[0]
 
 
@@ -236,10 +220,10 @@ def _result_fact(tuning: Tuning) -> doc.Fact:
 
 def _front(tuning: Tuning) -> doc.Section:
     fp32 = tuning.fp32.bytes
-    figures = [_plane(tuning, "Time and loss", "time of a step / fp32's", lambda t: t.time.median if t.time else None)]
-    if fp32:
-        share = _plane(tuning, "Memory and loss", "memory / fp32's", lambda t: t.bytes / fp32 if t.bytes else None)
-        figures.append(share)
+    figures = (
+        _plane(tuning, "Time and loss", "time of a step / fp32's", lambda t: t.time.median if t.time else None),
+        _plane(tuning, "Memory and loss", "memory / fp32's", lambda t: t.bytes / fp32 if t.bytes and fp32 else None),
+    )
     legend = (("chosen", CHOSEN), ("within the bound", KEYS["within"]), ("beyond it", KEYS["worse"]), ("other", OTHER))
     shown = tuple(figure for figure in figures if figure)
     how = doc.Paragraph(
@@ -271,7 +255,7 @@ def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], 
             front.append((x, y))
     limit = 100 * max(tuning.bound, LEAST_BOUND)
     chart = doc.PointChart(x_label, "loss rise, %", tuple(points), limit, "bound", tuple(front))
-    missing = sum(1 for tried in tuning.tried if math.isnan(tried.loss_rise))
+    missing = sum(math.isnan(tried.loss_rise) for tried in tuning.tried)
     without = f", without {missing} whose loss was not measured" if missing else ""
     alt = f"{x_label} and loss rise of every candidate."
     return doc.Figure(heading, f"{len(points)} candidates{without}.", alt, chart)
@@ -351,17 +335,12 @@ def _tried(tuning: Tuning) -> doc.Section:
     for tried in tuning.tried:
         time = tried.time
         half = max(time.high - time.median, time.median - time.low) if time else 0.0
-        rows.append(
-            (
-                tried.label,
-                doc.judged(tried.verdict),
-                f"{time.median:.3f} \N{PLUS-MINUS SIGN}{half:.3f}" if time else "",
-                f"{tried.bytes / fp32:.2f}" if tried.bytes and fp32 else "",
-                _percent(tried.loss_rise),
-                "" if math.isnan(tried.error) else f"{tried.error:.2g}",
-                doc.sentence(_without_proof(tried.reason, tuning.proof)),
-            )
-        )
+        rows.append((
+            tried.label, doc.judged(tried.verdict), f"{time.median:.3f} \N{PLUS-MINUS SIGN}{half:.3f}" if time else "",
+            f"{tried.bytes / fp32:.2f}" if tried.bytes and fp32 else "", _percent(tried.loss_rise),
+            "" if math.isnan(tried.error) else f"{tried.error:.2g}",
+            doc.sentence(_without_proof(tried.reason, tuning.proof)),
+        ))  # fmt: skip
     headers = ("candidate", "verdict", "time / fp32", "memory / fp32", "loss rise", "gradient error", "why")
     caption = f"{len(rows)} candidates, in the order in which they were tried"
     return doc.Section("Tried", (doc.table(caption, headers, rows, words=(0, 6)),))

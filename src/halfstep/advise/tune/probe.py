@@ -10,6 +10,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -72,15 +73,12 @@ def gradients(task: Task, model: nn.Module, batch: tuple[Any, ...], policy: hs.P
         found.extend(torch.zeros(()) if g is None else g.detach().float() / scale for g in made)
         raise _GradientsAreThereError
 
-    with generators_kept():
+    with generators_kept(), suppress(_GradientsAreThereError):
         torch.manual_seed(0)
-        try:
-            if policy is None:
-                loss_fn(own, *batch)
-            else:
-                hs.TrainStep(own, task.optimizer(own), loss_fn, policy=policy, blackbox=False)(*batch)
-        except _GradientsAreThereError:
-            pass
+        if policy is None:
+            loss_fn(own, *batch)
+        else:
+            hs.TrainStep(own, task.optimizer(own), loss_fn, policy=policy, blackbox=False)(*batch)
     return found
 
 
@@ -94,10 +92,7 @@ def options(calibration: Calibration, policy: hs.Policy, remedies: Sequence[Chan
     found = [(0.0, remedy) for remedy in fields.values()]
     outermost = (spot.module.partition(".")[0] for spot in calibration.spots if spot.module)
     patterns = dict.fromkeys([*((r.field, r.pattern) for r in rules), *calibration.places(outermost)])
-    shares = [
-        (sum(spot.time for spot in calibration.covered(field, pattern)) / total, field, pattern)
-        for field, pattern in patterns
-    ]
+    shares = [(sum(spot.time for spot in calibration.covered(*place)) / total, *place) for place in patterns]
     small = sorted((s for s in shares if s[0] <= LARGE), reverse=True)[:PATTERNS]
     found += [(share, Change(field=field, pattern=pattern, value="fp32", why="")) for share, field, pattern in small]
     return [(share, change) for share, change in found if applied(policy, [change]) != policy]

@@ -167,10 +167,7 @@ def prove(
 
 
 def references(task: Task, count: int, **options: Any) -> list[Run]:
-    """Return fp32's trainings with the first `count` seeds, which a proof uses too, or fewer if the time is short.
-
-    `options` as `_Pairs` takes them.
-    """
+    """Return fp32's trainings with `count` seeds, or fewer if the time is short; `options` as `_Pairs` takes them."""
     pairs = _Pairs(task, BASELINE, **options)
     while len(pairs.reference) < count and pairs.add_reference():
         pass
@@ -221,11 +218,9 @@ class _Pairs:
         return ""
 
     def add_reference(self) -> bool:
-        """Train fp32 with the next seed; return whether there was time."""
         return self._add(self.reference, BASELINE)
 
     def add(self) -> bool:
-        """Train the candidate with the next seed, after fp32; return whether there was time."""
         ready = len(self.own) < len(self.reference) or self.add_reference()
         return ready and self._add(self.own, self.candidate)
 
@@ -279,7 +274,6 @@ class _Pairs:
         return difference(values, [r.value for r in self.reference[: len(values)]], self.margin, higher=self.higher)
 
     def spread(self) -> float:
-        """Return the standard deviation of the difference of a pair."""
         return statistics.stdev(a.value - b.value for a, b in zip(self.own, self.reference, strict=False))
 
     def seconds(self, more: int) -> float:
@@ -291,14 +285,12 @@ class _Pairs:
         return sum(cost for seed in seeds for side, cost in sides if self._key(side, seed) not in self._known)
 
     def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:
-        """Return that there is no verdict, and how many `more` seeds would give one."""
         if more > 0:
             count = f"more than {more} more seeds" if more >= MOST_SEEDS - len(self.own) else counted(more, "more seed")
             why += f"; a verdict needs {count}"
         return self._proof("undecided", why, more, found)
 
     def result(self) -> Proof:
-        """Return the verdict of all pairs."""
         missing = self.planned - len(self.own)
         if not self.own:
             return self.undecided("the time was up before the policy was trained", missing)

@@ -130,14 +130,11 @@ class Reference:
 
 
 class _Race(Training):
-    """A race of candidates that may fail; fp32 may not."""
-
     def step(self, label: str, number: int) -> float:
         with failing(label):
             return super().step(label, number)
 
     def leave(self) -> None:
-        """Give the memory of candidates that left the race back."""
         if gone := self.loops.keys() & self.dropped.keys():
             for label in gone:
                 del self.loops[label]
@@ -200,12 +197,9 @@ def race(
     laps = {label: _lap(running, label, base, steps) for label in labels if label != TWIN.label}
     if known is not None:
         laps[FP32] = replace(laps[FP32], start=known[0], end=known[1], dropped=False)
-    return RaceResult(
-        laps=laps,
-        control=running.ratio(TWIN.label, FP32),
-        repeatable=repr(running.floats(FP32)) == repr(running.floats(TWIN.label)),
-        finished=done == steps,
-    )
+    alike = repr(running.floats(FP32)) == repr(running.floats(TWIN.label))
+    control = running.ratio(TWIN.label, FP32)
+    return RaceResult(laps=laps, control=control, repeatable=alike, finished=done == steps)
 
 
 def _lap(running: Training, label: str, base: str, steps: int) -> Lap:

@@ -98,29 +98,23 @@ class Search:
                 replace(change, why=f"{calibration.facts(change.field, change.pattern)}{change.why}")
                 for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
-            found = [*self._slower_start(tried), *(probed or listed)]
-            rungs = (
-                range(1, len(found) + 1) if probed else sorted({min(count, len(found)) for count in LADDER if found})
-            )
+            found = probed or listed
+            skipped = board.laps[tried.label].skipped
+            if tried.policy.dtype == "fp16" and skipped:  # the scale had to come down first
+                why = f"{counted(skipped, 'step')} skipped until the scale fits"
+                found = [Change(field="scale", value=LOW_START, why=why), *found]
+            counts = range(1, len(found) + 1)
+            rungs = counts if probed else sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
             passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
             few = found[: passed[0]] if passed else []
-            if len(few) > 1 and not self._excepted(
-                tried, [[change for change in few if change is not left] for left in few]
-            ):
+            fewer = [[change for change in few if change is not left] for left in few]
+            if len(few) > 1 and not self._excepted(tried, fewer):
                 return False
         return True
 
-    def _slower_start(self, tried: Tried) -> list[Change]:
-        """Return the loss-scale rule that begins low, for a preset in fp16 whose scale had to come down first."""
-        skipped = self.board.skipped(tried.label)
-        if tried.policy.dtype != "fp16" or not skipped:
-            return []
-        return [Change(field="scale", value=LOW_START, why=f"{counted(skipped, 'step')} skipped until the scale fits")]
-
     def _calibration(self, label: str) -> Calibration:
-        """Return the audit of a candidate; what ended one that failed goes into the notes."""
         found = self.lab.calibration(self.board.candidate(label), self.steps)
         note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
         if found.failed and note not in self.notes:
@@ -131,7 +125,6 @@ class Search:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
-        """Race a preset with each of some lists of exceptions."""
         board = self.board
         made = [board.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
@@ -149,8 +142,9 @@ class Search:
         low = [t for t in board.tried.values() if board.sound(t) and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
         whole = True
-        for _ in range(ROUNDS if base is not None else 0):
-            assert base is not None
+        for _ in range(ROUNDS):
+            if base is None:
+                break
             found = savings(self._calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
@@ -160,17 +154,13 @@ class Search:
                                 reserve=self._reserve(), phase="changes that save")  # fmt: skip
             timed = [self._explain(label, base) for label in new if board[label].time is not None]
             together = self._together(board[base.label], timed)
-            whole &= board.race(
-                together, self.steps, base=base.label, reserve=self._reserve(), phase="changes together"
-            )
+            reserve = self._reserve()
+            whole &= board.race(together, self.steps, base=base.label, reserve=reserve, phase="changes together")
             base = board[base.label]
-            better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
-            for tried in better:
-                self._settle(tried.label)
-            better = [t for t in (board[t.label] for t in better) if board.sound(t)]
-            if not better:
-                break
-            base = min(better, key=board.cost)
+            better = [x for x in together if board[x].verdict == "within" and board.saves(board[x], base)]
+            for label in better:
+                self._settle(label)
+            base = min((board[x] for x in better if board.sound(board[x])), key=board.cost, default=None)
         return whole
 
     def prove(self) -> bool:
@@ -203,7 +193,6 @@ class Search:
         return whole
 
     def _proven(self, label: str) -> bool:
-        """Test a candidate for equivalence, and return whether it passes."""
         proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
         self.proofs.append((label, proof))
         self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
@@ -246,23 +235,18 @@ class Search:
             seed=seed, reserve=self._reserve(), phase="the finalists",
         ):  # fmt: skip
             board.best = SAFE
-            for label in sorted(labels, key=self._simplest):
-                board.prefer(label)
+            finalists = map(board.__getitem__, labels)
+            for tried in sorted(finalists, key=lambda t: (t.compile, PRESETS.index(t.preset), len(t.changes))):
+                board.prefer(tried.label)
         return sorted((board[x] for x in labels), key=board.rank)
 
-    def _simplest(self, label: str) -> tuple[bool, int, int]:
-        tried = self.board[label]
-        return tried.compile, PRESETS.index(tried.preset), len(tried.changes)
-
     def _settle(self, label: str) -> None:
-        """Measure the error of a candidate that was judged, and make it the best if it is."""
         tried = self.board[label]
         if tried.verdict in {"within", "worse"} and label != SAFE:
             self.board.set(label, error=self._probe(tried.policy))
         self.board.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
-        """Write into its last change what it saves or costs beside `base`, the base of the last race."""
         board, tried = self.board, self.board[label]
         saved = (1.0 - board.beside(label)) * board[base.label].milliseconds
         words = f"saves {saved:.2g} ms" if saved > 0 else f"costs {-saved:.2g} ms"

@@ -135,7 +135,6 @@ def _result(search: Search, target: str) -> Tuning:
 
 
 def _advice(board: Board) -> Iterator[str]:
-    """Yield what would save time or memory and no policy can hold: linear_cross_entropy, checkpointing."""
     best, lab = board[board.best], board.lab
     if not best.saved_bytes:
         return
@@ -143,10 +142,10 @@ def _advice(board: Board) -> Iterator[str]:
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:
+            where = last.module or "the last linear"
             yield (
-                f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
-                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
-                "the loss without it"
+                f"the result of {where} takes {size(last.bytes)} of {size(best.saved_bytes)} kept for the backward "
+                "pass: hs.linear_cross_entropy computes the loss without it"
             )
     if best.saved_bytes > best.state_bytes and (found := _blocks(started(lab.task, lab.seed, "cpu"))):
         count, kind, path = found
@@ -158,14 +157,11 @@ def _advice(board: Board) -> Iterator[str]:
 
 
 def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
-    """Return (count, class, path) of the longest row of equal modules with submodules."""
-    best: tuple[int, str, str] | None = None
+    found: list[tuple[int, str, str]] = []
     for path, module in model.named_modules():
         kinds = Counter(type(child).__name__ for child in module.children() if any(child.children()))
-        for kind, count in kinds.items():
-            if count >= OFTEN and (best is None or count > best[0]):
-                best = count, kind, path or "the model"
-    return best
+        found += [(count, kind, path or "the model") for kind, count in kinds.items() if count >= OFTEN]
+    return max(found, key=lambda row: row[0], default=None)
 
 
 def weights_of(target: str) -> Weights:

@@ -72,7 +72,6 @@ def _glance(comparisons: Sequence[Comparison]) -> list[doc.Section]:
 
 
 def _few_seeds(comparison: Comparison) -> tuple[doc.Note, ...]:
-    """Return a note if there were too few seeds for a verdict."""
     count = len(comparison.seeds)
     if count >= ENOUGH_SEEDS:
         return ()
@@ -165,7 +164,6 @@ def result_table(comparison: Comparison) -> doc.Table:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Return one number if all seeds agree, else the smallest and the largest."""
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 

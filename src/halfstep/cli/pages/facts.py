@@ -207,7 +207,6 @@ def _demo_memory(paces: Sequence[Pace], units: hs.policy.Units) -> list[Fact]:
 
 
 def _change(count: int, reference: int) -> str:
-    """Return the difference in whole per cent."""
     change = round(100 * (count / reference - 1)) if reference else 0
     return f"{abs(change)} % {'more' if change > 0 else 'less'} than fp32" if change else SAME
 

@@ -140,7 +140,6 @@ def _bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) 
 
 
 def _share(count: int, reference: int) -> str:
-    """Return the difference from fp32 in whole per cent, "" if there is none."""
     change = round(100 * (count / reference - 1)) if reference else 0
     return minus(f" ({change:+} %)") if change else ""
 

@@ -242,7 +242,6 @@ class Run:
             self.recorder.tallies = before
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
-        """Run the micro-batches of a window, and the update."""
         self.meter.begin()
         args, kwargs = window[0]
         with Snapshot(noted()).returning():
@@ -310,7 +309,6 @@ class Run:
 
     @torch.no_grad()
     def _follow(self, twin: nn.Module) -> None:
-        """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
         model = self.train.model
         for other, generator in zip(generators_of(twin.modules()), generators_of(model.modules()), strict=True):
             other.set_state(generator.get_state())
@@ -364,11 +362,7 @@ class Run:
     def result(self, *, steps: int) -> Audit:
         """Return the audit of `steps` steps."""
         seconds = sum(tally.seconds for tally in self.recorder.tallies.values())
-        rows = tuple(
-            tally.row(steps, seconds, *self._why(tally))
-            for tally in self.recorder.tallies.values()
-            if tally.sketch is not None
-        )
+        tallies = [tally for tally in self.recorder.tallies.values() if tally.sketch is not None]
         if self.unfinished:
             self.notes.append(
                 f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows "
@@ -380,7 +374,7 @@ class Run:
                 f"{str(self.recorder.shadow).removeprefix('torch.')} arguments"
             )
         return Audit(
-            rows=rows,
+            rows=tuple(tally.row(steps, seconds, *self._why(tally)) for tally in tallies),
             policy=self.policy,
             plan=self.plan,
             steps=steps,
@@ -394,10 +388,9 @@ class Run:
     def _why(self, tally: Tally) -> tuple[str, str]:
         if tally.role in {"update", "state"}:
             return "", "stochastic rounding" if tally.stochastic else ""
-        modules = {module.path: module for module in self.plan.modules}
-        ruled = modules.get(tally.module)
-        if ruled is not None and ruled.rule:
-            return ruled.rule, ruled.reason
+        for module in self.plan.modules:
+            if module.path == tally.module and module.rule:
+                return module.rule, module.reason
         if tally.role == "weight":
             reasons = {name: p.reason for p in self.plan.parameters for name in (p.name, *p.aliases)}
             return "", reasons.get(tally.parameter, "")
@@ -415,7 +408,6 @@ def _averages(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _widened(model: nn.Module) -> nn.Module:
-    """Bring low parameters and buffers of `model` to fp32, in place."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in LOW_DTYPES:
             tensor.data = tensor.data.float()
@@ -426,7 +418,6 @@ def _widened(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:
-    """Return the batches as (args, kwargs), or raise for what cannot be audited."""
     if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
         raise AuditError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
@@ -450,7 +441,6 @@ def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumu
 
 
 def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a batch that loss_fn does not take, or that is on another device than the model."""
     try:
         inspect.signature(loss_fn).bind(model, *args, **kwargs)
     except TypeError as error:

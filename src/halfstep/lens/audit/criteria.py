@@ -107,10 +107,9 @@ class Examination:
 
     def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
-        form = row.form if row.form.is_narrow else format_of(self.plan.policy.dtype)
-        scale = self.plan.policy.scale
-        if not isinstance(scale, ScaleRule):
-            low = self.policy.dtype != "fp32" and form.is_narrow
+        if not isinstance(self.plan.policy.scale, ScaleRule):
+            narrow = row.form.is_narrow or format_of(self.plan.policy.dtype).is_narrow
+            low = self.policy.dtype != "fp32" and narrow
             words = "scale the loss: the rule 'halfstep' starts high and adapts" if low else "scale the loss"
             return words, self.policy.replace(scale="halfstep")
         return (
@@ -128,14 +127,10 @@ def _with_fp32(policy: Policy, *ops: str) -> Policy | None:
 
 
 def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
-    """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
-
-    `policy` is the audited one, `plan` that resolved for the model, `headroom` the bits below the largest number of a
-    format that are a risk.
-    """
+    """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first; as `Audit.findings`."""
     exam = Examination(tuple(rows), policy, plan, headroom)
-    found = [finding for rule in RULES for finding in rule(exam)]
     order = list(KINDS)
+    found = (finding for rule in RULES for finding in rule(exam))
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
 
 
@@ -275,10 +270,9 @@ def _large_error(exam: Examination) -> Iterator[Finding]:
         unit = min(row.form, low, key=lambda each: each.mantissa_bits).eps / 2
         if not row.error >= max(ROUNDINGS * unit, 1e-3) or row.underflow >= FEW or row.overflow > 0:
             continue
-        roundings = row.error / unit
         cause = (
             f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
-            f"{roundings:.0f} roundings"
+            f"{row.error / unit:.0f} roundings"
         )
         yield exam.finding("rounding", row, row.error, cause, *exam.wider(row))
 
@@ -377,16 +371,6 @@ def _risk(exam: Examination) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
-    _overflow,
-    _gradient_underflow,
-    _activation_underflow,
-    _swallowed,
-    _low_state,
-    _large_error,
-    _addends,
-    _summed,
-    _integers,
-    _drift,
-    _saturation,
-    _risk,
-)
+    _overflow, _gradient_underflow, _activation_underflow, _swallowed, _low_state, _large_error, _addends, _summed,
+    _integers, _drift, _saturation, _risk,
+)  # fmt: skip

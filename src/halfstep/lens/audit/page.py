@@ -97,21 +97,20 @@ def _figure(those: Audit, heading: str, caption: str) -> doc.Figure:
     names, shown = _names(those), those.worst(STRIPS)
     some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
     chart = doc.HeatMap("magnitude", tuple(_strip(row, names[id(row)]) for row in shown))
-    return doc.Figure(
-        heading, f"{caption}; {some}.", f"Heat map of {heading.lower()} over powers of two, {some}.", chart
-    )
+    alt = f"Heat map of {heading.lower()} over powers of two, {some}."
+    return doc.Figure(heading, f"{caption}; {some}.", alt, chart)
 
 
 def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
     """Return id -> name of rows; with the number of the line where one operator is called from several in a module."""
     table = list(rows)
     plain = {id(row): row.parameter or f"{row.module} {row.op}".strip() for row in table}
-    many = {name for name, count in Counter((plain[id(row)], row.role) for row in table).items() if count > 1}
+    counts = Counter((plain[id(row)], row.role) for row in table)
     named = {}
     for row in table:
         name = plain[id(row)]
         line = row.line.partition(" ")[0].rpartition(":")[2]
-        named[id(row)] = f"{name}, line {line}" if (name, row.role) in many and line else name
+        named[id(row)] = f"{name}, line {line}" if counts[name, row.role] > 1 and line else name
     return named
 
 
@@ -144,8 +143,7 @@ def _cells(row: AuditRow, where: str) -> tuple[str, ...]:
     """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])
-    casts = str(row.casts) if row.casts else ""
-    return (where, *middle, casts, f"{row.bytes / 1e3:.3g}", row.rule)
+    return (where, *middle, str(row.casts or ""), f"{row.bytes / 1e3:.3g}", row.rule)
 
 
 def _rows(audit: Audit) -> doc.Section:
@@ -198,7 +196,6 @@ def _what_if(audit: Audit) -> doc.Section:
 
 
 def _answer(form: Format, what: str, those: Audit, scale: float) -> tuple[str, ...]:
-    """Return one row of the table: how many rows `form` would hit, and the one it would hit hardest."""
     answers = those.what_if(form, scale)
     hit = sum(answer.underflow[1] >= FEW or answer.overflow[1] > 0 for answer in answers)
     worst = max(answers, key=lambda answer: (answer.overflow[1], answer.underflow[1]))

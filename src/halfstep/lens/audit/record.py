@@ -59,9 +59,8 @@ SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hsta
 CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
 
-Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function, and what it was given: in its place, and by name."""
-
+Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
+"""A function, what it was given, in its place and by name, and the states of random generators; None: it draws none."""
 
 Key = tuple[str, str, int]
 """Module, operator, which call of it in that module."""
@@ -248,7 +247,7 @@ class AuditRecorder(OperatorSink):
             again = None
             low = made or call.op in self.simulated or any(t.dtype in BELOW_FP32 for t in (output, *given))
             if low or self.shadow is torch.float64:
-                again = self._compare(call, tally, (func, *before), output, form, random, hidden)
+                again = self._compare(call, tally, (func, *before, random), output, form, hidden)
             elif output.dtype is torch.float32:
                 tally.local.count += output.numel()  # what it should be by definition
             self._chosen.discard(weak_storage(output))  # written in place
@@ -256,9 +255,8 @@ class AuditRecorder(OperatorSink):
             if kept is not None and (kept.value.shape != output.shape or kept.value._version != kept.version):
                 kept = None
             if kept is not None:
-                off = tally.whole.add(output.detach(), kept.value, form, hidden=hidden)
                 tally.given = max([tally.given, *(self._off.get(weak_storage(t), 0.0) for t in given)])
-                self._off[weak_storage(output)] = off
+                self._off[weak_storage(output)] = tally.whole.add(output.detach(), kept.value, form, hidden=hidden)
         pair = None if again is None else again()
         if pair is not None:
             self._pairs.append(pair)
@@ -299,20 +297,13 @@ class AuditRecorder(OperatorSink):
         return hidden
 
     def _compare(
-        self,
-        call: OperatorCall,
-        tally: Tally,
-        run: Run,
-        output: Tensor,
-        form: Format,
-        random: Any,
-        hidden: Hidden | None,
+        self, call: OperatorCall, tally: Tally, run: Run, output: Tensor, form: Format, hidden: Hidden | None
     ) -> Callable[[], Pair | None] | None:
         """Compare `output`, which `run` has given in `form`, with what the shadow format gives, under no rule.
 
         Returned is what makes the `Pair`; None where a backward pass rounds nothing, or shadows do not go backward.
         """
-        func, args, kwargs = run
+        func, args, kwargs, random = run
         differentiable = self._backward and output.requires_grad and not call.in_place and call.op not in SELECTING
         leaves: list[tuple[Tensor, Tensor, str]] = []
         known: dict[int, Tensor] = {}  # h * h has one leaf, here and in the run under the rules
@@ -354,7 +345,7 @@ class AuditRecorder(OperatorSink):
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
-            return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves, random)
+            return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves)
         return None
 
     # ------------------------------------------------------------------ backward
@@ -430,9 +421,9 @@ class AuditRecorder(OperatorSink):
                 tally.add_wanted(wanted)
 
 
-def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tensor, str]], random: Any) -> Pair | None:
+def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tensor, str]]) -> Pair | None:
     """Run an operator under the rules, on leaves in place of the first of each of `leaves`."""
-    func, args, kwargs = run
+    func, args, kwargs, random = run
     made: dict[int, Tensor] = {}
     wanted = {id(tensor) for tensor, _, _ in leaves}
 
@@ -474,7 +465,6 @@ def _own_casts() -> Iterator[None]:
 
 @contextmanager
 def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
-    """Run operators as they are: no autocast, no rule, no mode."""
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(rules_off(device))

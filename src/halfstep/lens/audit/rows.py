@@ -70,9 +70,8 @@ def added_masks(values: Any) -> Hidden | None:
     found: Hidden | None = None
     for value in values:
         if isinstance(value, Tensor) and value.dtype in MASKED_DTYPES and not value.requires_grad and value.numel() > 1:
-            ends = [float(end) for end in value.detach().aminmax()]
-            largest = max((abs(end) for end in ends if math.isfinite(end)), default=0.0)
-            more = hidden_in(value.detach(), largest)
+            ends = (abs(float(end)) for end in value.detach().aminmax())
+            more = hidden_in(value.detach(), max(filter(math.isfinite, ends), default=0.0))
             found = more if found is None else found | more
     return found
 
@@ -238,10 +237,9 @@ def _merged(sketch: Sketches | None, tensor: Tensor) -> tuple[Sketches, Hidden |
     if hidden is not None:
         seen = tensor[~hidden.of(tensor)]
         made, count = Sketches.of(seen), tensor.numel() - seen.numel()
-    if sketch is None:
-        return made, hidden, count
-    merge_(sketch.rows, made.rows)
-    return sketch, hidden, count
+    if sketch is not None:
+        merge_(sketch.rows, made.rows)
+    return sketch or made, hidden, count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,8 +336,7 @@ class AuditRow:
 
     def record(self) -> dict[str, Any]:
         """Return the row as plain values, without sketches: a record for a DataFrame."""
-        names = (f.name for f in dataclasses.fields(self) if f.name not in {"sketch", "wide"})
-        return {name: getattr(self, name) for name in names}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in {"sketch", "wide"}}
 
 
 COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",

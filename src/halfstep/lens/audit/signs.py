@@ -91,9 +91,8 @@ def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> N
 
 def _follows(term: Tensor, other: Tensor) -> bool:
     """Return whether everything that `term` depends on with a gradient goes through `other`."""
-    if term.grad_fn is None or other.grad_fn is None:
-        return False
-    return not any(node.name().endswith("AccumulateGrad") for node in graph_of(term, without=other))
+    known = term.grad_fn is not None and other.grad_fn is not None
+    return known and not any(node.name().endswith("AccumulateGrad") for node in graph_of(term, without=other))
 
 
 class Integers:
@@ -132,5 +131,4 @@ class Integers:
             known = self._known.get(place(tensor)) if tensor.layout is torch.strided and is_index(tensor) else None
             if known is not None and place(tensor) not in self._counted:
                 self._counted.add(place(tensor))
-                _, tally, others, count = known
-                tally.add_share("otherwise", others, count)
+                known[1].add_share("otherwise", *known[2:])

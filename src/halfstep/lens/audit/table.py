@@ -249,11 +249,9 @@ class Audit:
             yield "", ""
             mild = finding.kind in {"overflow_risk", "rounding", "saturation"}
             yield f"{finding.kind}: {', '.join(places[:PLACES])}{more}", "note" if mild else "bad"
-            if finding.line:
-                yield f"  at {finding.line}", ""
-            yield f"  {finding.cause}", ""
-            yield f"  remedy: {finding.remedy}", ""
-            yield from ((f"    {line}", "") for line in finding.diff.splitlines())
+            texts = [f"  at {finding.line}"] if finding.line else []
+            texts += [f"  {finding.cause}", f"  remedy: {finding.remedy}"]
+            yield from ((text, "") for text in (*texts, *(f"    {line}" for line in finding.diff.splitlines())))
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""

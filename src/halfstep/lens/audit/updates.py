@@ -26,9 +26,6 @@ from halfstep.optim import Optimizers, clipped_together, members
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
-FORMS = {"foreach": False, "fused": False, "capturable": False}
-"""Of torch's optimizers: the for-loop form takes float64 everywhere."""
-
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused form that takes float64 on a CPU, in a fifth of the time."""
 
@@ -91,7 +88,7 @@ def intended(
     wide = copy_of_optimizer(optimizer, memo)
     fused = type(wide) in FUSED and not any(group.get("differentiable") for group in wide.param_groups)
     on_cpu = all(p.device.type == "cpu" for group in wide.param_groups for p in group["params"])
-    forms = {**FORMS, "fused": fused and on_cpu}
+    forms = {"foreach": False, "fused": fused and on_cpu, "capturable": False}  # a loop takes float64 everywhere
     for group in (wide.defaults, *wide.param_groups):
         group.update({name: value for name, value in forms.items() if name in group})
     for p, twin in twins.items():
@@ -179,10 +176,9 @@ class Meter:
         step, scale = self.train, float(self.train.record.scale)
         for p in parameters:
             name = self.names.get(id(p), "")
-            total = self._sums.get(name)
-            if total is not None and p.grad is not None and not p.grad.is_sparse:
+            if name in self._sums and p.grad is not None and not p.grad.is_sparse:
                 tally = self.recorder.tally_of(name, "weight gradient")
-                tally.summed.add(p.grad, total, form_of(p.grad))
+                tally.summed.add(p.grad, self._sums[name], form_of(p.grad))
         if not self.moves:
             return
         if any(p.is_complex() for p in parameters):

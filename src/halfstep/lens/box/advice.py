@@ -32,9 +32,7 @@ from halfstep.step.parts.signals import UPDATES
 REACH = 12  # so many calls before an operator are looked at
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
-
 MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or mask with a large finite negative number"
-
 ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
 ROOT = "add an eps under the root, (x + eps).sqrt() and not x.sqrt() + eps: its gradient at 0 is infinite"
 SPREAD = "give it two values at least, or correction=0; and add an eps before a division by it"
@@ -125,7 +123,6 @@ FIXES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 # operators that belong to the formula around them
 LIGHT = frozenset({"clamp", "clamp_min", "clamp_max", "add", "sub", "rsub", "to", "float", "half", "squeeze"})
-
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 MASKS = frozenset({"masked_fill", "where"})
 

@@ -202,7 +202,6 @@ class BlackBox(Box):
 
     @_guarded("the backward pass of step {} was not looked at")
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
-        """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             engine = execution_engine
@@ -252,7 +251,6 @@ class BlackBox(Box):
 
     @_guarded("the update of step {} was not looked at")
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Read the flag, and what this call of the optimizer's step is about to do."""
         self.read(updating=True)
         window = self._memory.window.batches
         bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
@@ -264,7 +262,6 @@ class BlackBox(Box):
 
     @_guarded("the update of step {} was not looked at")
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Find out whether a bad step was applied, and report it."""
         update = self._loop.after_update(closure=_closure(args, kwargs))
         if update is not None and self.verdict is not None and self._explained_step == self.step:
             self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
@@ -291,7 +288,6 @@ class BlackBox(Box):
 
     @_guarded("step {} was not finite")
     def _see(self) -> None:
-        """Examine a step that is not finite, in its gradients or in its loss alone."""
         model, window, loop = unwrap(self.model), self._memory.window, self._loop
         kept = window.batches[0]
         loss_finite = kept.loss is None or extremes(kept.loss)[1]
@@ -323,7 +319,6 @@ class BlackBox(Box):
             self._unsaid = self._explained(window, UPDATE)
 
     def _report(self, *, applied: bool) -> None:
-        """Log what is known of the last bad step, and what is wrong with the loop."""
         for name in self._loop.facts.keys() - self._warned:
             found = replace(self._loop.facts[name], step=self.step)
             self._warn_once(name, found.headline)
@@ -352,7 +347,6 @@ class BlackBox(Box):
             self._warn(self.step, self._streak.see(replace(seen, applied=applied)))
 
     def _is_written(self) -> bool:
-        """Return whether a weight has been written to since the last forward pass."""
         return [*map(_version, self._parameters)] != self._versions
 
     def _scale(self) -> float:
@@ -442,7 +436,6 @@ class BlackBox(Box):
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
-    """Return whether an optimizer's step was given a closure."""
     return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
 
 
@@ -462,7 +455,6 @@ def regions_here() -> list[AbstractContextManager[Any]]:
 
 
 def _loss_in(returned: Any) -> Tensor | None:
-    """Return the loss in what a loss function returned; StepError if there is none."""
     loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if loss is None or isinstance(loss, Tensor):
         return loss

@@ -85,11 +85,9 @@ class _Search:
 
     @property
     def verified(self) -> list[Cure]:
-        """Those under which training goes on."""
         return [cure for cure in self.found if cure.verified]
 
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
-        """Replay the step under `policy`; None if it cannot run."""
         subject = self.subject
         replay = dataclasses.replace(subject.replay, wide=policy.grads == "fp32")
         try:
@@ -104,14 +102,12 @@ class _Search:
             return None  # this model cannot run under it
 
     def try_one(self, policy: Policy, words: str, line: str) -> bool:
-        """Add `policy` if the step is finite under it; return whether it is."""
         attempt = self._run(policy)
         if attempt is None or attempt.odd or attempt.bad:
             return False
         return self.add(policy, words, line)
 
     def add(self, policy: Policy, words: str, line: str) -> bool:
-        """Add `policy` with what training under it shows; return whether the whole window is finite under it."""
         trial = self.trials.of(policy)
         if not trial.finite_once:
             return False
@@ -153,7 +149,6 @@ class _Search:
         return self.base.with_ops(fp32=rules), f"{' and '.join(rules)} in fp32", f"policy.with_ops(fp32={rules!r})"
 
     def modules(self, verdict: Verdict) -> None:
-        """Give the module a rule, and those that then overflow after it."""
         rules: dict[str, str] = {}
         current = verdict
         names = {name for name, _ in self.subject.model.named_modules()}
@@ -178,7 +173,6 @@ class _Search:
 
 
 def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
-    """Find the largest scale at which the step is finite, and train at it."""
     replay = subject.replay
 
     def finite(scale: float) -> bool:
@@ -223,7 +217,6 @@ def _pasted(base: Policy, policy: Policy, words: str, line: str, region: str) ->
 
 
 def _with_toml(base: Policy, policy: Policy, words: str, line: str) -> str:
-    """Return the text of a cure: a line of code, and the entries of a policy file that differ."""
     known_entries = set(map(str.strip, ENTRY.split(base.to_toml())))
     entries = map(str.strip, ENTRY.split(policy.to_toml()))
     return "\n".join([f"{words}: {line}", "in TOML:", *(entry for entry in entries if entry not in known_entries)])
@@ -263,7 +256,6 @@ class _InPlaceOfRegions(Sink):
         self.native = dataclasses.replace(recipe, mode=None)
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function, in a region of the policy if it was called in a region."""
         policy = region_here()
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
         if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:

@@ -38,7 +38,6 @@ TAIL = 1000  # most values that the tail is estimated from: the largest tenth, t
 MARKERS = 3  # a far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)
 EARLIER = 5  # so many earlier batches have to be known before a whole batch is called unusual
 SHARE = 4  # outliers are in one of so many samples, or in one sample
-
 ALONE = "the batch holds one sample"
 TARGET = ", the target of "
 SELECTING = frozenset({"getitem", "masked_select", "index_select", "index"})
@@ -131,7 +130,6 @@ def _inputs(micro: MicroBatch) -> Given:
 
 
 def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
-    """Yield what is not finite in the inputs that the replay accuses."""
     if source is None or source.kind != "batch":
         return
     for index, name, tensor in _inputs(micro):
@@ -211,7 +209,6 @@ def _selected_by_batch(call: CallRecord) -> bool:
 
 
 def _constant_feature(given: Given, feature: int) -> Iterator[str]:
-    """Yield which inputs hold one value in every sample at the feature at fault."""
     for _, name, tensor in given:
         if tensor.dim() > 1 and tensor.layout is torch.strided and feature < tensor.shape[-1] and len(tensor) > 1:
             column = tensor.detach()[..., feature]
@@ -362,7 +359,6 @@ def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[
 
 
 def _changed(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> Subject:
-    """Return the step with some inputs of the micro-batch at fault changed."""
     assert attempt.index is not None
     window = list(subject.replay.window)
     micro = window[attempt.index]

@@ -27,16 +27,11 @@ from halfstep.update.updater import ClipNorm
 from halfstep.weights.store import WeightStore
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})  # kinds of verdicts that a change of policy may cure
-
 MASKED = "the mask's -inf becomes nan by arithmetic: "
-
 BY_EXP = "comes from exp at "
 CASTING = frozenset({"to", "float", "type", "double", "type_as"})
-
 WRITTEN = "a value that is not finite is written here by the program itself"
-
 INSIDE, AROUND = FOREIGN = "inside", "around"  # of the loss function
-
 CAST = "to"  # the operator that a weight is cast by when an update writes its low copy
 LOWEST = 2.0**-14  # the lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish
 LARGE = 1e3  # larger weights get a note
@@ -44,18 +39,13 @@ ROWS = 8  # rows of a story
 NEAREST = 3  # so many rows are the place and what leads to it directly; the others are where magnitudes changed most
 EXTREME = 1e3  # activations and gradients above it are out of the normal range: their products pass the end of fp16
 TINY = 1e-30  # stands for a magnitude of 0 in ratios
-
 FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
 
 
 @dataclass(eq=False)
 class Subject:
-    """A step to diagnose.
-
-    Attributes:
-        more: further micro-batches, for trials of training, by their number in `explain(batches=)`.
-    """
+    """A step to diagnose."""
 
     replay: Replay  # runs it again
     model: nn.Module  # the user's model
@@ -73,7 +63,7 @@ class Subject:
     region: str = "torch.autocast"  # the name of what opens them
     dropped: int = 0  # how many micro-batches of its window came before those of `replay`, and are not kept any more
     gone: str = ""  # why none can be run again, in words; "" if one can
-    more: Mapping[int, MicroBatch] = field(default_factory=dict)
+    more: Mapping[int, MicroBatch] = field(default_factory=dict)  # for trials, by their number in `explain(batches=)`
     clip_norm: ClipNorm = None  # largest norm of the gradients of an update; None: not clipped, or not known
     clip_value: float | None = None  # largest magnitude of an element of them; None likewise
     signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
@@ -235,7 +225,6 @@ def _of_maker(call: CallRecord, limit: float) -> str:
 
 
 def _of_mask(source: Source) -> str:
-    """Return which mask an operator made NaN of."""
     mask, call = source.over[0], source.call
     assert call is not None
     whose = mask.name or "a tensor that is neither batch nor state"
@@ -249,7 +238,6 @@ def _of_mask(source: Source) -> str:
 
 
 def _of_input(micro: MicroBatch, name: str) -> str:
-    """Return how much of an input is not finite, and where."""
     tensor = tensors((micro.batch, micro.named))[int(name.removeprefix("input "))].detach()
     if tensor.layout is not torch.strided or extremes(tensor)[1]:
         return ""
@@ -294,7 +282,6 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
 
 
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
-    """Return the verdict on micro-batches that are finite one by one."""
     leaf = attempt.added
     assert leaf is not None
     total = attempt.gradients[leaf]
@@ -334,7 +321,6 @@ def helping_scale(subject: Subject, only: int | None = None) -> float:
 
 
 def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
-    """Return the verdict on a step whose forward and backward passes are finite."""
     bad = _bad_states(subject)
     if bad:
         return Verdict(kind="bad_state", phase="update", parameter=bad[0])
@@ -355,7 +341,6 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
 
 
 def _bad_states(subject: Subject) -> list[str]:
-    """Return names of optimizer states that are not finite."""
     found, names, kind = [], subject.names, type(subject.optimizer).__name__
     for parameter, state in () if subject.optimizer is None else subject.optimizer.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -365,7 +350,6 @@ def _bad_states(subject: Subject) -> list[str]:
 
 
 def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
-    """Yield in words where the replay differs from the step."""
     dropped = subject.dropped
     for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False), dropped):
         if micro.loss is not None and not torch.equal(micro.loss.cpu(), loss.float().cpu().to(micro.loss.dtype)):
@@ -382,7 +366,6 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    """Yield in words what a replay cannot restore."""
     for micro in subject.replay.window:
         for value in (*micro.batch, *micro.named.values()):
             if isinstance(value, Iterator):

@@ -43,10 +43,10 @@ MOST_FILE = 3 << 30  # bytes of a file that is read
 SHOWN = 3  # weights named that do not fit
 SEAL = re.compile(rb"\nsha256 ([0-9a-f]{64})\n")  # the end of a file: the sum of all bytes before it
 SEAL_BYTES = 73
+SAME = ("scaling", "scale", "floor", "step", "dropped", "clip_value", "rank")  # as the fields of a `Subject`
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether `value` is made of plain containers, values and tensors."""
     if type(value) is dict:
         return all(map(_is_tree, (*value, *value.values())))
     return all(map(_is_tree, value)) if type(value) in {list, tuple} else isinstance(value, PLAIN_TYPES)
@@ -138,7 +138,6 @@ def _write(path: Path, verdict: Verdict, notes: list[str], content: dict[str, An
 
 
 def _surplus(folder: Path, rank: str) -> list[Path]:
-    """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, of all runs."""
     name = re.compile(rf"halfstep-blackbox-\d+{rank}\.txt")
     try:
         found = [path for path in folder.iterdir() if name.fullmatch(path.name)]
@@ -157,7 +156,6 @@ def _private(path: Path) -> IO[bytes]:
 
 
 def _sum(path: Path, size: int) -> bytes:
-    """Return the SHA-256 of the first `size` bytes of a file, in hexadecimal digits."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
         return hashlib.sha256(data).hexdigest().encode()
 
@@ -205,16 +203,10 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "verdict": verdict.record(),
         "policy": None if subject.policy is None else subject.policy.to_toml(),
         "region": subject.foreign,
-        "scaling": subject.scaling,
-        "scale": subject.scale,
-        "floor": subject.floor,
-        "step": subject.step,
-        "dropped": subject.dropped,
+        **{name: getattr(subject, name) for name in SAME},
         "notes": list(subject.notes),
         "clip_norm": dict(limit) if isinstance(limit, Mapping) else limit,
-        "clip_value": subject.clip_value,
         "signals": None if subject.signals is None else subject.signals.saved(),
-        "rank": subject.rank,
         "window": window,
         "buffers": buffers,
         "model": state,
@@ -228,7 +220,6 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
 
 
 def _optimizer_state(subject: Subject) -> dict[str, Any]:
-    """Return the options of each group, and the state of each parameter by its name, as far as they are plain."""
     groups = [] if subject.optimizer is None else subject.optimizer.param_groups
     states = {} if subject.optimizer is None else subject.optimizer.state
     names = subject.names
@@ -248,7 +239,6 @@ def _cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def _portable(tree: Any, notes: list[str]) -> Any:
-    """Return `tree` on the CPU, in lists, dicts and tuples; other values become their repr."""
     if isinstance(tree, Tensor):
         return _cpu(tree)
     if isinstance(tree, PLAIN_TYPES):

@@ -36,7 +36,6 @@ BITS = 62  # ranks in one counter of the store, which is a signed 64-bit integer
 MOST_VALUES = 16  # values read of one topic, the first that were posted
 KEPT = 16  # topics whose keys stay in the store
 LESS = 50  # ranks that were missing before are waited for this much less
-
 FIRST_PAUSE = 0.0005  # seconds between the first two looks at the store
 LONGEST_PAUSE = 0.02  # seconds between two of them; for more than 2000 ranks longer in proportion
 
@@ -122,7 +121,6 @@ class Exchange:
         return list(self._gone)
 
     def _missing(self, topic: str) -> list[int]:
-        """Return the indices of ranks that have posted nothing about `topic`."""
         found = []
         for first in range(0, len(self.ranks), BITS):
             bits = self._store.add(f"{topic}/bits/{first // BITS}", 0)

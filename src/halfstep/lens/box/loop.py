@@ -83,7 +83,7 @@ class Loop:
         self._passes += 1
         if not updates:
             return
-        kept = [gradient for parameter, gradient, version in left if _is_same(parameter, gradient, version)]
+        kept = [g for parameter, g, version in left if parameter.grad is g and g._version == version]
         if not any(bool(local(gradient).any()) for gradient in kept):
             self._kept = 0
             return
@@ -163,7 +163,6 @@ class Loop:
         return _Update(weights, user_line(), scaled and bool(_scales_near(frame))) if weights else None
 
     def _look_for_gradients(self) -> None:
-        """Find out whether the gradients were cleared before the first updates of the run."""
         if self._made and self._cleared >= 0:
             gone = all(parameter.grad is None for parameter, _, _ in self._made)
             self._cleared = self._cleared + 1 if gone else -1
@@ -194,7 +193,6 @@ class Loop:
         self._suspected = False
 
     def _sample(self, seed: Tensor | None) -> None:
-        """Read norms in one of the first updates, and judge them."""
         raw, self._raw = self._raw, None
         if raw is None or seed is None:
             return
@@ -212,9 +210,8 @@ class Loop:
                 because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
                 "gradients are divided by it once",
             )
-        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(
-            frame
-        ):  # torch's unscale_ counts no version of a gradient
+        elif math.isclose(norm, float(raw), rel_tol=EQUAL) and not in_scaler(frame):
+            # by the norms: torch's unscale_ counts no version of a gradient
             shares = (one / scale for one in near)  # of accumulated micro-batches
             if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self._note(
@@ -316,11 +313,9 @@ class Loop:
         return [g for g in found if g.layout is torch.strided and g.numel()]
 
     def _joined(self) -> Tensor:
-        """Return a copy of the gradients that stand for all."""
         return torch.cat([local(gradient).detach().flatten().double() for _, gradient, _ in self._left])
 
     def _state(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Return (parameter, gradient, version) of those that stand for all."""
         if all(p.grad is None for p in self._watched):
             found = [p for p in self._parameters() if p.grad is not None and p.grad.layout is torch.strided]
             self._watched = sorted(found, key=Tensor.numel)[:WATCHED]
@@ -353,11 +348,6 @@ def _of_buffers(names: Sequence[str], step: int) -> str:
         f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: leaving out "
         "its update does not restore them, and eval() reads them"
     )
-
-
-def _is_same(parameter: Tensor, gradient: Tensor, version: int) -> bool:
-    """Return whether the gradient of `parameter` is still `gradient`, and no call has written to it."""
-    return parameter.grad is gradient and gradient._version == version
 
 
 def _differ(now: Tensor, before: Tensor) -> bool:

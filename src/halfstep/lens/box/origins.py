@@ -225,9 +225,8 @@ class Origins:
                 origins |= self.of(tensor, record)
         if record.finite_in:
             constant = not all(map(math.isfinite, constants((*call.args, *call.kwargs.values()))))
-            if (
-                constant and record.site.op not in SCALING and not any(nan for _, _, nan in call.after)
-            ):  # a NaN, such as 0 * -inf, is not meant
+            # a NaN, such as 0 * -inf, is not meant
+            if constant and record.site.op not in SCALING and not any(nan for _, _, nan in call.after):
                 origins = frozenset({Source("deliberate", self.order, call=record)})
             elif record.site.op in UNWRITTEN:
                 origins = frozenset({Source("unwritten", self.order, call=record)})

@@ -63,9 +63,7 @@ SILENT = frozenset(
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
 """Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
-
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
-
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
@@ -100,13 +98,7 @@ class Trace(Sink):
 
     # ------------------------------------------------------------------ setting up
 
-    def expect(self, batch: Any) -> None:
-        """Note the tensors of the batch."""
-        for index, tensor in enumerate(tensors(batch)):
-            self.origins.expect("batch", f"input {index}", tensor)
-
     def _expect_state(self, module: nn.Module, prefix: str) -> None:
-        """Note parameters and buffers of `module`."""
         if id(module) in self._seen_modules:
             return
         self._seen_modules.update(id(m) for m in module.modules())
@@ -244,7 +236,6 @@ class Trace(Sink):
 
 
 def _engine_between(below: FrameType, above: FrameType) -> bool:
-    """Return whether the autograd engine runs between a frame and one that called it."""
     between = takewhile(lambda frame: frame is not above, (frame for frame, _ in walk_stack(below)))
     return any(frame.f_code.co_name == ENGINE for frame in between)
 
@@ -258,7 +249,6 @@ def _opens(func: Callable[..., Any]) -> bool:
 # ------------------------------------------------------------------ the replay
 
 Windows = Callable[..., "Attempt"]  # ``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`
-
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"  # the node of a checkpoint that accumulates into ``.grad``
 
@@ -343,7 +333,8 @@ class Replay:
         trace = Trace(self.model) if traced else None
         with ExitStack() as stack:
             if trace is not None:
-                trace.expect((batch, named))
+                for number, tensor in enumerate(tensors((batch, named))):
+                    trace.origins.expect("batch", f"input {number}", tensor)
                 stack.enter_context(trace.watching())
             loss = self.forward(batch, named)
             if not isinstance(loss, Tensor):
@@ -377,7 +368,6 @@ class _RefuseCollectives(Sink):
     """Refuses collectives (of SyncBatchNorm, of a gathered batch): the other ranks run no replay, or another one."""
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel that does not communicate."""
         if func.namespace in COLLECTIVE:
             raise StepError(
                 f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
@@ -386,13 +376,11 @@ class _RefuseCollectives(Sink):
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy, to which a replay may write."""
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves that `loss` depends on, and whether re-entrant checkpoints lie between."""
     found: dict[Tensor, None] = {}
     reentrant = False
     seen, todo = set[Any](), [loss.grad_fn]

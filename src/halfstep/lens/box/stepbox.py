@@ -66,9 +66,7 @@ STREAK = 10  # a streak of so many bad steps is reported
 LONG_STREAK = 20  # the same under a dynamic scale, which skips 24 steps from 2**24 to 1; most begin at 2**16
 SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
-
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
-
 UPDATE, CALL = "update", "call"
 
 
@@ -194,7 +192,6 @@ class Streak:
             )
 
     def _reason(self) -> str:
-        """Return what is known of the reason of a streak."""
         verdict = self.verdict
         if verdict is not None and verdict.kind == "bad_batch":
             return f"look at the batch: {verdict.headline}"
@@ -210,6 +207,12 @@ class Box:
 
     spelled = "step.explain()"  # how the user gets the verdict
     explainable: str  # which steps that method explains, in words
+    _wrong_window: Callable[[], Window | None]  # the last window if it was not finite
+    _subject: Callable[[Window], Subject]  # a window as a step to diagnose
+    # the topic of a window, at a place, that all ranks see as bad; None of any other, and without other ranks
+    _topic: Callable[[Window, str], Topic | None]
+    # the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks
+    _named_models: Callable[[], tuple[nn.Module, nn.Module, str]]
 
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None  # the last one, or None
@@ -248,28 +251,9 @@ class Box:
         finally:
             self._more = {}
 
-    # ------------------------------------------------------------------ what the two boxes know of a step
-
-    def _wrong_window(self) -> Window | None:
-        """Return the last window if it was not finite."""
-        raise NotImplementedError
-
-    def _subject(self, window: Window) -> Subject:
-        """Return the window as a step to diagnose."""
-        raise NotImplementedError
-
-    def _topic(self, window: Window, place: str) -> Topic | None:
-        """Return the topic of a window that all ranks see as bad; None of any other, and without other ranks."""
-        raise NotImplementedError
-
-    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
-        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
-        raise NotImplementedError
-
     # ------------------------------------------------------------------ one step
 
     def _last(self) -> Verdict:
-        """Return the verdict on the last step that was not finite."""
         window = self._wrong_window()
         if window is None:
             if self.verdict is None:
@@ -531,7 +515,6 @@ class StepBox(Box):
     # ------------------------------------------------------------------ replay
 
     def _wrong_window(self) -> Window | None:
-        """Return the last window that was not applied or whose loss was not finite."""
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
@@ -599,7 +582,6 @@ def _weight(verdict: Verdict) -> int:
 
 
 def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
-    """Return the verdict with its root cause and its cures, which are tried by training on."""
     if attempt is not None and subject.foreign and attempt.trace is not None:
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))

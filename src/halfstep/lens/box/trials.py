@@ -63,16 +63,12 @@ FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueEr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What training under one policy showed.
-
-    Attributes:
-        trains: whether all steps are finite, their losses no larger than losses may be, and near those of fp32.
-    """
+    """What training under one policy showed."""
 
     finite_once: bool | None  # whether the bad step is finite under it; None if it cannot run
     trained: int = 0  # steps that were made and finite
     losses: tuple[float, ...] = ()  # their losses
-    trains: bool = False
+    trains: bool = False  # whether all steps are finite, their losses as losses may be, and near those of fp32
     outcome: str  # all this in words
     scale: float = 1.0  # the loss scale at which the first step was finite
 
@@ -165,7 +161,6 @@ class Trials:
                 yield windows
 
     def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
-        """Replay the step alone; `why`: the reason."""
         attempt, scale = self._finite(windows, self.subject.replay.window, self._scale(policy))
         if attempt.bad or attempt.odd:
             return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
@@ -178,10 +173,7 @@ class Trials:
         assert subject.optimizer is not None
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
-        hooks: list[Any] = [
-            global_optimizer_pre_hooks,
-            global_optimizer_post_hooks,
-        ]  # of the program, which are not for trials
+        hooks: list[Any] = [global_optimizer_pre_hooks, global_optimizer_post_hooks]  # the program's, not for trials
         with Snapshot(contents(hooks)).returning(), _placed(subject.model, self._trained) as weights:
             for hook in hooks:
                 hook.clear()
@@ -215,7 +207,6 @@ class Trials:
     def _update(
         self, optimizer: Optimizer, weights: Sequence[_Weight], gradients: dict[Tensor, Tensor], divisor: float
     ) -> None:
-        """Update trial weights as the step does, and round them into the model's leaves."""
         for weight in weights:
             gradient = gradients.pop(weight.leaf, None)
             weight.precise.grad = None if gradient is None else gradient.to(weight.precise.dtype) / divisor
@@ -248,7 +239,6 @@ class Trials:
             yield [replace(begin, random=self._random[number]), *rest]
 
     def _scale(self, policy: Policy | None) -> float:
-        """Return the loss scale that a trial of `policy` begins with."""
         subject = self.subject
         if subject.scaling == "none" or policy is None or subject.policy is None:
             return subject.scale
@@ -261,7 +251,6 @@ class Trials:
 
     @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model that the optimizer trains, by name."""
         optimizer = self.subject.optimizer
         groups = [] if optimizer is None else unwrap_optimizer(optimizer).param_groups
         stepped = {id(p) for group in groups for p in group["params"]}
@@ -286,7 +275,6 @@ class Trials:
     # ------------------------------------------------------------------ judging
 
     def _judged(self, policy: Policy | None, trial: Trial) -> Trial:
-        """Return the trial with its judgement and its outcome in words."""
         if not trial.finite_once:
             return trial
         losses = trial.losses
@@ -335,11 +323,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
-    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves.
-
-    Raises:
-        StepError: they are no iterable of batches, or none is left.
-    """
+    """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves."""
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise StepError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
@@ -381,7 +365,6 @@ def _following(micro: MicroBatch, first: MicroBatch) -> MicroBatch:
 
 
 def _contents(micro: MicroBatch) -> str:
-    """Return the arguments of a batch in words."""
     words = [*map(_form, micro.batch), *(f"{name}={_form(value)}" for name, value in micro.named.items())]
     return ", ".join(words) or "nothing"
 
@@ -454,7 +437,6 @@ class _NothingLow(Sink):
     """Runs in fp32 what the program makes low by name."""
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with fp32 in the place of low formats and tensors; what it writes to stays as it is."""
         if writes(func):
             return func(*args, **kwargs)
         if func in {Tensor.half, Tensor.bfloat16}:

@@ -31,6 +31,7 @@ from halfstep.lens.tracing import Sink, Tracer, user_frame
 from halfstep.lens.verdict import Verdict
 from halfstep.scale.alarm import in_scaler
 from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.trees import map_tensors, tensors
 
 LONGEST = 4096  # calls noted between a model and a backward pass; of a longer loop nothing is
@@ -63,7 +64,8 @@ class Program:
         """Run the calls again."""
         now: dict[int, Any] = {id(old): new for old, new in zip(self.batch, batch, strict=True)}
         now |= {key: model.get_parameter(name) for name, key in self.parameters.items()}
-        with self.watch.resting():
+        self.watch.replaying = True
+        try:
             for call in self.calls:
                 args, kwargs = map_tensors((call.args, call.kwargs), lambda t: now.get(id(t), t))
                 with ExitStack() as stack:
@@ -71,6 +73,8 @@ class Program:
                         stack.enter_context(region)
                     result = _from_line(call.place)(call.func, args, kwargs)
                 now.update(zip(map(id, call.made), _results(call.func, args, result), strict=False))
+        finally:
+            self.watch.replaying = False
         loss: Tensor = now[id(self.loss)]
         return loss
 
@@ -110,7 +114,7 @@ class Watch(Sink):
         self._kept: MicroBatch | None = None  # of that step
         self._calls: list[Noted] = []
         self._scaled: dict[int, Tensor] = {}  # id of a scaled loss -> the loss
-        self._depth = 0  # replays that run
+        self.replaying = False
         self._tracer = Tracer(self)
         self._exits = ExitStack()
 
@@ -132,24 +136,19 @@ class Watch(Sink):
         for box in self._boxes.values():
             box.read()
 
-    def resting(self) -> AbstractContextManager[Any]:
-        """Return a context in which nothing is noted."""
-        self._depth += 1
-        rest = ExitStack()
-        rest.callback(setattr, self, "_depth", self._depth - 1)
-        return rest
-
     # ------------------------------------------------------------------ what the loop calls
 
     def entering(self, module: nn.Module) -> None:
         """Begin a step where a model with parameters to train is called first."""
-        if torch.compiler.is_compiling() or self._box is not None or self._tracer.running or self._depth:
+        if torch.compiler.is_compiling() or self._box is not None or self._tracer.running or self.replaying:
+            return
+        if current_graph_task_id() != -1:  # a checkpoint recomputes in a backward pass
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-            with self.resting():
-                self._box = self._box_of(unwrap(module))
-                self._kept = self._box.begin((), {})
-            self._box._around = []  # each call has its own
+            box = self._box_of(unwrap(module))
+            self._kept = box.begin((), {})
+            box._around = []  # each call has its own
+            self._box = box
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -157,17 +156,16 @@ class Watch(Sink):
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function, and note it; a backward pass ends the step."""
-        if torch.compiler.is_compiling() or self._box is None or self._tracer.running or self._depth:
+        if torch.compiler.is_compiling() or self._box is None or self._tracer.running or self.replaying:
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in RUNS_BACKWARD:
-            with self.resting():
-                self._end(next(iter(tensors((args, kwargs))), None))
+            self._end(next(iter(tensors((args, kwargs))), None))
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        if self._box is None or self._tracer.running or self._depth or not torch.is_grad_enabled():
+        if self._box is None or self._tracer.running or self.replaying or not torch.is_grad_enabled():
             return
         made = _results(func, args, result)
         if not made or len(self._calls) > LONGEST:
@@ -181,7 +179,6 @@ class Watch(Sink):
     # ------------------------------------------------------------------ the step
 
     def _box_of(self, called: nn.Module) -> BlackBox:
-        """Return the box of the model that was called, or of the one that it is a part of."""
         whole = self._model
         model = whole if whole is not None and any(called is part for part in whole.modules()) else called
         if id(model) not in self._boxes:
@@ -225,7 +222,6 @@ class Watch(Sink):
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:
-    """Return the tensors that a call has made or written to."""
     return tensors(args[0] if getattr(func, "__name__", "") == "__setitem__" else result)
 
 

@@ -144,7 +144,6 @@ class Monitor:
         self._arm()
 
     def _arm(self) -> None:
-        """Put hooks on leaf modules if the next update is one to sample, take them off if not."""
         if not self._sampler.activations or bool(self._hooks) == self.wants_update():
             return
         for handle in self._hooks:
@@ -208,8 +207,8 @@ class Monitor:
         made = []
         for step, places in self._found.values():
             worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
-            also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
-            made.append(replace(worst[0], step=step, also=also))
+            _, *also = dict.fromkeys(f.place for f in worst)
+            made.append(replace(worst[0], step=step, also=tuple(also)))
         return tuple(made)
 
     def _receive(self, *, wait: bool) -> None:
@@ -260,9 +259,6 @@ class Monitor:
             load.parts.append((shelf.numbers, landing))
         self._samples = 0
         self._loads.append(load)
-
-
-# ---------------------------------------------------------------------- what it is given
 
 
 def _validate(target: object, optimizer: object, scaler: object) -> None:

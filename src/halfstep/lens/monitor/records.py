@@ -150,10 +150,8 @@ class MonitorRecord:
             parts = [f"inf or nan {p.nonfinite:.1%}"] if p.nonfinite else []
             parts += [f"underflow {p.underflow[0]:.1%}", f"subnormal {p.subnormal[1]:.1%}"]
             parts += [f"zeros {p.zeros:.1%}", f"headroom {p.headroom:.1f} bits"]
-            if not math.isnan(p.update_ratio):
-                parts.append(f"update/weight {p.update_ratio:.2g}")
-            if not math.isnan(p.swallowed):
-                parts.append(f"swallowed {p.swallowed:.1%}")
+            parts += [] if math.isnan(p.update_ratio) else [f"update/weight {p.update_ratio:.2g}"]
+            parts += [] if math.isnan(p.swallowed) else [f"swallowed {p.swallowed:.1%}"]
             lines.append(f"  {p.name} ({p.dtype}): {', '.join(parts)}")
         return "\n".join(lines)
 
@@ -211,9 +209,7 @@ class SketchWriter:
 
     def close(self) -> None:
         """Write out what is buffered, if the writer can be closed."""
-        close = getattr(self.writer, "close", None)
-        if close is not None:
-            close()
+        getattr(self.writer, "close", lambda: None)()
 
 
 def _opened(folder: str | Path) -> Any:

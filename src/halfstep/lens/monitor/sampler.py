@@ -262,7 +262,6 @@ class Sampler:
 
 
 def _parts(tensor: Tensor) -> Tensor:
-    """Return the real and imaginary parts of a complex tensor, others as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

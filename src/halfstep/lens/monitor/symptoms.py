@@ -13,6 +13,7 @@ from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.rise import GRADIENTS, LOSS, WEIGHTS, Rise
 from halfstep.lens.sketch import ExponentSketch
+from halfstep.step.parts.signals import NOISE
 
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
@@ -39,11 +40,6 @@ FROZEN = 0.5
 
 SLACK = 64
 """Averages over ranks and micro-batches divide numbers of a format by so much at most."""
-
-NOISE = 4
-"""Roundings, as a factor of eps: a gradient so much smaller than another one of its module is what rounding left of
-zero, such as that of a bias before BatchNorm."""
-
 
 SILENT = 0.5
 """Share of the parameters without a gradient from which on the loss, not the model, is the reason."""

@@ -176,16 +176,15 @@ class Signals:
         """Return what is remembered; waits for the device."""
         found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
         rows = [_row(*entry[1:]) for entry in found.values()]
+        losses, gradients, applied = zip(*rows, strict=True) if rows else ((), (), ())
         trained = self._weights[-1][1].count if self._weights else 0
-        weights = [(number, seen.norm) for number, seen in self._weights if trained and seen.count == trained]
-        inputs = [(number, tuple(map(_number, found))) for number, found in self._inputs if found]
         return History(
             steps=tuple(found),
-            losses=tuple([loss for loss, _, _ in rows]),
-            gradients=tuple([gradient for _, gradient, _ in rows]),
-            applied=tuple([applied for _, _, applied in rows]),
-            weights=tuple(weights),
-            inputs=tuple(inputs),
+            losses=losses,
+            gradients=gradients,
+            applied=applied,
+            weights=tuple((number, seen.norm) for number, seen in self._weights if trained and seen.count == trained),
+            inputs=tuple((number, tuple(map(_number, largest))) for number, largest in self._inputs if largest),
         )
 
 
@@ -198,10 +197,7 @@ def _has_norm(tensor: Tensor) -> bool:
 def _largest(tensor: Tensor) -> Tensor | None:
     """Return the largest magnitude of a tensor, 0-dim on its device; None if it is of no kind that has one."""
     part = local(tensor)
-    if not _has_norm(part):
-        return None
-    largest: Tensor = torch.linalg.vector_norm(part, math.inf)
-    return largest
+    return torch.linalg.vector_norm(part, math.inf) if _has_norm(part) else None
 
 
 def _row(
@@ -211,7 +207,6 @@ def _row(
     bad: Tensor | bool | None,
     scale: Tensor | None,
 ) -> tuple[float, float, bool]:
-    """Return loss, gradient norm and whether the update was applied."""
     if versions is None or isinstance(loss, float) or isinstance(gradient, float):
         assert isinstance(loss, float) and isinstance(gradient, float)
         return loss, gradient, not bad
@@ -322,13 +317,10 @@ class Kept:
     def look(self, number: int, update: int, model: nn.Module) -> None:
         """Look before micro-batch `number`, the first of window `update`, and log what has been found."""
         self._tell(number)
-        found = [*model.named_buffers()]
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and not is_lazy(parameter):
-                if self._frozen.setdefault(name, parameter._version) != parameter._version:
-                    found.append((name, parameter))
+        frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_lazy(p)]
+        written = [(n, p) for n, p in frozen if self._frozen.setdefault(n, p._version) != p._version]
         finite, rows = list[Tensor](), list[Tensor]()
-        for name, tensor in found:
+        for name, tensor in (*model.named_buffers(), *written):
             part = _values(tensor)
             if part is None:
                 continue
@@ -363,22 +355,20 @@ class Kept:
         return torch.stack([(largest > 0).sum(), swallows.sum()]) if moves and updates >= APART else None
 
     def _tell(self, number: int) -> None:
-        """Log what has landed."""
         if not self._sent or not self._landing.there():
             return
         flags, *counts = [landed.tolist() for landed in self._landing.landed()]
         rows, finite, swallowing = iter(counts[0] if counts else ()), set[str](), list[str]()
         for (name, judged), is_finite in zip(self._sent, flags, strict=True):
+            place = name.partition(" ")[0]
             if is_finite:
                 finite.add(name)
             elif name in self._finite:
-                LOG.warning(
-                    "buffer %s is not finite any more before step %d: %s", name.partition(" ")[0], number, NOT_FINITE
-                )
+                LOG.warning("buffer %s is not finite any more before step %d: %s", place, number, NOT_FINITE)
             ever, small = next(rows) if judged else (0, 0)
             self._still[name] = self._still[name] + 1 if ever and small >= STILL * ever else 0
             if self._still[name] == AGAIN:
-                swallowing.append(name.partition(" ")[0])
+                swallowing.append(place)
         if swallowing:
             LOG.warning("buffer %s has stopped moving before step %d: %s", _named(swallowing), number, SWALLOWS)
         self._finite, self._sent, self._landing = finite, [], Landing()
@@ -448,7 +438,7 @@ class Learning(Part):
         if self not in self._moments.parts and any(p.dtype in LOW_DTYPES for p in model.parameters()):
             self._moments.add(self)
         suspected = max(self._silent.values(), default=0) >= AGAIN
-        if suspected and step._compiled is None and not any(map(is_compiled, model.modules())):
+        if suspected and step.compile in (None, False) and not any(map(is_compiled, model.modules())):
             for name, module in model.named_modules():
                 kind = type(module).__name__
                 if "Drop" not in kind and not any(True for _ in module.children()):
@@ -491,13 +481,11 @@ class Learning(Part):
         some = steps[::apart].abs().float()
         sizes, places = some.topk(min(FEW, len(some)))
         places *= apart
-        row = [sizes[0]] * 3
+        count = still = torch.zeros_like(sizes[0])
         if before is not None and before.parameter is parameter and ENOUGH * top <= rate <= (1 + ENOUGH) * before.rate:
-            still = before.counts & (flat[before.places] == before.values)
-            row[1:] = [before.counts.sum().float(), still.sum().float()]
-        else:
-            row[1:] = [torch.zeros_like(sizes[0])] * 2
-        self._rows[name] = torch.stack(row)
+            count = before.counts.sum().float()
+            still = (before.counts & (flat[before.places] == before.values)).sum().float()
+        self._rows[name] = torch.stack([sizes[0], count, still])
         self._held[name] = Held(parameter, places, flat[places], (sizes > 0) & sizes.isfinite(), rate)
 
     def _unhook(self) -> None:
@@ -514,17 +502,14 @@ class Learning(Part):
         found = result.find_culprits
         if not isinstance(found, Culprits) or self._sent is not None:
             return
-        names, numbers = [found.names.get(id(p), "?") for p in found.parameters], [found.norms]
+        names, device = [found.names.get(id(p), "?") for p in found.parameters], found.norms.device
         self._sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
-        device = found.norms.device
-        for parts in ([*self._rows.values()], [*self._outputs.values()], [result.loss.reshape(()), result.scale]):
-            if parts:
-                numbers.append(torch.stack([part.to(device, torch.float32, non_blocking=True) for part in parts]))
-        self._landing.take(numbers)
+        taken = [*self._rows.values()], [*self._outputs.values()], [result.loss.reshape(()), result.scale]
+        moved = ([part.to(device, torch.float32, non_blocking=True) for part in parts] for parts in taken if parts)
+        self._landing.take([found.norms, *map(torch.stack, moved)])
         self._tell()
 
     def _tell(self) -> None:
-        """Log what has landed."""
         if self._sent is None or not self._landing.there():
             return
         sent, landed = self._sent, iter([part.tolist() for part in self._landing.landed()])
@@ -541,15 +526,16 @@ class Learning(Part):
             self._log("all gradients have been 0 since update %d at least, %s", FIRST, VANISHED)
 
     def _tell_still(self, sent: Sent, rows: Sequence[Sequence[float]], scale: float) -> None:
-        modules: dict[str, float] = {}
-        for name, (size, _, _) in zip(sent.rows, rows, strict=True):
-            modules[name.rpartition(".")[0]] = max(modules.get(name.rpartition(".")[0], 0.0), size)
-        for name, (size, count, still) in zip(sent.rows, rows, strict=True):
+        modules: dict[str, float] = {}  # the largest gradient of each
+        owners = [name.rpartition(".")[0] for name in sent.rows]
+        for owner, (size, _, _) in zip(owners, rows, strict=True):
+            modules[owner] = max(modules.get(owner, 0.0), size)
+        for name, owner, (size, count, still) in zip(sent.rows, owners, rows, strict=True):
             if size < math.inf:
                 self._largest[name] = max(self._largest.get(name, 0.0), size / scale)
             largest = self._largest.get(name, math.inf)
             eps = torch.finfo(self._held[name].values.dtype).eps
-            loud = size / scale >= ENOUGH * largest and size >= NOISE * eps * modules[name.rpartition(".")[0]]
+            loud = size / scale >= ENOUGH * largest and size >= NOISE * eps * modules[owner]
             if loud and count >= LEAST and still >= STILL * count:
                 self._still.setdefault(name, sent.before)
             else:
@@ -574,7 +560,6 @@ class Learning(Part):
                 return
 
     def _log(self, text: str, *values: object) -> None:
-        """Log a line, once of its kind."""
         if text not in self._told:
             self._told.add(text)
             LOG.warning(text, *values)
@@ -596,5 +581,4 @@ def _values(tensor: Tensor) -> Tensor | None:
 
 
 def _few(tensor: Tensor) -> Tensor:
-    """Return a copy of some elements."""
     return tensor.reshape(-1)[:: max(1, tensor.numel() // FEW)][:FEW].clone()

@@ -30,13 +30,11 @@ def _initialized(script: Script) -> Iterator[Site]:
 
 
 def _level(script: Script, site: Site) -> str:
-    """Return the opt_level of amp.initialize, "O1" if it is not given; "" if it is not known."""
     given = script.constant(argument(site.call, 3, "opt_level"))
     return "O1" if given is None else str(given.value) if isinstance(given, ast.Constant) else ""
 
 
 def _names(script: Script, node: ast.expr | None) -> set[str]:
-    """Return the objects that an argument of amp.initialize is or lists."""
     parts = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node] if node is not None else []
     return {script.key(part) for part in parts}
 
@@ -49,44 +47,40 @@ def _never_scaled(script: Script) -> Iterator[Hit]:
     scaled = {id(n) for block in blocks for n in walked(block)}
     for site in all_sites(script) if made else ():
         owner = script.owner(site.call)
-        if (
-            method(site.call) != "backward"
-            or owner in script.optimizers
-            or not all(_beside(site, each) for each in made)
-        ):
+        if method(site.call) != "backward" or owner in script.optimizers:
             continue
-        often = all(WINDOW.search(ast.unparse(choice.test)) for choice, _ in site.place.branches)
+        if not all(_beside(site, each) for each in made):
+            continue
+        often = all(map(WINDOW.search, site.place.tests))
         if "scale_loss" not in script.text and (often or not any(each.place.branches for each in made)):
             yield Hit(site.call.lineno, f"`{ast.unparse(site.call)}` under amp.initialize, and the file scales no loss")
         elif "scale_loss" in script.text and often and id(site.call) not in scaled:
-            behind = sites(script, site.function)[site.index :]
-            step = next(
-                (s for s in behind if method(s.call) == "step" and script.owner(s.call) in script.optimizers), None
-            )
+            steps = [
+                script.owner(s.call) for s in sites(script, site.function)[site.index :] if method(s.call) == "step"
+            ]
+            steps = [optimizer for optimizer in steps if optimizer in script.optimizers]
             names = {script.key(i.optional_vars) for b in blocks for i in b.items if i.optional_vars is not None}
-            if step is not None and script.owner(step.call) in known and owner not in names:
-                what = f"`{ast.unparse(site.call)}` is not scaled, and amp.initialize has `{script.owner(step.call)}`"
+            if steps and steps[0] in known and owner not in names:
+                what = f"`{ast.unparse(site.call)}` is not scaled, and amp.initialize has `{steps[0]}`"
                 yield Hit(site.call.lineno, what)
 
 
 def _beside(site: Site, made: Site) -> bool:
     """Return whether a call is made where amp.initialize is, as far as it is known: no condition is like its own."""
-    about = [words(ast.unparse(choice.test)) for choice, _ in made.place.branches]
-    return not any(words(ast.unparse(choice.test)) & each for choice, _ in site.place.branches for each in about)
+    return not set[str]().union(*map(words, site.place.tests)) & set[str]().union(*map(words, made.place.tests))
 
 
 @check_of("HS057")
 def _clips_copies(script: Script) -> Iterator[Hit]:
     for made in _initialized(script):
         masters = argument(made.call, None, "master_weights")
-        models = _names(script, argument(made.call, 0, "models")) if _level(script, made) == "O2" else set()
-        for site in all_sites(script) if masters is None else ():
-            call = site.call
-            first = call.args[0] if CLIPPING.fullmatch(script.called(call)) and call.args else None
+        models = _names(script, argument(made.call, 0, "models"))
+        for site in all_sites(script) if masters is None and _level(script, made) == "O2" else ():
+            first = site.call.args[0] if CLIPPING.fullmatch(script.called(site.call)) and site.call.args else None
             if first is None or method(first) != "parameters" or script.owner(first) not in models:
                 continue
             if _beside(site, made):
-                yield Hit(call.lineno, f"under O2 the optimizer steps fp32 copies, not `{ast.unparse(first)}`")
+                yield Hit(site.call.lineno, f"under O2 the optimizer steps fp32 copies, not `{ast.unparse(first)}`")
 
 
 @check_of("HS058")
@@ -129,17 +123,14 @@ def _unknown_optimizer(script: Script) -> Iterator[Hit]:
     made = [each for each in _initialized(script) if not each.place.branches]
     late: set[str] = set()
     for site in all_sites(script) if made else ():
-        if OPTIMIZERS.fullmatch(script.called(site.call)) and isinstance(site.statement, ast.Assign):
-            name = script.key(site.statement.targets[0])
+        if OPTIMIZERS.fullmatch(script.called(site.call)) and (name := script.target(site.statement)):
             if name in scaled and all(each.precedes(site) for each in made):
                 late.add(name)
                 yield Hit(site.call.lineno, f"`{name}` is made behind amp.initialize, which does not know it")
         elif _amp(script, site.call) == "scale_loss" and site.call.args[1:] and not late:
             if all(argument(each.call, 1, "optimizers") is None and not _unpacked(each.call) for each in made):
-                what = (
-                    f"amp.initialize is given no optimizer, and `{ast.unparse(site.call.args[1])}` steps what is scaled"
-                )
-                yield Hit(site.call.lineno, what)
+                name = ast.unparse(site.call.args[1])
+                yield Hit(site.call.lineno, f"amp.initialize is given no optimizer, and `{name}` steps what is scaled")
 
 
 def _unpacked(call: ast.Call) -> bool:

@@ -61,8 +61,9 @@ def inlined(tree: ast.Module) -> ast.Module:
 
 def _unguarded(statement: ast.stmt) -> list[ast.stmt]:
     """Return the statements under ``if __name__ == "__main__"``, which is no condition of a step."""
-    guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-    return statement.body if guard and isinstance(statement, ast.If) else [statement]
+    if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+        return statement.body
+    return [statement]
 
 
 def _is_epoch(node: ast.stmt) -> bool:
@@ -77,12 +78,11 @@ def _plain(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | No
     odd = args.vararg or args.kwarg or node.decorator_list or any(isinstance(n, ODD) for n in inner)
     if odd or len(inner) > MOST_NODES or isinstance(node, ast.AsyncFunctionDef):
         return None
-    body = _tailed(deepcopy(node.body))
-    if args.args and args.args[0].arg == "self":
-        args = ast.arguments(
-            args.posonlyargs, args.args[1:], None, args.kwonlyargs, args.kw_defaults, None, args.defaults
-        )
-    return None if body is None else ast.FunctionDef(node.name, args, body, [])
+    node = deepcopy(node)
+    body = _tailed(node.body)
+    if [each.arg for each in node.args.args[:1]] == ["self"]:
+        del node.args.args[0]
+    return None if body is None else ast.FunctionDef(node.name, node.args, body, [])
 
 
 def _tailed(body: list[ast.stmt]) -> list[ast.stmt] | None:
@@ -131,13 +131,8 @@ class _Inliner:
             if part := getattr(node, field, None):
                 setattr(node, field, self.block(part, inside))
         before: list[ast.stmt] = []
-        call: ast.expr | None = None
-        target: ast.expr | None = None
-        match node:
-            case ast.Expr(value=value):
-                call = value
-            case ast.Assign(targets=[one], value=value):
-                call, target = value, one
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        call = node.value if isinstance(node, ast.Expr) or target is not None else None  # type: ignore[attr-defined]
         for field in () if isinstance(node, ast.While) else ("value", "test", "iter"):
             if (part := getattr(node, field, None)) is not None and part is not call:
                 setattr(node, field, self.expression(part, inside, before))
@@ -145,9 +140,8 @@ class _Inliner:
             item.context_expr = self.expression(item.context_expr, inside, before)
         if call is not None:
             self.parts(call, inside, before)
-            placed = self.placed(call, target, inside)
-            return [*before, *([node] if placed is None else placed)]
-        return [*before, node]
+        placed = self.placed(call, target, inside)
+        return [*before, *([node] if placed is None else placed)]
 
     def expression(self, node: ast.expr, inside: set[str], before: list[ast.stmt]) -> ast.expr:
         """Return an expression with calls replaced by what is returned; `before` gets the other statements."""
@@ -161,7 +155,6 @@ class _Inliner:
         return node
 
     def parts(self, node: ast.AST, inside: set[str], before: list[ast.stmt]) -> None:
-        """Replace the calls in the parts of an expression."""
         for field, value in () if isinstance(node, PERHAPS) else ast.iter_fields(node):
             if isinstance(value, ast.expr):
                 setattr(node, field, self.expression(value, inside, before))
@@ -171,12 +164,11 @@ class _Inliner:
                     if isinstance(keyword, ast.keyword):
                         keyword.value = self.expression(keyword.value, inside, before)
 
-    def placed(self, call: ast.expr, target: ast.expr | None, inside: set[str]) -> list[ast.stmt] | None:
+    def placed(self, call: ast.expr | None, target: ast.expr | None, inside: set[str]) -> list[ast.stmt] | None:
         """Return the statements of a function that is called, its result in `target` or in the last one, or None."""
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        function = (
-            self.functions.get(name) if name not in inside and len(inside) <= 2 * DEPTH and self.left > 0 else None
-        )
+        followed = name not in inside and len(inside) <= 2 * DEPTH and self.left > 0
+        function = self.functions.get(name) if followed else None
         given = _given(function.args, call) if function is not None and isinstance(call, ast.Call) else None
         if function is None or given is None:
             return None
@@ -198,7 +190,6 @@ def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | Non
 
 
 def _placed(function: ast.FunctionDef, given: Mapping[str, ast.expr], target: ast.expr | None) -> list[ast.stmt]:
-    """Return the statements of a function with its arguments, and its result in `target`."""
     body = deepcopy(function.body)
     nodes = [n for s in body for n in ast.walk(s)]
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -224,20 +215,16 @@ def _is_simple(node: ast.expr) -> bool:
 
 
 class _Rename(ast.NodeTransformer):
-    """Puts expressions in the place of names, and what is returned in `target`."""
-
     def __init__(self, new: Mapping[str, ast.expr], target: ast.expr | None) -> None:
         self.new, self.target = new, target
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return what stands for a name."""
         made = deepcopy(self.new.get(node.id, node))
         if isinstance(made, (ast.Name, ast.Attribute)):
             made.ctx = node.ctx
         return ast.copy_location(made, node)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt | None:
-        """Return the statement that keeps what is returned; None if it is kept already."""
         if node.value is None:
             return None
         value = self.visit(node.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.paths import BACKWARDS, Op, Verdicts, ends_window, in_each, judged, on_paths, plain
@@ -12,17 +12,15 @@ from halfstep.advise.lint.static.regions import sites
 from halfstep.advise.lint.static.script import Script, method, walked
 
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
-FINITE = re.compile(r"isfinite|isnan|isinf")
 TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
 OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
 """Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
 
 
 @check_of("HS034")
-def _never_cleared(script: Script) -> Iterator[Hit]:
-    if CLEARS.search(script.text) or OWN_LOOPS.search(script.text):
-        return
-    yield from judged(script, _accumulates)
+def _never_cleared(script: Script) -> Iterable[Hit]:
+    found = CLEARS.search(script.text) or OWN_LOOPS.search(script.text)
+    return () if found else judged(script, _accumulates)
 
 
 def _accumulates(path: Sequence[Op]) -> Verdicts:
@@ -47,21 +45,20 @@ def _cleared_if_finite(script: Script) -> Iterator[Hit]:
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
         clears = {n for n in walked(node) if method(n) == "zero_grad"}
-        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse]:
+        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
             test = script.constant(choice.test)
-            if test is None or not FINITE.search(ast.unparse(test)) or not _finite(test):
-                continue
             inside = {n for statement in choice.body for n in walked(statement)}
             called = set(map(method, inside))
-            if "step" in called and "backward" not in called and clears and clears <= inside:
+            if "step" in called and "backward" not in called and clears <= inside and test and _finite(test):
                 yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
 
 
 def _finite(test: ast.expr) -> bool:
     """Return whether a condition is true where values are finite."""
+    text = ast.unparse(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return "isfinite" not in ast.unparse(test)
-    return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in walked(test))
+        return "isfinite" not in text and bool(re.search("isnan|isinf", text))
+    return "isfinite" in text and not any(isinstance(n, ast.Not) for n in walked(test))
 
 
 @on_paths("HS036")
@@ -102,14 +99,12 @@ def _waits(script: Script) -> Iterator[Hit]:
 
 
 def _losses(script: Script, function: ast.AST) -> set[str]:
-    """Return the names whose backward pass a function runs."""
     found = set()
     for node in walked(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
-            loss = node.func.value
-            if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args:
-                loss = loss.args[0]
-            found.add(script.name(loss))
+        match node:
+            case ast.Call(func=ast.Attribute(attr="backward", value=loss)):
+                scaled = loss.args if isinstance(loss, ast.Call) and method(loss) == "scale" else []
+                found.add(script.name(scaled[0] if scaled else loss))
     return found - {""}
 
 
@@ -117,14 +112,10 @@ def _losses(script: Script, function: ast.AST) -> set[str]:
 def _own_step(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
-        made = {  # step -> its optimizer
-            script.key(s.statement.targets[0]): script.name(s.call.args[1])
-            for s in calls
-            if isinstance(s.statement, ast.Assign) and script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1
-        }
-        for step, optimizer in made.items():
+        made = [s for s in calls if script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1]
+        for step, optimizer in {script.target(s.statement): script.name(s.call.args[1]) for s in made}.items():
             steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
             for site in calls:
                 beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
-                if beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                if step and beside and optimizer and script.called(site.call) == f"{optimizer}.step":
                     yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.numerics import operand, raised, squared
 from halfstep.advise.lint.static.regions import Placed, placed
-from halfstep.advise.lint.static.script import Script, argument, method, stored, walked
+from halfstep.advise.lint.static.script import Script, argument, method, stored, targets, walked
 
 PRODUCTS = re.compile(
     r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
@@ -82,21 +82,17 @@ class _Formats:
             return form
         given = argument(node, None, "dtype")
         if MAKING.fullmatch(called):
-            return self.script.format_of(given) if self.script.format_of(given) in ("fp16", "bf16") else ""
+            return form if (form := self.script.format_of(given)) in ("fp16", "bf16") else ""
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
         keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
-            if any(keyword.arg == "dtype" for keyword in node.keywords):
-                return ""
-            if not of_torch:
-                return self.of(node.func.value, where)
-            return self.of(node.args[0], where) if node.args else ""
+            operands = node.args[:1] if of_torch else [node.func.value]
+            return self.of(operands[0], where) if operands and given is None else ""
         return ""
 
     def note(self, where: Placed) -> None:
-        """Note what a statement assigns."""
         statement = where.node
         if isinstance(statement, ast.Assign):
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
@@ -128,28 +124,27 @@ def _number(script: Script, node: ast.expr | None) -> float | None:
     return None
 
 
-def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]:
-    """Yield every expression of the file in the order of the source, with the formats known before its statement."""
+def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr | ast.stmt]]:
+    """Yield statements and their expressions in the order of the source, with the formats known before them."""
     for function in script.functions if script.uses_torch else ():
         formats = _Formats(script)
         for where in placed(script, function):
-            yield from ((formats, where, node) for node in walked(where.node) if isinstance(node, ast.expr))
+            yield from ((formats, where, node) for node in walked(where.node) if isinstance(node, (ast.expr, ast.stmt)))
             formats.note(where)
 
 
 @check_of("HS044")
 def _large_fill(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        if isinstance(where.node, ast.Assign) and node in where.node.targets and isinstance(node, ast.Subscript):
-            value = _number(script, where.node.value)
-            if value is not None and LARGEST_FP16 < abs(value) < float("inf") and formats.of(node, where) == "fp16":
-                yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
         match node:
+            case ast.Subscript() as filled if isinstance(where.node, ast.Assign) and node in where.node.targets:
+                value = _number(script, where.node.value)
             case ast.Call(func=ast.Attribute(attr=("masked_fill" | "masked_fill_" | "fill_") as name, value=filled)):
                 value = _number(script, argument(node, 0 if name == "fill_" else 1, "value"))
-                large = value is not None and LARGEST_FP16 < abs(value) < float("inf")
-                if large and formats.of(filled, where) == "fp16":
-                    yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
+            case _:
+                continue
+        if value is not None and LARGEST_FP16 < abs(value) < float("inf") and formats.of(filled, where) == "fp16":
+            yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
 
 
 @check_of("HS045")
@@ -182,7 +177,6 @@ def _low_squares(script: Script) -> Iterator[Hit]:
 
 
 def _loss(script: Script, node: ast.AST) -> str:
-    """Return the name of torch's loss that a call computes; "" if it is none."""
     name = script.operator(node) if isinstance(node, ast.Call) and node.args else ""
     return name if LOSSES.fullmatch(name) else ""
 
@@ -211,24 +205,18 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
                         form, line = outputs[first.id]
                         what = f"`{first.id}` leaves the region of line {line} in {form}, and so does the loss of it"
                         yield Hit(call.lineno, what)
-            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    for part in walked(target):
-                        outputs.pop(part.id if isinstance(part, ast.Name) else "", None)
-            if isinstance(node, ast.Assign) and region is not None and region.library == "torch":
-                target = node.targets[0]
-                if isinstance(target, ast.Name) and script.called(node.value) in script.models:
-                    if where.place.low in ("fp16", "bf16"):
-                        outputs[target.id] = (region.dtype, region.node.lineno)
+            for part in [part for target in targets(node) for part in walked(target)]:
+                outputs.pop(part.id if isinstance(part, ast.Name) else "", None)
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name), *_], value=value) if where.place.torch_region is not None:
+                    if script.called(value) in script.models and where.place.low in ("fp16", "bf16"):
+                        outputs[name] = where.place.low, where.place.torch_region.node.lineno
 
 
 @check_of("HS062")
 def _low_sum(script: Script) -> Iterator[Hit]:
-    for function in script.functions if script.uses_torch else ():
-        formats = _Formats(script)
-        for where in placed(script, function):
-            match where.node:
-                case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()) if formats.known.get(name):
-                    if formats.sums.get(name, 99) < len(where.place.loops):
-                        yield Hit(where.node.lineno, f"`{name}` sums up in {formats.known[name]}")
-            formats.note(where)
+    for formats, where, node in _with_formats(script):
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()) if formats.known.get(name):
+                if formats.sums.get(name, 99) < len(where.place.loops):
+                    yield Hit(node.lineno, f"`{name}` sums up in {formats.known[name]}")

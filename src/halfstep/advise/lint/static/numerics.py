@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.regions import Placed, expressions, placed, value_at
-from halfstep.advise.lint.static.script import Function, Script, method, walked
+from halfstep.advise.lint.static.script import Function, Script, method, targets, walked
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
 FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
@@ -16,7 +16,6 @@ FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
 
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
-    """Yield the expressions that can have gradients."""
     return (found for found in expressions(script) if not found[1].place.no_grad)
 
 
@@ -95,13 +94,11 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
 @check_of("HS050")
 def _hidden(script: Script) -> Iterator[Hit]:
     for function, where, node in _differentiated(script):
-        if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
+        args = node.args if isinstance(node, ast.Call) and script.called(node) == "torch.where" else []
+        if len(args) != 3 or not _in_a_loss(script, function, where):
             continue
-        if not _in_a_loss(script, function, where):
-            continue
-        test, *branches = node.args
-        tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
-        for inner in [n for branch in branches for n in walked(branch)]:
+        tested = {ast.unparse(n) for n in walked(args[0]) if isinstance(n, (ast.Name, ast.Attribute))}
+        for inner in [n for branch in args[1:] for n in walked(branch)]:
             value = operand(script, inner, "log", "sqrt", "rsqrt")
             text = ast.unparse(value) if value is not None else ""
             if text in tested and not FIXED.search(text):
@@ -122,17 +119,18 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
         if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
             found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
         else:
-            found = summed is not None and _is_square(script, value_at(script, function, where, summed))
+            power = value_at(script, function, where, summed) if summed is not None else None
+            found = (raised(script, power) or squared(script, power)) is not None
         if found:
             yield Hit(node.lineno, f"the root of `{ast.unparse(inner)}`, whose gradient at 0 is not finite")
 
 
 def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
     """Return whether a statement's value reaches a backward pass, or the result of a forward or of a loss function."""
-    if isinstance(where.statement, ast.Return):
-        return function.name == "forward" or "loss" in function.name.lower()
-    names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
     reached = function.name == "forward" or "loss" in function.name.lower()
+    if isinstance(where.statement, ast.Return):
+        return reached
+    names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
     every = placed(script, function)
     for each in every[every.index(where) + 1 :]:
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
@@ -142,8 +140,7 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
                 case ast.Call(func=ast.Attribute(attr="backward", value=loss)) if names & _differentiable(loss):
                     return True
         if isinstance(each.node, (ast.Assign, ast.AugAssign)) and names & _differentiable(each.node.value):
-            targets = each.node.targets if isinstance(each.node, ast.Assign) else [each.node.target]
-            names |= {t.id for t in targets if isinstance(t, ast.Name)}
+            names |= {t.id for t in targets(each.node) if isinstance(t, ast.Name)}
     return False
 
 
@@ -171,7 +168,3 @@ def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
         case ast.BinOp(op=ast.Pow(), left=base, right=exponent) if ast.unparse(exponent) in ("2", "2.0"):
             return base
     return None
-
-
-def _is_square(script: Script, node: ast.expr) -> bool:
-    return (raised(script, node) or squared(script, node)) is not None

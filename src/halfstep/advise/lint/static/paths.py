@@ -15,14 +15,16 @@ from functools import lru_cache, partial
 
 from halfstep.advise.lint.rule import CHECKS, Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
-from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, method, stored, walked
+from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, method, stored, targets, walked
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
 READS = frozenset({"item", "tolist", "detach", "cpu", "numpy"})
-OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"}
+OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"} | {
+    n: n for n in ("scale", "unscale", "update", "get_scale")
+}
 SIZES = frozenset("norm vector_norm get_total_norm abs max mean std square pow histc".split())
 """Methods and functions that take the size of gradients."""
 
@@ -57,7 +59,7 @@ WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 
 def ends_window(op: Op) -> bool:
     """Return whether an operation stands under a condition that is true in some micro-batches."""
-    return any(WINDOW.search(ast.unparse(choice.test)) for choice, _ in op.place.branches)
+    return any(map(WINDOW.search, op.place.tests))
 
 
 def in_each(op: Op, backward: Op) -> bool:
@@ -173,38 +175,33 @@ class _Walk:
         return _has_grad(node)
 
     def expression(self, node: ast.AST, state: State, place: Place) -> None:
-        """Note the operations in a statement without blocks, or in an expression."""
         perhaps = {id(c) for n in walked(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
         for call in calls_in(node):
             for op in self._operations(call, state, place):
                 sure = id(call) not in perhaps or op.kind == "escape"
                 state.ops += (op if sure else replace(op, kind="escape"),)
         match node:
-            case ast.Assign(targets=targets, value=ast.Constant(value=None)) if any(map(_has_grad, targets)):
-                state.ops += (Op("zero", node, place),)
-            case ast.Assign(targets=targets) if any(map(_has_grad, targets)):
-                state.ops += (Op("grads", node, place),)
+            case ast.Assign(value=value) if any(map(_has_grad, targets(node))):
+                none = isinstance(value, ast.Constant) and value.value is None
+                state.ops += (Op("zero" if none else "grads", node, place),)
             case ast.AugAssign(target=target) if _has_grad(target):
                 state.ops += (Op("grads", node, place),)
-            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(
-                _takes_size(n) for n in walked(node)
-            ):
+            case ast.Assign() | ast.Expr() | ast.AugAssign() | ast.Return() if any(map(_takes_size, walked(node))):
                 state.ops += (Op("grads_read", node, place),)
 
     def _operations(self, call: ast.Call, state: State, place: Place) -> Iterator[Op]:
-        """Yield what a call is."""
         script, called, name, owner = self.script, self.script.called(call), method(call), self.script.owner(call)
         key = self._versioned(owner, state)
+        first = call.args[0] if call.args else None
         if CLIPPING.fullmatch(called):
-            of = script.optimizer_of.get(script.owner(call.args[0]), "") if call.args else ""
-            yield Op("clip", call, place, target=ast.unparse(call.args[0]) if call.args else "", of=of)
+            of = script.optimizer_of.get(script.owner(first), "")
+            yield Op("clip", call, place, target=ast.unparse(first) if first is not None else "", of=of)
         elif called == "torch.autograd.backward":
-            yield self._backward(call, call.args[0] if call.args else call, state, place)
+            yield self._backward(call, first or call, state, place)
         elif name and owner in script.scalers:
-            kind = OF_SCALERS.get(name, name)
-            if kind in ("scale", "unscale", "scaler_step", "update", "get_scale"):
-                first = self._versioned(script.key(call.args[0]), state) if call.args else ""
-                yield Op(kind, call, place, key, first)
+            if name in OF_SCALERS:
+                target = self._versioned(script.key(first), state) if first is not None else ""
+                yield Op(OF_SCALERS[name], call, place, key, target)
         elif name == "backward" and (call.args or MANAGERS.search(owner)):
             yield Op("managed_backward", call, place)
         elif isinstance(call.func, ast.Attribute) and name == "backward":
@@ -227,7 +224,6 @@ class _Walk:
         return Op("scaled_backward" if scaler else "plain_backward", call, place, scaler, ast.unparse(loss))
 
     def _scaled_by(self, node: ast.expr, state: State) -> str:
-        """Return the scaler by which a loss is scaled; "" if it is not."""
         for part in walked(node):
             if method(part) == "scale" and (owner := self.script.owner(part)) in self.script.scalers:
                 return self._versioned(owner, state)
@@ -243,9 +239,9 @@ class _Walk:
         model = name.rpartition(".")[0] in self.script.models  # model.train() is no function of the file
         local = self.script.mentions.get(name.rpartition(".")[2], set()) if not model else set[str]()
         root = name.partition(".")[0]
+        of_root = name.count(".") == 1 and not local and name not in self.script.models  # self.net(x) is none
         for key in self.keys:
-            inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local
-            inside = inside and name not in self.script.models  # self.net(x) is no method of self
+            inside = of_root and key.startswith(f"{root}.")
             if key in given or key in local or inside or (root == "super" and key.startswith("self.")):
                 versioned = self._versioned(key, state)
                 scaler = versioned if key in self.script.scalers else ""
@@ -259,20 +255,15 @@ class _Walk:
         return f"{key}#{'.'.join(versions)}" if versions and key else key
 
     def assign(self, node: ast.stmt, state: State) -> None:
-        """Note what a statement assigns."""
-        match node:
-            case ast.Assign(targets=targets, value=value):
-                pass
-            case ast.AnnAssign(target=name, value=ast.expr() as value):
-                targets = [name]
-            case ast.AugAssign(target=name):
-                self.forget({self.script.key(name)}, state)
-                return
-            case _:
-                return
+        if isinstance(node, ast.AugAssign):
+            self.forget({self.script.key(node.target).rpartition(".")[2]}, state)
+            return
+        value = getattr(node, "value", None)
+        if not targets(node) or value is None:
+            return
         scaler = self._scaled_by(value, state) if _is_arithmetic(value) else ""
-        new = isinstance(value, ast.Call) and SCALERS.fullmatch(self.script.called(value))
-        for target in targets:
+        new = SCALERS.fullmatch(self.script.called(value))
+        for target in targets(node):
             self.rebind(target, state)
             if scaler:
                 state.scaled[self.script.key(target)] = scaler
@@ -287,13 +278,14 @@ class _Walk:
             state.versions[name] = state.versions.get(name, 0) + 1
         for key in keys:
             state.scaled.pop(key, None)
-        self.forget(keys, state)
+        self.forget({key.rpartition(".")[2] for key in keys}, state)
 
     @staticmethod
-    def forget(keys: set[str], state: State) -> None:
-        """Forget what was known of conditions with these names."""
-        for text in [text for text in state.known if words(text) & {key.rpartition(".")[2] for key in keys}]:
-            del state.known[text]
+    def forget(names: set[str], state: State, varying: bool = False) -> None:
+        """Forget what was known of conditions with these names, and of those that are `VARYING`."""
+        for text in list(state.known):
+            if words(text) & names or (varying and VARYING.search(text)):
+                del state.known[text]
 
     # ------------------------------------------------------------------ statements
 
@@ -303,8 +295,7 @@ class _Walk:
             if not running:
                 break
             states = [state for state in states if state.ended] + self.statement(statement, running, place)
-            unique = {state.identity(): state for state in states}
-            states = list(unique.values())
+            states = list({state.identity(): state for state in states}.values())
             if len(states) > LIMIT:
                 raise _TooManyError
         return states
@@ -334,10 +325,9 @@ class _Walk:
             return self.block(node.body, states, place)
         if isinstance(node, ast.Match):
             return [s for case in node.cases for s in self.block(case.body, [s.fork() for s in states], place)] + states
-        if inside := blocks(node):  # try: its handlers are not taken
-            handlers = [handler.body for handler in getattr(node, "handlers", ())]
-            for part in [part for part in inside if part not in handlers]:
-                states = self.block(part, states, place)
+        if blocks(node):  # try: its handlers are not taken
+            for field in ("body", "orelse", "finalbody"):
+                states = self.block(getattr(node, field, []), states, place)
             return states
         for state in states:
             self.expression(node, state, place)
@@ -345,7 +335,6 @@ class _Walk:
         return states
 
     def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:
-        """Take both branches of an if, as far as what is known of its condition allows it."""
         if not any(self.relevant(statement) for statement in (*node.body, *node.orelse)):
             return states
         found = []
@@ -368,21 +357,15 @@ class _Walk:
             for state in states:
                 if not state.ended:
                     state.ops += (Op("iteration", node, inner),)
-                    self.vary(state, changed)
+                    self.forget(changed, state, varying=True)
                     if not isinstance(node, ast.While):
                         self.rebind(node.target, state)
             states = self.block(node.body, states, inner)
             for state in states:
                 state.ended = state.ended if state.ended == "function" else ""
-                self.vary(state, changed)
+                self.forget(changed, state, varying=True)
             states = list({state.identity(): state for state in states}.values())
         return states
-
-    @staticmethod
-    def vary(state: State, changed: set[str]) -> None:
-        """Forget the conditions that may have another truth in the next iteration."""
-        for text in [text for text in state.known if VARYING.search(text) or words(text) & changed]:
-            del state.known[text]
 
 
 def _has_grad(node: ast.AST) -> bool:
@@ -402,14 +385,11 @@ def _takes_size(node: ast.AST) -> bool:
 
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield an argument, or the elements of one that is a list or a dict."""
     match node:
         case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(values=parts):
             yield from parts
-        case ast.Starred(value=part):
-            yield part
         case _:
-            yield node
+            yield node.value if isinstance(node, ast.Starred) else node
 
 
 def _is_arithmetic(node: ast.expr) -> bool:
@@ -433,12 +413,8 @@ def assume(test: ast.expr, truth: bool, known: dict[str, bool]) -> bool:
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
         if ast.unparse(test.comparators[0]) == "None":
             text, truth = f"{ast.unparse(test.left)} is None", truth is isinstance(test.ops[0], ast.Is)
-            if truth and not _note(ast.unparse(test.left), False, known):
+            if truth and known.setdefault(ast.unparse(test.left), False):
                 return False
-    elif truth and not _note(f"{text} is None", False, known):
+    elif truth and known.setdefault(f"{text} is None", False):
         return False
-    return _note(text, truth, known)
-
-
-def _note(text: str, truth: bool, known: dict[str, bool]) -> bool:
     return known.setdefault(text, truth) is truth

@@ -13,6 +13,7 @@ from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torc
 from halfstep.advise.lint.static.script import Script, argument, method, walked
 
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
+CROSS_ENTROPIES = frozenset({"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"})
 
 NO_DEVICE_TYPES = frozenset({"gpu", "nvidia", "tpu", "rocm"})
 """Words that no torch takes for a device type; a build may have types of its own, such as npu."""
@@ -67,9 +68,8 @@ def _no_grad(script: Script) -> Iterator[Hit]:
 @check_of("HS023")
 def _cross_entropy(script: Script) -> Iterator[Hit]:
     for region, site in in_torch_regions(script):
-        if region.device != "cpu" and region.sure:
-            if script.operator(site.call) in ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"):
-                yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
+        if region.device != "cpu" and region.sure and script.operator(site.call) in CROSS_ENTROPIES:
+            yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
 @check_of("HS024")
@@ -85,10 +85,9 @@ def _in_place(script: Script) -> Iterator[Hit]:
 @check_of("HS025")
 def _replicas(script: Script) -> Iterator[Hit]:
     for region, site in in_torch_regions(script):
-        if region.dtype == "bf16" and region.device == "cuda":
-            name = script.called(site.call)
-            if script.makers(name) == {"torch.nn.DataParallel"}:
-                yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
+        name = script.called(site.call)
+        if region.dtype == "bf16" and region.device == "cuda" and script.makers(name) == {"torch.nn.DataParallel"}:
+            yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
 
 
 @check_of("HS027")
@@ -98,7 +97,7 @@ def _function(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree):
         if isinstance(node, ast.ClassDef) and any(script.name(b) == "torch.autograd.Function" for b in node.bases):
             methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-            decorators = [*node.decorator_list, *(d for method in methods.values() for d in method.decorator_list)]
+            decorators = [*node.decorator_list, *(d for m in methods.values() for d in m.decorator_list)]
             names = [script.called(decorator) or script.name(decorator) for decorator in decorators]
             cast = any(name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator")) for name in names)
             if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
@@ -106,15 +105,11 @@ def _function(script: Script) -> Iterator[Hit]:
 
 
 def _multiplies(script: Script, backward: ast.FunctionDef) -> bool:
-    """Return whether a backward pass multiplies its gradient with a saved tensor without a cast."""
     if re.search(r"\.to\(|\.type_as\(|\.float\(|\.half\(|autocast", ast.unparse(backward)):
         return False
-    return any(
-        (isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult))
-        or PRODUCTS.fullmatch(script.called(n))
-        or method(n) in ("mm", "matmul", "bmm")
-        for n in walked(backward)
-    )
+    nodes = walked(backward)
+    by_call = any(PRODUCTS.fullmatch(script.called(n)) or method(n) in ("mm", "matmul", "bmm") for n in nodes)
+    return by_call or any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in nodes)
 
 
 @check_of("HS021")
@@ -152,22 +147,17 @@ def _on_cuda(script: Script, name: str) -> bool:
 def _off(script: Script) -> Iterator[Hit]:
     for node in script.calls if script.uses_torch else ():
         region = region_of(script, node)
-        if region is not None and region.library == "torch" and region.enabled:
-            if region.dtype in ("fp32", "fp64") and region.device in ("cpu", "cuda"):
-                what = f"autocast to {region.dtype} is none: the block runs in the formats of its tensors"
-                yield Hit(node.lineno, what)
+        if region is None or region.library != "torch" or not region.enabled or region.device not in ("cpu", "cuda"):
+            continue
+        if region.dtype in ("fp32", "fp64"):
+            yield Hit(node.lineno, f"autocast to {region.dtype} is none: the block runs in the formats of its tensors")
 
 
 @check_of("HS026")
 def _deprecated(script: Script) -> Iterator[Hit]:
-    fallback = {
-        id(n)
-        for block in walked(script.tree)
-        if isinstance(block, ast.Try)
-        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in walked(s))
-        for handler in block.handlers
-        for n in walked(handler)
-    }
+    tries = [node for node in walked(script.tree) if isinstance(node, ast.Try)]
+    tries = [t for t in tries if any("torch.amp" in script.called(n) for s in t.body for n in walked(s))]
+    fallback = {id(n) for block in tries for handler in block.handlers for n in walked(handler)}
     found: dict[str, list[int]] = {}
     for node in script.calls:
         if DEPRECATED.fullmatch(name := script.called(node)) and id(node) not in fallback:

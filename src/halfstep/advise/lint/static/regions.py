@@ -12,7 +12,7 @@ from halfstep.advise.lint.static.script import Function, Script, argument, calls
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
 """Autocast's constructors that are for one device."""
 
-ANY_DEVICE = frozenset({"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"})
+ANY_DEVICE = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "halfstep.autocast"}
 """Autocast's constructors whose first argument is the device type."""
 
 NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
@@ -47,6 +47,11 @@ class Place:
     loops: tuple[ast.stmt, ...] = ()
     branches: tuple[tuple[ast.If, bool], ...] = ()  # each if with the truth of its condition there
     no_grad: bool = False
+
+    @property
+    def tests(self) -> list[str]:
+        """The conditions of the branches."""
+        return [ast.unparse(choice.test) for choice, _ in self.branches]
 
     @property
     def region(self) -> Region | None:
@@ -90,34 +95,26 @@ def region_of(script: Script, node: ast.expr | None) -> Region | None:
     if not isinstance(node, ast.Call):
         return None
     name = script.called(node)
-    if name in DEVICES:
-        device = DEVICES[name]
-    elif name in ANY_DEVICE or name == "halfstep.autocast":
-        first = script.constant(argument(node, 0, "device_type"))
-        device = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
-    else:
+    if name not in DEVICES and name not in ANY_DEVICE:
         return None
+    first = script.constant(argument(node, 0, "device_type"))
+    device = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+    device = DEVICES.get(name, device)
     dtype, enabled = argument(node, 1, "dtype"), argument(node, 0 if name in DEVICES else 2, "enabled")
     policy = argument(node, None, "policy")
     known = enabled.value if isinstance(enabled, ast.Constant) and isinstance(enabled.value, bool) else None
-    return Region(
-        node, "halfstep" if name.startswith("halfstep") else "torch", device,
-        script.format_of(dtype) if dtype is not None else "" if policy is not None else DEFAULTS.get(device, ""),
-        True if enabled is None else known,
-    )  # fmt: skip
+    library = "halfstep" if name.startswith("halfstep") else "torch"
+    form = script.format_of(dtype) if dtype is not None else "" if policy is not None else DEFAULTS.get(device, "")
+    return Region(node, library, device, form, True if enabled is None else known)
 
 
 def entered(script: Script, place: Place, node: ast.expr) -> Place:
     """Return the place inside of a with block, or of a decorated function, that enters `node`."""
-    region = region_of(script, node)
-    if region is not None:
+    if (region := region_of(script, node)) is not None:
         return replace(place, regions=(*place.regions, replace(region, loops=len(place.loops))))
     name = script.called(node) or script.name(node)
-    if name in NO_GRAD:
-        return replace(place, no_grad=True)
-    if name == "torch.enable_grad":
-        return replace(place, no_grad=False)
-    return place
+    no_grad = name in NO_GRAD or (place.no_grad and name != "torch.enable_grad")
+    return replace(place, no_grad=no_grad)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +129,7 @@ class Placed:
 def place_of(script: Script, function: Function) -> Place:
     """Return the place of a function's statements, which its decorators enter."""
     place = Place()
-    for decorator in [] if isinstance(function.node, ast.Module) else function.node.decorator_list:
+    for decorator in getattr(function.node, "decorator_list", ()):
         place = entered(script, place, decorator)
     return place
 
@@ -185,7 +182,7 @@ def all_sites(script: Script) -> Iterator[Site]:
 
 def in_torch_regions(script: Script) -> Iterator[tuple[Region, Site]]:
     """Yield the calls of a file in a region of torch that is on, with the region."""
-    return ((site.place.torch_region, site) for site in all_sites(script) if site.place.torch_region is not None)
+    return ((region, site) for site in all_sites(script) if (region := site.place.torch_region) is not None)
 
 
 def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Placed]:
@@ -216,6 +213,5 @@ def blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     """Return the blocks of a compound statement, in the order of the source."""
     found = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
     found[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
-    if isinstance(statement, ast.Match):
-        found = [case.body for case in statement.cases]
+    found += [case.body for case in getattr(statement, "cases", ())]
     return [block for block in found if block]

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.paths import (
@@ -65,12 +66,9 @@ def _update_twice(path: Sequence[Op]) -> Verdicts:
         elif op.kind == "update" and isinstance(op.call, ast.Call) and not (op.call.args or op.call.keywords):
             name, before = plain(op.scaler), state.get(op.scaler, "")
             later = any(o.kind == "scaler_step" and o.scaler == op.scaler for o in path[number:])
-            if before == "updated":
-                yield op, f"`{name}.update()` runs twice with no `{name}.step` between"
-            elif not before and later:
-                yield op, f"`{name}.update()` runs before the first `{name}.step`"
-            else:
-                yield op, ""
+            first = f"`{name}.update()` runs before the first `{name}.step`" if not before and later else ""
+            twice = f"`{name}.update()` runs twice with no `{name}.step` between"
+            yield op, twice if before == "updated" else first
             state[op.scaler] = "updated"
 
 
@@ -98,7 +96,7 @@ def _unscale_twice(path: Sequence[Op]) -> Verdicts:
         elif op.kind == "scaler_step":
             done[key] = "step"
         elif op.kind in ("update", "escape", "new_scaler"):
-            done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target not in k[1:]}
+            done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target != k[1]}
 
 
 @on_paths("HS004", library="torch")
@@ -111,7 +109,7 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
             yield op, what if (op.scaler, op.target) in done else ""
             done.add((op.scaler, op.target))
         elif op.kind in ("update", "escape", "new_scaler"):
-            done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
+            done = {(scaler, target) for scaler, target in done if scaler != op.scaler and target != op.target}
 
 
 @on_paths("HS005")
@@ -158,10 +156,8 @@ def _forgotten_scale(script: Script) -> Iterator[Hit]:
 def _never_scaled(path: Sequence[Op]) -> Verdicts:
     backward: Op | None = None
     for op in path:
-        if op.kind == "plain_backward":
-            backward = op
-        elif op.kind in UNKNOWN:
-            backward = None
+        if op.kind == "plain_backward" or op.kind in UNKNOWN:
+            backward = op if op.kind == "plain_backward" else None
         elif op.kind == "scaler_step" and backward:
             what = f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss"
             yield backward, what
@@ -226,12 +222,10 @@ FEW_STEPS = 20
 @check_of("HS011")
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
-        steps = [s for s in sites(script, function) if _is_call(script, s.call, script.scalers, "step") and s.call.args]
+        steps = [s for s in sites(script, function) if is_call(script, s.call, script.scalers, "step") and s.call.args]
         for site in sites(script, function):
-            if not SCALERS.fullmatch(script.called(site.call)) or not isinstance(site.statement, ast.Assign):
-                continue
-            key = script.key(site.statement.targets[0])
-            for step in steps:
+            key = script.target(site.statement) if SCALERS.fullmatch(script.called(site.call)) else ""
+            for step in steps if key else ():
                 shared = [loop for loop in site.place.loops if loop in step.place.loops]
                 same = script.called(step.call) == f"{key}.step" and not site.place.branches
                 if shared and same and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
@@ -251,21 +245,18 @@ def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
 def _saved_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "state_dict", r"save|checkpoint|ckpt"):
         return
-    seen = set()
-    for node in script.calls:
-        if script.called(node) == "torch.save" and node.args:
-            if (text := ast.unparse(node.args[0])) in seen:
-                continue
-            seen.add(text)
-            if holds_optimizer(script, node.args[0]):
-                name = next(iter(script.scalers))
-                yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
+    saves = [call for call in script.calls if script.called(call) == "torch.save" and call.args]
+    first = {ast.unparse(call.args[0]): call for call in reversed(saves)}
+    for call in first.values():
+        if holds_optimizer(script, call.args[0]):
+            name = next(iter(script.scalers))
+            yield Hit(call.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
 
 def holds_optimizer(script: Script, saved: ast.expr) -> bool:
     """Return whether what is saved has an optimizer's state."""
     nodes = [n for part in script.results(saved) for n in walked(part)]
-    return any(_is_call(script, n, script.optimizers, "state_dict") for n in nodes)
+    return any(is_call(script, n, script.optimizers, "state_dict") for n in nodes)
 
 
 @check_of("HS013")
@@ -273,8 +264,8 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
     if not _lost(script, "load_state_dict", r"load|resume"):
         return
     for call in script.calls:
-        own = any(_is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
-        if _is_call(script, call, script.optimizers, "load_state_dict") and not own:
+        own = any(is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
+        if is_call(script, call, script.optimizers, "load_state_dict") and not own:
             name = next(iter(script.scalers))
             yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
 
@@ -282,15 +273,14 @@ def _loaded_without(script: Script) -> Iterator[Hit]:
 def _lost(script: Script, called: str, pattern: str) -> bool:
     """Return whether torch's scaler steps, nothing calls that method of it, and no function of such a name has it."""
     made = {method(call) for call in script.calls if script.owner(call) in script.scalers}
-    handed_on = any(
-        re.search(pattern, script.called(call), re.IGNORECASE)
-        and any(script.name(a) in script.scalers for a in (*call.args, *(k.value for k in call.keywords)))
-        for call in script.calls
-    )
+    those = [call for call in script.calls if re.search(pattern, script.called(call), re.IGNORECASE)]
+    given = {script.name(a) for call in those for a in (*call.args, *(k.value for k in call.keywords))}
+    handed_on = not given.isdisjoint(script.scalers)
     return "torch" in script.scalers.values() and "step" in made and called not in made and not handed_on
 
 
-def _is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
+def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
+    """Return whether `node` calls a method of one of `owners`."""
     return method(node) == name and script.owner(node) in owners
 
 
@@ -301,12 +291,11 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
         backward = any(method(s.call) == "backward" and not s.call.args for s in calls)
-        if not backward or not any(_is_call(script, s.call, script.optimizers, "step") for s in calls):
+        if not backward or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
             continue
-        for region in dict.fromkeys(s.place.region for s in calls if not s.place.no_grad):
-            if region is not None and region.library == "torch" and region.dtype == "fp16":
-                if region.enabled is not False:
-                    yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
+        for region in dict.fromkeys(s.place.torch_region for s in calls if not s.place.no_grad):
+            if region is not None and region.dtype == "fp16":
+                yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
 
 @check_of("HS015")
@@ -315,24 +304,23 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
         return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
     for call in script.calls if formats == {"bf16"} else ():
-        if SCALERS.fullmatch(script.called(call)) and "torch" in script.called(call):
-            enabled = argument(call, None, "enabled")
-            if not call.args[1:] and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)):
-                yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
+        enabled = argument(call, None, "enabled")
+        on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)
+        if on and not call.args[1:] and SCALERS.fullmatch(name := script.called(call)) and "torch" in name:
+            yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
 
 
 @check_of("HS016")
 def _penalty(script: Script) -> Iterator[Hit]:
-    for function in script.functions:
+    for function in script.functions if "inv_scale" not in script.text else ():
         calls = [site.call for site in sites(script, function)]
-        if any(method(c) in ("get_scale", "unscale", "_scale_grads_") for c in calls) or "inv_scale" in script.text:
+        if any(method(c) in ("get_scale", "unscale", "_scale_grads_") for c in calls):
             continue
-        for call in calls:
-            if script.called(call) == "torch.autograd.grad":
-                outputs = script.constant(argument(call, 0, "outputs"))
-                for node in walked(outputs) if outputs is not None else ():
-                    if _is_call(script, node, script.scalers, "scale"):
-                        yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
+        for call in [call for call in calls if script.called(call) == "torch.autograd.grad"]:
+            outputs = script.constant(argument(call, 0, "outputs"))
+            for node in walked(outputs) if outputs is not None else ():
+                if is_call(script, node, script.scalers, "scale"):
+                    yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
 @check_of("HS049")
@@ -365,12 +353,9 @@ def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
             tried = [s for s in calls if script.owner(s.call) == owner and method(s.call) in ("step", "unscale_")]
             inner = [[c for c, _ in s.place.branches if (c, True) not in outer] for s in tried]
             if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner):
-                if all(s.place.loops == site.place.loops for s in tried) and not WINDOW.search(_tests(outer)):
+                together = all(s.place.loops == site.place.loops for s in tried)
+                if together and not any(map(WINDOW.search, site.place.tests)):
                     yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
-
-
-def _tests(branches: Collection[tuple[ast.If, bool]]) -> str:
-    return " ".join(ast.unparse(choice.test) for choice, _ in branches)
 
 
 @on_paths("HS052", library="torch")
@@ -391,21 +376,11 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
 def _raises_instead(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         calls = [site.call for site in sites(script, function)]
-        if any(_is_call(script, call, script.scalers, "step") for call in calls):
+        if any(is_call(script, call, script.scalers, "step") for call in calls):
             for call in calls:
                 match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
                     case ast.Constant(value=True):
                         yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
-
-
-@on_paths("HS054")
-def _scaled_changed(path: Sequence[Op]) -> Verdicts:
-    return _while_scaled(path, "grads", "gradients are changed while they are multiplied by the scale of `{}`")
-
-
-@on_paths("HS055")
-def _scaled_read(path: Sequence[Op]) -> Verdicts:
-    return _while_scaled(path, "grads_read", "these are gradients times the scale of `{}`")
 
 
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
@@ -422,6 +397,11 @@ def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
         elif op.kind == "scaler_step":
             yield from ((each, what.format(plain(op.scaler)) if bad else "") for each, bad in waiting)
             scaler, waiting = "", []
+
+
+CHANGED = "gradients are changed while they are multiplied by the scale of `{}`"
+on_paths("HS054")(partial(_while_scaled, kind="grads", what=CHANGED))
+on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
 
 
 def _is_shift(node: ast.AST) -> bool:

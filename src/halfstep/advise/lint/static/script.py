@@ -50,6 +50,13 @@ def stored(*nodes: ast.AST) -> set[str]:
     return {n.id for node in nodes for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+def targets(node: ast.AST) -> list[ast.expr]:
+    """Return what a statement or ``:=`` assigns to; nothing for other nodes."""
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in `node` in the order in which they are made, without those in functions it defines."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -138,13 +145,12 @@ class Script:
         """Name in the file -> the module or object it was imported as; the first import of a name counts."""
         found: dict[str, str] = {}
         for node in walked(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
+            for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                if isinstance(node, ast.ImportFrom):
+                    found.setdefault(alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}")
+                else:
                     root = alias.name.partition(".")[0]
                     found.setdefault(alias.asname or root, alias.name if alias.asname else root)
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    found.setdefault(alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}")
         return found
 
     @cached_property
@@ -153,7 +159,7 @@ class Script:
         roots = {target.lstrip(".").partition(".")[0] for target in self.imports.values()}
         return bool(roots & {"torch", "halfstep"}) and not roots & {"paddle", "megengine", "mindspore", "tensorflow"}
 
-    def name(self, node: ast.AST) -> str:
+    def name(self, node: ast.AST | None) -> str:
         """Return the dotted name of an expression with its imports resolved, such as "torch.half"; "" if it is none.
 
         An item with a constant key has a name too: "state['scaler']".
@@ -171,30 +177,29 @@ class Script:
         """Return what identifies an object in the file: its dotted name, or its source (``optimizers[0]``)."""
         return self.name(node) or ast.unparse(node)
 
-    def called(self, node: ast.AST) -> str:
+    def target(self, statement: ast.stmt) -> str:
+        """Return the object that an assignment makes; "" for other statements."""
+        return self.key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+
+    def called(self, node: ast.AST | None) -> str:
         """Return the dotted name of the function that `node` calls; "" if it is no call or has no such name."""
         return self.name(node.func) if isinstance(node, ast.Call) else ""
 
-    def owner(self, node: ast.AST) -> str:
+    def owner(self, node: ast.AST | None) -> str:
         """Return the dotted name of the object whose method `node` calls; "" if it is none or has no such name."""
         return self.called(node).rpartition(".")[0]
 
     def operator(self, node: ast.AST) -> str:
         """Return the function that `node` calls, or the class whose instance it calls: ``loss = nn.MSELoss()``."""
         made = self.constant(node.func) if isinstance(node, ast.Call) else None
-        return self.called(made) if isinstance(made, ast.Call) else self.called(node)
+        return self.called(made if isinstance(made, ast.Call) else node)
 
     @cached_property
     def assigned(self) -> dict[str, list[Value]]:
         """Name or attribute -> every value that the file assigns to it."""
         found: dict[str, list[Value]] = {}
         for node in walked(self.tree):
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-                targets = [node.target]
-            for target in targets:
+            for target in targets(node) if not isinstance(node, ast.AugAssign) else ():
                 for key, value in self._bound(target, node.value):  # type: ignore[attr-defined]  # it is one of them
                     found.setdefault(key, []).append(value)
         return found
@@ -229,12 +234,10 @@ class Script:
             return node
         every = walked(function.node)
         named = [n for n in every if isinstance(n, ast.Name) and n.id == node.id and isinstance(n.ctx, ast.Store)]
-        values = [
-            n.value
-            for n in every
-            if isinstance(n, ast.Assign)
-            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in walked(target))
+        targets = [
+            (n.value, t) for n in every if isinstance(n, ast.Assign) for target in n.targets for t in walked(target)
         ]
+        values = list({id(v): v for v, t in targets if isinstance(t, ast.Name) and t.id == node.id}.values())
         return values[0] if len(values) == len(named) == 1 and not isinstance(values[0], ast.Tuple) else node
 
     def results(self, node: ast.expr) -> list[ast.expr]:
@@ -247,7 +250,6 @@ class Script:
         return [node, *values, *more, *(r for v in values if isinstance(v, ast.Call) for r in self.results(v)[1:])]
 
     def _values(self, key: str) -> list[ast.expr]:
-        """Return what the file assigns to a name and to its items."""
         return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
 
     @cached_property
@@ -295,8 +297,7 @@ class Script:
 
     def format_of(self, node: ast.expr | None) -> str:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
-        found = self.constant(node)
-        return FORMATS.get(self.name(found), "") if found is not None else ""
+        return FORMATS.get(self.name(self.constant(node)), "")
 
     def low_format(self, call: ast.AST) -> str:
         """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
@@ -310,11 +311,8 @@ class Script:
     @cached_property
     def mentions(self) -> dict[str, set[str]]:
         """Name of a function of the file -> the names and attributes that its body mentions."""
-        return {
-            f.name: {self.name(n) for n in walked(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
-            for f in self.functions
-            if f.name
-        }
+        named = {f.name: walked(f.node) for f in self.functions[1:]}
+        return {f: {self.name(n) for n in ns if isinstance(n, (ast.Name, ast.Attribute))} for f, ns in named.items()}
 
     # ------------------------------------------------------------------ roles
 
@@ -347,19 +345,13 @@ class Script:
                 case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
                     found.setdefault(node.arg, "torch")
                 case ast.ClassDef(body=body):
-                    fields = [
-                        s for s in body if isinstance(s, ast.AnnAssign) and "GradScaler" in ast.unparse(s.annotation)
-                    ]
-                    found |= {f"self.{ast.unparse(field.target)}": "torch" for field in fields}
-                case (
-                    ast.Call(func=ast.Attribute(attr="unscale_", value=owner), args=[_])
-                    | ast.Call(
-                        func=ast.Attribute(
-                            attr="backward", value=ast.Call(func=ast.Attribute(attr="scale", value=owner), args=[_])
-                        )
-                    )
-                ):
-                    if (key := self.name(owner)) and key not in strangers:
+                    fields = [each for each in body if isinstance(each, ast.AnnAssign)]
+                    typed = [field.target for field in fields if "GradScaler" in ast.unparse(field.annotation)]
+                    found |= {f"self.{ast.unparse(target)}": "torch" for target in typed}
+                case ast.Call(func=ast.Attribute(attr="unscale_" | "backward" as name, value=value)):
+                    call = node if name == "unscale_" else value  # unscale_(optimizer), scale(loss).backward()
+                    one = method(call) in ("unscale_", "scale") and len(getattr(call, "args", ())) == 1
+                    if one and (key := self.owner(call)) and key not in strangers:
                         found.setdefault(key, "torch")
         return found | {key: found[own] for key, own in self._of_others(found) if key not in strangers}
 
@@ -391,12 +383,8 @@ class Script:
     @cached_property
     def optimizer_of(self) -> dict[str, str]:
         """Model -> the optimizer of its parameters; empty if the file makes one for others than one whole model."""
-        made = {
-            key: parameters_of(self, value.node)
-            for key, values in self.assigned.items()
-            for value in values
-            if OPTIMIZERS.fullmatch(self.called(value.node)) and value.index is None
-        }
+        every = [(key, v.node) for key, values in self.assigned.items() for v in values if v.index is None]
+        made = {key: parameters_of(self, node) for key, node in every if OPTIMIZERS.fullmatch(self.called(node))}
         found = {model: key for key, model in made.items()}
         return found if len(found) == len(made) and "" not in found else {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.low_values import ROUNDS_TO_ZERO
 from halfstep.advise.lint.static.regions import Site, all_sites, sites
-from halfstep.advise.lint.static.scaling import assigned_in
+from halfstep.advise.lint.static.scaling import assigned_in, is_call
 from halfstep.advise.lint.static.script import Script, argument, method, parameters_of, walked
 
 PRECISE_BEHIND = re.compile(
@@ -51,22 +50,21 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
     for function in script.functions if script.uses_torch else ():
         calls = sites(script, function)
         for made in calls:
-            model = parameters_of(script, made.call)
-            if not model or not isinstance(made.statement, ast.Assign) or made.place.branches:
+            model, optimizer = parameters_of(script, made.call), script.target(made.statement)
+            if not model or not optimizer or made.place.branches or _made_wide(script, model):
                 continue
-            optimizer = script.key(made.statement.targets[0])
-            used = [  # calls that train: behind the optimizer, in a loop or with the model as an argument
-                site.index
-                for site in calls[made.index + 1 :]
-                if site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args)
-            ]
-            if any(method(call) == "float" for call in script.methods_of(model)):
-                continue  # made fp32 again in some place
             for site in calls:
+                # calls that train: behind the optimizer, in a loop or with the model as an argument
+                inside = site.place.loops or any(script.name(a) in (model, optimizer) for a in site.call.args)
+                if site.index > made.index and inside:
+                    break
                 form = script.low_format(site.call) or _low_when_loaded(script, site.call)
-                before = site.index < min(used, default=math.inf) and not site.place.branches
-                if form and before and made_low(script, site) == model:
+                if form and not site.place.branches and made_low(script, site) == model:
                     yield _LowModel(model, site.call, form, optimizer, made.call)
+
+
+def _made_wide(script: Script, model: str) -> bool:
+    return any(method(call) == "float" for call in script.methods_of(model))
 
 
 def made_low(script: Script, site: Site) -> str:
@@ -77,7 +75,7 @@ def made_low(script: Script, site: Site) -> str:
         return script.name(site.call.func.value)
     while isinstance(value, ast.Call) and value is not site.call and isinstance(value.func, ast.Attribute):
         value = value.func.value  # Net().half().cuda()
-    return script.key(statement.targets[0]) if isinstance(statement, ast.Assign) and value is site.call else ""
+    return script.target(statement) if value is site.call else ""
 
 
 def _low_when_loaded(script: Script, call: ast.Call) -> str:
@@ -92,24 +90,18 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
 def _half(script: Script) -> Iterator[Hit]:
     for low in _low_models(script):
         yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
+    steppers = script.optimizers | script.scalers.keys()
     for function in script.functions if not PRECISE_BEHIND.search(script.text) else ():
         calls = sites(script, function) if script.uses_torch else ()
-        steps = [
-            s
-            for s in calls
-            if method(s.call) == "step" and script.owner(s.call) in script.optimizers | script.scalers.keys()
-        ]
+        steps = [s for s in calls if is_call(script, s.call, steppers, "step")]
+        trained = {loop for step in steps for loop in step.place.loops}
         for site in calls:
-            model, form = script.owner(site.call), script.low_format(site.call)
-            chosen = any("==" in ast.unparse(choice.test) for choice, _ in site.place.branches)
-            if not form or not site.place.loops or model not in script.models or chosen:
+            model, form, loops = script.owner(site.call), script.low_format(site.call), site.place.loops
+            if not form or not loops or model not in script.models or any("==" in test for test in site.place.tests):
                 continue
-            loop = site.place.loops[-1]
-            trains = any(loop in step.place.loops for step in steps) and not assigned_in(script, loop, model)
-            if trains and not any(method(call) == "float" for call in script.methods_of(model)):
-                yield Hit(
-                    site.call.lineno, f"`{model}` is made {form} itself, and the loop trains it as it is from here on"
-                )
+            if loops[-1] in trained and not assigned_in(script, loops[-1], model) and not _made_wide(script, model):
+                what = f"`{model}` is made {form} itself, and the loop trains it as it is from here on"
+                yield Hit(site.call.lineno, what)
 
 
 @check_of("HS029")
@@ -140,10 +132,10 @@ def _made_early(script: Script) -> Iterator[Hit]:
         found: dict[str, Hit] = {}
         for site in sites(script, function):
             call, statement = site.call, site.statement
-            if isinstance(statement, ast.Assign) and (model := parameters_of(script, call)):
+            if (optimizer := script.target(statement)) and (model := parameters_of(script, call)):
                 found.pop(model, None)  # it is made again
                 if not site.place.branches and not site.place.loops:
-                    made[model] = (script.key(statement.targets[0]), call.lineno)
+                    made[model] = optimizer, call.lineno
             elif script.called(call).endswith("add_param_group"):
                 found.clear()
             elif (replaced := _replaced(script, call, statement, set(made))) and not site.place.branches:
@@ -160,9 +152,8 @@ def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[s
     owner = name.rpartition(".")[0]
     if REPLACES.fullmatch(name):
         first = script.name(call.args[0]) if call.args else ""
-        for model in (owner, first):
-            if model in models:
-                return model, f"`{name}` makes new ones"
+        if given := [model for model in (owner, first) if model in models]:
+            return given[0], f"`{name}` makes new ones"
     if name.endswith("load_state_dict") and owner in models:
         assign = argument(call, 2, "assign")
         if isinstance(assign, ast.Constant) and assign.value:
@@ -185,7 +176,7 @@ def _wrapped_first(script: Script) -> Iterator[Hit]:
             if site.place.branches:
                 continue
             if WRAPPERS.fullmatch(name) and isinstance(statement, ast.Assign) and statement.value is site.call:
-                wrapped[script.key(statement.targets[0])] = site.call.lineno
+                wrapped[script.target(statement)] = site.call.lineno
             elif name in ("halfstep.prepare", "apex.amp.initialize") and site.call.args:
                 given = site.call.args[0]
                 for part in given.elts if isinstance(given, (ast.List, ast.Tuple)) else [given]:
@@ -197,22 +188,16 @@ def _wrapped_first(script: Script) -> Iterator[Hit]:
 def _low_average(script: Script) -> Iterator[Hit]:
     if not re.search(r"\.(mul_|lerp_|update|update_parameters|update_ema)\(|lerp|EMA|AveragedModel", script.text):
         return
-    for function in script.functions if script.uses_torch else ():
-        for site in sites(script, function):
-            statement, call = site.statement, site.call
-            form = script.low_format(call)
-            if not form or site.place.loops:
-                continue
-            if isinstance(statement, ast.Assign) and statement.value is call:
-                name = script.key(statement.targets[0])
-            else:
-                name = script.owner(call) if isinstance(statement, ast.Expr) and statement.value is call else ""
-            if AVERAGE_NAME.search(name) and _is_updated(script, name):
-                yield Hit(call.lineno, f"the running average `{name}` is kept in {form}")
+    for site in all_sites(script):
+        form = script.low_format(site.call)
+        if not form or site.place.loops or getattr(site.statement, "value", None) is not site.call:
+            continue
+        name = script.owner(site.call) if isinstance(site.statement, ast.Expr) else script.target(site.statement)
+        if AVERAGE_NAME.search(name) and _is_updated(script, name):
+            yield Hit(site.call.lineno, f"the running average `{name}` is kept in {form}")
 
 
 def _is_updated(script: Script, name: str) -> bool:
-    """Return whether a loop of the file goes through the parameters of an average, or calls its update."""
     for node in walked(script.tree):
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True
@@ -226,10 +211,8 @@ def _low_checkpoint(script: Script) -> Iterator[Hit]:
     if not re.search(r"load_state_dict|resume", script.text):
         return
     for node in walked(script.tree) if script.uses_torch else ():
-        if isinstance(node, ast.Dict):
-            values = [n for value in node.values for n in walked(value)]
-            if any(method(n) == "state_dict" and script.owner(n) in script.optimizers for n in values):
-                low = [value for value in node.values if any(map(script.low_format, walked(value)))]
-                if low:
-                    texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
-                    yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
+        values = node.values if isinstance(node, ast.Dict) else []
+        low = [value for value in values if any(map(script.low_format, walked(value)))]
+        if low and any(is_call(script, n, script.optimizers, "state_dict") for value in values for n in walked(value)):
+            texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
+            yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")

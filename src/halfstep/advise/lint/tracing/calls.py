@@ -17,16 +17,14 @@ from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
 READS = frozenset(
-    {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal"}
-    | {"allclose", "masked_select", "unique", "unique_consecutive"}
+    "item tolist numpy __bool__ __float__ __int__ __index__ is_nonzero nonzero equal allclose masked_select unique "
+    "unique_consecutive".split()
 )
 """Functions for whose result, or its shape, the host waits."""
 
 MAKES = frozenset(
-    (
-        "to float double half bfloat16 type type_as contiguous clone detach unsqueeze squeeze view reshape expand "
-        "expand_as transpose permute flatten __getitem__ __get__ clamp add sub sqrt max"
-    ).split()
+    "to float double half bfloat16 type type_as contiguous clone detach unsqueeze squeeze view reshape expand "
+    "expand_as transpose permute flatten __getitem__ __get__ clamp add sub sqrt max".split()
 )
 """Functions whose result stands for their argument where a formula of several operators is looked for."""
 
@@ -90,21 +88,12 @@ class StepSink(OperatorSink):
         result = func(*args, **kwargs)
         outputs = _floating(result)
         file, _, line = call.line.rpartition(":")
-        self.calls.append(
-            TracedCall(
-                op=call.op,
-                module=call.module,
-                file=file,
-                line=int(line),
-                in_place=call.in_place,
-                inputs=inputs,
-                outputs=outputs,
-                numbers=_numbers(args, kwargs),
-                function=function,
-                gradients=torch.is_grad_enabled(),
-                shows=frozenset(_shown(call.op, args, kwargs, outputs, before)),
-            )
-        )
+        shows, gradients = _shown(call.op, args, kwargs, outputs, before), torch.is_grad_enabled()
+        traced = TracedCall(
+            op=call.op, module=call.module, file=file, line=int(line), in_place=call.in_place, inputs=inputs,
+            outputs=outputs, numbers=_numbers(args, kwargs), function=function, gradients=gradients, shows=shows,
+        )  # fmt: skip
+        self.calls.append(traced)
         self._follow(call.op, func, args, result)
         return result
 

@@ -66,10 +66,8 @@ def _unmoved(trace: Trace) -> Iterator[Hit]:
     found = [w for w in trace.weights if w.stepped and not w.precise and w.unmoved >= LOST]
     if found:
         worst = max(found, key=lambda w: w.unmoved)
-        what = (
-            f"the step left {worst.unmoved:.0%} of the {DTYPE_NAMES[worst.stored]} weights {worst.name!r} with a "
-            f"gradient as they were, and {LOST:.0%} or more of {len(found)} tensors"
-        )
+        what = f"the step left {worst.unmoved:.0%} of the {DTYPE_NAMES[worst.stored]} weights {worst.name!r} with a "
+        what += f"gradient as they were, and {LOST:.0%} or more of {len(found)} tensors"
         yield place_of(trace.task.optimizer, what)
 
 
@@ -88,11 +86,9 @@ def _decay(trace: Trace) -> Iterator[Hit]:
         lost = [(w, form) for w, form in kept if 0.0 < decay * rate < form.eps / 4]
         if lost:
             form = lost[0][1]
-            yield place_of(
-                trace.task.optimizer,
-                f"lr * weight_decay = {decay * rate:.2g} is below half an ulp of every {form.name} number "
-                f"({form.eps / 4:.2g}, relative) in {len(lost)} parameters: {listed([w.name for w, _ in lost])}",
-            )
+            what = f"lr * weight_decay = {decay * rate:.2g} is below half an ulp of every {form.name} number "
+            what += f"({form.eps / 4:.2g}, relative) in {len(lost)} parameters: {listed([w.name for w, _ in lost])}"
+            yield place_of(trace.task.optimizer, what)
 
 
 @check_of("HS107")
@@ -105,11 +101,10 @@ def _eps(trace: Trace) -> Iterator[Hit]:
         lost = [w for w in lost if eps <= format_of(w.stored).smallest_subnormal / 2]
         if lost:
             form = format_of(lost[0].stored)
-            yield place_of(
-                trace.task.optimizer,
+            what = (
                 f"eps={eps:g} of {trace.optimizer} is 0 in {form.name}, the format of its {len(lost)} parameters and "
-                f"states (smallest number {form.smallest_subnormal:.2g})",
             )
+            yield place_of(trace.task.optimizer, f"{what}states (smallest number {form.smallest_subnormal:.2g})")
 
 
 @check_of("HS108")
@@ -205,37 +200,34 @@ def _is_low(call: TracedCall) -> bool:
 def _sizes(trace: Trace) -> Iterator[Hit]:
     narrow = trace.policy.dtype != "auto" and format_of(trace.policy.dtype).bits <= 8
     unit = 16 if narrow else 8
-    found: dict[tuple[str, int, tuple[int, int]], list[str]] = {}
+    found: dict[tuple[str, int, tuple[int, int]], dict[str, None]] = {}
     for call in trace.calls:
         if call.op not in LAYERS or trace.rules.get(call.op) != "low" or not (_is_low(call) or narrow and call.outputs):
             continue
         for tensor in call.inputs[1:2]:
-            if tensor.dim() < 2:  # the weight of one output
-                continue
-            out, into = tensor.shape[0], tensor.shape[1]
+            out, into = tensor.shape[:2] if tensor.dim() > 1 else (0, 0)  # else the weight of one output
             if any(size >= SMALL and size % unit for size in (out, into)):
-                names = found.setdefault((call.file, call.line, (into, out)), [])
-                name = trace.names.get(id(tensor), call.module)
-                names += [name] if name not in names else []
+                names = found.setdefault((call.file, call.line, (into, out)), {})
+                names[trace.names.get(id(tensor), call.module)] = None
     for (file, line, (into, out)), names in found.items():
-        yield Hit(line, f"{listed(names)} with {into} inputs and {out} outputs: no multiples of {unit}", file)
+        yield Hit(line, f"{listed(list(names))} with {into} inputs and {out} outputs: no multiples of {unit}", file)
 
 
 @check_of("HS112")
 def _functions(trace: Trace) -> Iterator[Hit]:
     inside = {c.function for c in trace.calls if any(t.dtype in LOW_DTYPES for t in (*c.inputs, *c.outputs))}
-    for function in trace.functions:
-        if not function.ruled and (function.low or function.name in inside):
-            what = f"autograd.Function {function.name} runs with low tensors and has no rule for formats"
-            yield Hit(function.place.line, what, function.place.file)
+    for name, (place, low) in trace.functions.items():
+        if low or name in inside:
+            what = f"autograd.Function {name} runs with low tensors and has no rule for formats"
+            yield Hit(place.line, what, place.file)
 
 
 @by_line("HS113")
 def _in_place_wide(trace: Trace) -> Found:
     for call in trace.calls:
-        if call.in_place and trace.rules.get(call.op) == "low" and call.inputs:
-            if call.inputs[0].dtype is torch.float32:
-                yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
+        wide = call.in_place and [t.dtype for t in call.inputs[:1]] == [torch.float32]
+        if wide and trace.rules.get(call.op) == "low":
+            yield call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format"
 
 
 @by_line("HS114")
@@ -309,12 +301,12 @@ def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
     for call in trace.calls:
         for tensor in call.inputs if trace.rules.get(call.op) == "low" else ():
             name = trace.names.get(id(tensor))
-            if name is None or not tensor.requires_grad or not tensor.is_leaf:
+            if name is None or name in used or not tensor.requires_grad or not tensor.is_leaf:
                 continue
             if not call.gradients:
                 first.setdefault(name, call)
                 continue
-            if name in first and name not in used:
+            if name in first:
                 what = f"{name!r} is used under no_grad first and with gradients later"
                 yield Hit(first[name].line, what, first[name].file)
             used.add(name)
@@ -335,11 +327,9 @@ def _not_finite(trace: Trace) -> Found:
 @by_line("HS126")
 def _lost_guards(trace: Trace) -> Found:
     for call in trace.calls:
-        if call.op in GUARDS and _is_low(call):
-            least = format_of(call.outputs[0].dtype).smallest_subnormal / 2
-            for number in call.numbers:
-                if 0.0 < abs(number) <= least:
-                    yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
+        for number in call.numbers if call.op in GUARDS and _is_low(call) else ():
+            if 0.0 < abs(number) <= format_of(call.outputs[0].dtype).smallest_subnormal / 2:
+                yield call, f"{number:g} in {call.op}{_in(call)} is 0 in {_form(call)}"
 
 
 for code, word, text in (

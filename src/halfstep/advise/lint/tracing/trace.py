@@ -25,16 +25,6 @@ from halfstep.trees import tensors
 SEED = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphFunction:
-    """A torch.autograd.Function of the user in the graph of the loss."""
-
-    name: str
-    place: Hit
-    ruled: bool  # custom_fwd of torch.amp, or hs.operator, gives its forward a rule for formats
-    low: bool  # one of its outputs is
-
-
 def place_of(target: Any, what: str) -> Hit:
     """Return a hit where a function is defined, or a method of a class; without a place if that is not known."""
     while isinstance(target, partial):
@@ -45,9 +35,9 @@ def place_of(target: Any, what: str) -> Hit:
     return Hit(code.co_firstlineno, what, code.co_filename) if code is not None else Hit(0, what)
 
 
-def _functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
-    """Return the autograd Functions that are written in Python outside torch and halfstep, in the graph of `loss`."""
-    found: dict[str, GraphFunction] = {}
+def _functions_of(loss: Tensor) -> dict[str, tuple[Hit, bool]]:
+    """Return the user's autograd Functions without a rule in the graph of `loss`: name -> (place, has a low output)."""
+    found: dict[str, tuple[Hit, bool]] = {}
     todo, seen = [loss.grad_fn], set()
     while todo:
         node: Any = todo.pop()
@@ -58,12 +48,12 @@ def _functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
         made = getattr(node, "_forward_cls", None)
         if made is None or made.__module__.startswith(("torch.", "halfstep.")):
             continue
-        name = made.__name__
-        low = any(meta.dtype in LOW_DTYPES for meta in getattr(node, "_input_metadata", ()))
-        low = low or (name in found and found[name].low)
-        ruled = hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")
-        found[name] = GraphFunction(name=name, place=place_of(made, name), ruled=ruled, low=low)
-    return tuple(found.values())
+        # custom_fwd of torch.amp, or hs.operator, gives its forward a rule for formats
+        if not (hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")):
+            name = made.__name__
+            low = any(meta.dtype in LOW_DTYPES for meta in getattr(node, "_input_metadata", ()))
+            found[name] = place_of(made, name), low or (name in found and found[name][1])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +85,7 @@ class Trace:
     calls: list[TracedCall]
     origin: Callable[[Tensor], int]  # the identity of what a tensor is a view or a cast of
     reads: list[tuple[str, str, int]]  # where the host waited: function, file, line
-    functions: tuple[GraphFunction, ...] = ()
+    functions: Mapping[str, tuple[Hit, bool]] = field(default_factory=dict)  # see `_functions_of`
     loss: torch.dtype | None = None
     loss_finite: bool = False
     rules: Mapping[str, str] = field(default_factory=dict)  # of operators; others run in the formats of their inputs
@@ -120,8 +110,6 @@ def trace_step(task: Task, policy: hs.Policy) -> Trace:
 
 
 class _Run:
-    """One step of a task."""
-
     def __init__(self, task: Task, policy: hs.Policy) -> None:
         self.task, self.policy = task, policy
         self.loss: Tensor | None = None
@@ -137,36 +125,24 @@ class _Run:
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self.optimizer.param_groups
         trace.optimizer = type(self.optimizer).__name__
-        trace.foreign = tuple(
-            f"parameter {i} of group {g}, shape {tuple(p.shape)}"
-            for g, group in enumerate(groups)
-            for i, p in enumerate(group["params"])
-            if id(p) not in names
-        )
-        trace.groups = tuple(
-            {k: v for k, v in group.items() if k != "params"}
-            | {"names": [names.get(id(p), "") for p in group["params"]]}
-            for group in groups
-        )
+        every = [
+            (f"parameter {i} of group {g}", p) for g, one in enumerate(groups) for i, p in enumerate(one["params"])
+        ]
+        trace.foreign = tuple(f"{where}, shape {tuple(p.shape)}" for where, p in every if id(p) not in names)
+        trace.groups = tuple(group | {"names": [names.get(id(p), "") for p in group["params"]]} for group in groups)
         stepped = {name for group in trace.groups for name in group["names"]}
         found = []
         for name, tensor in _state(self.model).items():
             made, gradient = self.start[name], self.gradients.get(name)
             still = made.to(tensor.dtype) == tensor.detach() if made.shape == tensor.shape else torch.tensor(False)
             known = gradient is not None and gradient.shape == still.shape and bool(gradient.any())
-            found.append(
-                Weight(
-                    name=name,
-                    trained=tensor.requires_grad,
-                    stepped=name in stepped,
-                    made=made.dtype,
-                    stored=tensor.dtype,
-                    precise=tensor.dtype not in LOW_DTYPES or (name in low and trace.policy.master != "none"),
-                    gradient=gradient is not None,
-                    moved=not bool(still.all()),
-                    unmoved=float(still[gradient].double().mean()) if known else -1.0,
-                )
-            )
+            precise = tensor.dtype not in LOW_DTYPES or (name in low and trace.policy.master != "none")
+            unmoved = float(still[gradient].double().mean()) if known else -1.0
+            weight = Weight(
+                name=name, trained=tensor.requires_grad, stepped=name in stepped, made=made.dtype, stored=tensor.dtype,
+                precise=precise, gradient=gradient is not None, moved=not bool(still.all()), unmoved=unmoved,
+            )  # fmt: skip
+            found.append(weight)
         trace.weights = tuple(found)
 
     def step(self, trace: Trace | None = None, sink: StepSink | None = None) -> None:
@@ -186,9 +162,8 @@ class _Run:
         plan = hs.resolve(self.policy, self.model)
         if trace is not None:
             trace.rules = {op: decision.rule for op, decision in plan.operators}
-        made = hs.TrainStep(
-            self.model, self.optimizer, loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False
-        )
+        options: Any = {"policy": self.policy, "clip_norm": self.task.clip_norm, "blackbox": False}
+        made = hs.TrainStep(self.model, self.optimizer, loss_fn, **options)
         if trace is None:
             made(*self.batch)
             return
@@ -224,7 +199,6 @@ class _Run:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and floating buffers by name."""
     buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
     return {**dict(model.named_parameters()), **buffers}
 
