@@ -26,7 +26,6 @@ from halfstep.cast.rules.dispatch import (
     as_called,
     cast,
     cast_tensor,
-    device_type,
     run,
     tensors_of,
 )
@@ -118,7 +117,7 @@ def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMod
         target = None if handler is None else _INPUTS.get(handler)
         if target is None or type(input) is not Tensor or input.dtype not in POLICY_DTYPES or module._modules:
             return None
-        device = device_type(input)
+        device = "cpu" if input.is_cpu else input.device.type
         if device not in mode.devices or not torch.is_autocast_enabled(device) or peek_interpreter_stack():
             return None
         if device != "cpu" and function is not F.batch_norm:  # low weights too
