@@ -42,7 +42,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.low import add_low_
 from halfstep.torch_private.autograd import backward_hooks, current_graph_task_id, post_accumulate_grad_hooks
 from halfstep.torch_private.fake import FakeTensor, is_fake
-from halfstep.torch_private.modes import DisableTorchFunction, peek_interpreter_stack
+from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import conv_forward
 
 if TYPE_CHECKING:
@@ -77,11 +77,10 @@ class _Copy:
 
 def _bits(parameter: Tensor) -> tuple[int, list[int]]:
     """Return the sum of the bits of a parameter, modulo 2**64, and those at some places."""
-    with DisableTorchFunction():
-        bits = parameter.detach().reshape(-1).view(torch.int32)
-        pairs = len(bits) % 2 == 0 and bits.storage_offset() % 2 == 0  # twice as fast
-        total = (bits.view(torch.int64) if pairs else bits).sum()
-        return int(total), bits[:: len(bits) // PLACES | 1].tolist()  # odd: in a matrix not one column
+    bits = parameter.detach().reshape(-1).view(torch.int32)  # no function mode is on where a layer finds its copy
+    pairs = len(bits) % 2 == 0 and bits.storage_offset() % 2 == 0  # twice as fast
+    total = (bits.view(torch.int64) if pairs else bits).sum()
+    return int(total), bits[:: len(bits) // PLACES | 1].tolist()  # odd: in a matrix not one column
 
 
 class Copies:
