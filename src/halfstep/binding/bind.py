@@ -325,7 +325,7 @@ def _follow(binding: Binding, module: nn.Module) -> None:
 
 def _has_left(binding: Binding, module: nn.Module) -> bool:
     """Return whether a parameter of a root that was prepared on a CPU is elsewhere: a device map replaced it."""
-    if binding.device_types != ("cpu",):
+    if binding.device_types != ("cpu",) or len_torch_function_stack():  # a mode would see each read of a parameter
         return False
     if binding.held is None:
         binding.held = [part._parameters for part in module.modules() if part._parameters]

@@ -29,6 +29,7 @@ from halfstep.kernels.choose import norms_for
 from halfstep.kernels.sharded import local
 from halfstep.step.part import Part
 from halfstep.torch_private.compiler import is_compiled
+from halfstep.torch_private.fake import is_fake
 from halfstep.torch_private.modes import DisableTorchFunction, is_functorch_wrapped_tensor
 from halfstep.trees import tensors
 from halfstep.update.updater import Culprits
@@ -319,7 +320,7 @@ class Kept:
         self._tell(number)
         frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_lazy(p)]
         written = [(n, p) for n, p in frozen if self._frozen.setdefault(n, p._version) != p._version]
-        finite, rows = list[Tensor](), list[Tensor]()
+        finite, rows, sent = list[Tensor](), list[Tensor](), list[tuple[str, bool]]()
         for name, tensor in (*model.named_buffers(), *written):
             part = _values(tensor)
             if part is None:
@@ -329,9 +330,11 @@ class Kept:
             finite.append(flag.to(device, non_blocking=True))
             row = self._compare(name, tensor, part, update)
             rows += [] if row is None else [row.to(device, non_blocking=True)]
-            self._sent.append((f"{name} {list(tensor.shape)}", row is not None))
+            sent.append((f"{name} {list(tensor.shape)}", row is not None))
         if finite:
-            self._landing.take([torch.stack(finite), *([torch.stack(rows)] if rows else [])])
+            landing = Landing()
+            landing.take([torch.stack(finite), *([torch.stack(rows)] if rows else [])])
+            self._landing, self._sent = landing, sent  # together: an exception before leaves nothing
         self._tell(number)
 
     def _compare(self, name: str, tensor: Tensor, part: Tensor, update: int) -> Tensor | None:
@@ -500,13 +503,15 @@ class Learning(Part):
         if self in self._moments.parts:
             self._moments.remove(self)
         found = result.find_culprits
-        if not isinstance(found, Culprits) or self._sent is not None:
+        if not isinstance(found, Culprits) or self._sent is not None or is_fake(found.norms):
             return
         names, device = [found.names.get(id(p), "?") for p in found.parameters], found.norms.device
-        self._sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
+        sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
         taken = [*self._rows.values()], [*self._outputs.values()], [result.loss.reshape(()), result.scale]
         moved = ([part.to(device, torch.float32, non_blocking=True) for part in parts] for parts in taken if parts)
-        self._landing.take([found.norms, *map(torch.stack, moved)])
+        landing = Landing()
+        landing.take([found.norms, *map(torch.stack, moved)])
+        self._landing, self._sent = landing, sent  # together: an exception before leaves nothing
         self._tell()
 
     def _tell(self) -> None:
