@@ -15,6 +15,7 @@ from halfstep.kernels.choose import why_no_kernels
 from halfstep.kernels.sharded import local
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, optimizer_state
+from halfstep.step.parts.signals import Weights
 from halfstep.step.train_step import TrainStep
 
 LOG = logging.getLogger("halfstep")
@@ -61,6 +62,7 @@ def warm(
                 dtype = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.full_like(parameter.detach(), math.inf, dtype=dtype)
             step._update(step.accumulate)
+            Weights.of(model)  # what the step looks at now and then
         seconds["update"] = time.perf_counter() - loaded
     LOG.info("hs.warm: %s", ", ".join(f"{name} took {one:.3f} s" for name, one in seconds.items()))
     return seconds
