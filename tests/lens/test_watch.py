@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -172,3 +173,9 @@ def test_a_compiled_step_is_explained() -> None:
     assert (verdict.kind, verdict.op, verdict.module) == ("overflow", "matmul", "")
     assert "return {" in verdict.line
     assert "the step is compiled; the replay ran it eagerly" in verdict.notes
+
+
+def test_no_hook_on_all_modules_is_left() -> None:
+    with hs.lens.Watch():
+        pass
+    assert not _has_any_global_hook()

@@ -32,6 +32,7 @@ from halfstep.lens.verdict import Verdict
 from halfstep.scale.alarm import in_scaler
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.torch_private.autograd import current_graph_task_id
+from halfstep.torch_private.modules import global_forward_hooks_with_kwargs
 from halfstep.trees import map_tensors, tensors
 
 LONGEST = 4096  # calls noted between a model and a backward pass; of a longer loop nothing is
@@ -126,7 +127,9 @@ class Watch(Sink):
     def __enter__(self) -> Self:
         """Begin to watch the loop of this thread."""
         self._exits.enter_context(self._tracer)
-        self._exits.callback(register_module_forward_hook(self._called, with_kwargs=True).remove)
+        hook = register_module_forward_hook(self._called, with_kwargs=True)
+        self._exits.callback(global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch 2.13's `remove` leaves it
+        self._exits.callback(hook.remove)
         return self
 
     def __exit__(self, *exception: object) -> None:
