@@ -10,15 +10,11 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from benchmarks.faults.case import FULL, Case, case, labels, model_of, normal
+from benchmarks.faults.fourth.formats import mlp
 from benchmarks.faults.story import story
 
 DYNAMIC = hs.Policy.of("mixed", dtype="fp16")
 NAN = float("nan")
-
-
-def mlp(inputs: int, outputs: int, width: int = 32) -> nn.Sequential:
-    """Return a small network."""
-    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
 
 
 # ------------------------------------------------------------------ formulas without a value
