@@ -13,7 +13,7 @@ from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.rise import GRADIENTS, LOSS, WEIGHTS, Rise
 from halfstep.lens.sketch import ExponentSketch
-from halfstep.step.parts.signals import NOISE
+from halfstep.step.parts.silent import NOISE
 
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
