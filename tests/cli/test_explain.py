@@ -33,4 +33,4 @@ def test_without_a_page_all_are_listed() -> None:
 
 def test_another_name_is_an_error_with_those_there_are() -> None:
     code, shown = explain("precison")
-    assert code == 2 and "no page 'precison'; did you mean 'precision'?; there are data, " in shown
+    assert code == 2 and "no page 'precison'; there are data, " in shown and "did you mean 'precision'?" in shown

@@ -23,7 +23,7 @@ def carry_out(page: str) -> int:
         for name, text in texts.items():
             say(out, f"{name:<12}{text.splitlines()[2].partition('. ')[0]}")
     elif page not in texts:
-        raise TaskError(f"there is no page {page!r}{did_you_mean(page, texts)}; there are {', '.join(texts)}")
+        raise TaskError(f"there is no page {page!r}; there are {', '.join(texts)}{did_you_mean(page, texts)}")
     elif out.is_terminal:
         out.print(Markdown(texts[page]))
     else:
