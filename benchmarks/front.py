@@ -137,8 +137,8 @@ def peak(plan: Mapping[str, Any]) -> str:
         parts.append(f'<rect x="{x:.0f}" y="{y + 6}" width="11" height="11" rx="2" class="{colour}"/>')
         parts.append(_text(x + 15, y + 16, part, "number"))
         x += 26 + 6.2 * len(part)
-    for line in ("A GPT of 5.3M parameters with AdamW, 4 × 128 tokens, in bf16 but for fp32",
-                 "counted by hs.plan; torch.amp stands for the preset torch, which has its lists"):  # fmt: skip
+    for line in ("A GPT of 5.3M parameters with AdamW, 4 × 128 tokens, in bf16 (fp32 aside),",
+                 "counted by hs.plan. torch.amp: the preset torch, which has its operator lists"):  # fmt: skip
         parts.append(_text(20, y + 42, line, "soft number"))
         y += 18
     return _svg(WIDTH, y + 42, f"Bytes of a training step at its peak: {'; '.join(words)}", parts)
