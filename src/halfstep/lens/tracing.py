@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
@@ -111,7 +111,7 @@ class Tracer:
         self._functions = FunctionMode(sink)
         self._exits = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Tracer:
         """Begin to hand on calls."""
         kind, exits = type(self.sink), self._exits
         self.sink.tracer = self

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class Watch(Sink):
         """Return the last verdict on each model that has one."""
         return [box.verdict for box in self._boxes.values() if box.verdict is not None]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Watch:
         """Begin to watch the loop of this thread."""
         self._exits.enter_context(self._tracer)
         hook = register_module_forward_hook(self._called, with_kwargs=True)
