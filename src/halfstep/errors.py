@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -144,6 +144,16 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
         return ""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Return the first of several names, and how many there are besides: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, "" if it has none."""
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 @cache

@@ -26,7 +26,7 @@ from halfstep.auto.race import Elimination
 from halfstep.auto.trial import StepSnapshot, Team, TimedSteps
 from halfstep.binding.bind import is_bound
 from halfstep.binding.wrappers import unwrap
-from halfstep.errors import StepError
+from halfstep.errors import StepError, first_line
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, resolved
@@ -90,7 +90,7 @@ def choose(step: Any, make: Callable[..., Any], batch: tuple[Any, ...], named: d
         except Exception as error:
             if name == first and visits[name].first is None:
                 raise  # loss_fn's own
-            raise Unfit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
+            raise Unfit(f"{type(error).__name__}: {first_line(error)}") from error
 
     race = Elimination(partial(team.together, measure))
     wish = step.compile

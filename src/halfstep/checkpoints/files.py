@@ -30,7 +30,7 @@ import torch
 
 from halfstep.arguments import whole
 from halfstep.checkpoints import writers
-from halfstep.errors import CheckpointError, lacks_memory
+from halfstep.errors import CheckpointError, first_line, lacks_memory
 from halfstep.schema import Each, check, is_bounded, read_json, regular, text
 
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -286,8 +286,3 @@ def read_state(path: Path, allowed: AbstractContextManager[Any] | None = None, *
 def refusal(place: Path, reason: str) -> CheckpointError:
     """Return the error of a load that has changed nothing."""
     return CheckpointError(f"{place}: {reason}; nothing was loaded")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's words."""
-    return (str(error).splitlines() or [""])[0]

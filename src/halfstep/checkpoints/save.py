@@ -31,7 +31,7 @@ from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
 from halfstep.checkpoints.names import names_of, reordered, sharded_as, split
 from halfstep.checkpoints.writers import Lock
-from halfstep.errors import CheckpointError, StepError, lacks_memory, warn
+from halfstep.errors import CheckpointError, StepError, first_line, lacks_memory, warn
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.sharded import is_sharded
 from halfstep.meeting import WRITE_TIME, Meeting
@@ -344,7 +344,7 @@ def _in_a_line(error: BaseException) -> str:
     if failures:
         rank, (inner, *_) = next(iter(failures.items()))
         return f"rank {rank}: {_in_a_line(inner)}"
-    text = files.first_line(error)
+    text = first_line(error)
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from halfstep.arguments import whole
-from halfstep.checkpoints.files import FILE, first_line, refusal
+from halfstep.checkpoints.files import FILE, refusal
 from halfstep.checkpoints.names import Names, chunk_of
-from halfstep.errors import CheckpointError, lacks_memory
+from halfstep.errors import CheckpointError, first_line, lacks_memory
 from halfstep.schema import Each, regular
 
 Table = dict[str, dict[str, Any]]

@@ -31,7 +31,7 @@ from halfstep.binding.bind import is_bound
 from halfstep.binding.prepare import prepared_policy, unprepare
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.regions.autocast import suspended
-from halfstep.errors import AuditError, lacks_memory
+from halfstep.errors import AuditError, first_line, lacks_memory
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
 from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
@@ -284,7 +284,7 @@ class Run:
                 loss.backward()
         except Exception as error:  # of the user's model, which may insist on a low format
             self.twin = None
-            first = (str(error).splitlines() or [""])[0]
+            first = first_line(error)
             self.notes.append(f"no accumulated errors: the model does not run in fp32: {type(error).__name__}: {first}")
             return
         for name, parameter in twin.model.named_parameters():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from halfstep.errors import few
 from halfstep.formats import FP32, Format, format_of
 from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.finding import KINDS, ROOM, Finding
@@ -155,8 +156,7 @@ def _consequences(exam: Examination) -> str:
     if not exam.overflows or not lost:
         return ""
     places = list(dict.fromkeys(row.parameter or f"{row.op} in {row.module or 'the model'}" for row in lost))
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-    return f"; with it gradients are zero that are not in fp32, those of {', '.join(places[:SHOWN])}{more}"
+    return f"; with it gradients are zero that are not in fp32, those of {few(places, SHOWN)}"
 
 
 def _gradient_underflow(exam: Examination) -> Iterator[Finding]:

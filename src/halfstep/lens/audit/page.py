@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from halfstep import report as doc
+from halfstep.errors import few
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format
 from halfstep.lens.audit.rows import COLUMNS, AuditRow, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
@@ -60,8 +61,7 @@ def audit_page(audit: Audit) -> doc.Document:
 def _findings(audit: Audit) -> doc.Section:
     facts = []
     for finding, places in audit.groups():
-        more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
-        words = [f"In {', '.join(places[:PLACES])}{more}."]
+        words = [f"In {few(places, PLACES)}."]
         if finding.line:
             words.append(f"At {finding.line}")
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""

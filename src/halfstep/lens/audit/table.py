@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import AuditError, did_you_mean
+from halfstep.errors import AuditError, did_you_mean, few
 from halfstep.formats import Format, format_of
 from halfstep.lens.audit.criteria import findings_of
 from halfstep.lens.audit.page import audit_page
@@ -245,10 +245,9 @@ class Audit:
         if not groups:
             yield self.quiet, "bad" if self.bad else "good"
         for finding, places in groups:
-            more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
             yield "", ""
             mild = finding.kind in {"overflow_risk", "rounding", "saturation"}
-            yield f"{finding.kind}: {', '.join(places[:PLACES])}{more}", "note" if mild else "bad"
+            yield f"{finding.kind}: {few(places, PLACES)}", "note" if mild else "bad"
             texts = [f"  at {finding.line}"] if finding.line else []
             texts += [f"  {finding.cause}", f"  remedy: {finding.remedy}"]
             yield from ((text, "") for text in (*texts, *(f"    {line}" for line in finding.diff.splitlines())))

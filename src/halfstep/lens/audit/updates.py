@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.binding.prepare import store_of
+from halfstep.errors import first_line
 from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
 from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
@@ -202,7 +203,7 @@ class Meter:
             self._intended = intended(step.optimizer, precise, gradients)
         except Exception as error:  # of the user's optimizer
             self.moves = False
-            name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
+            name, first = type(step.optimizer).__name__, first_line(error)
             self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
 
     def after_update(self, bad: Tensor) -> None:

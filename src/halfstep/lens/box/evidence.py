@@ -24,7 +24,7 @@ from halfstep.accelerators import type_here
 from halfstep.arguments import Kind, number, whole
 from halfstep.binding.fsdp import is_gathered
 from halfstep.checkpoints.files import read_state
-from halfstep.errors import StepError
+from halfstep.errors import StepError, few
 from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.diagnose import FOREIGN, Subject
 from halfstep.lens.calls import PLAIN_TYPES
@@ -299,8 +299,7 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path)
         if _kind(kept) != _kind(tensor)
     ]
     if unfit:
-        more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
-        what = f"{', '.join(unfit[:SHOWN])}{more}; is it the model of that run?"
+        what = f"{few(unfit, SHOWN)}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
     model.load_state_dict(weights, strict=False)  # only tensors were kept
 

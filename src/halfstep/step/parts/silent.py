@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.accelerators import Landing
 from halfstep.cast.state import STATE
+from halfstep.errors import few
 from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.sharded import local
@@ -182,7 +183,7 @@ class Kept:
             if self._still[name] == AGAIN:
                 swallowing.append(place)
         if swallowing:
-            LOG.warning("buffer %s has stopped moving before step %d: %s", _named(swallowing), number, SWALLOWS)
+            LOG.warning("buffer %s has stopped moving before step %d: %s", few(swallowing, SHOWN), number, SWALLOWS)
         self._finite, self._sent, self._landing = finite, [], Landing()
 
 
@@ -357,7 +358,7 @@ class Learning(Part):
         stuck = {name: since for name, since in self._still.items() if sent.update - since >= STANDING}
         if stuck:
             since = max(stuck.values())
-            self._log("%s: hardly a number has moved since update %d, %s", _named([*stuck]), since, UNMOVED)
+            self._log("%s: hardly a number has moved since update %d, %s", few([*stuck], SHOWN), since, UNMOVED)
 
     def _tell_flat(self, sent: Sent, flags: Sequence[float]) -> None:
         """Name the first module that returns one number, if gradients of it or of its neighbours are 0."""
@@ -369,7 +370,7 @@ class Learning(Part):
             after = [place for place in places[number + 1 :] if place in owners.values()][:1]
             silent = [name for name, owner in owners.items() if owner in before + after and self._silent[name]]
             if self._flat[module] >= AGAIN and silent:
-                names = _named(silent)
+                names = few(silent, SHOWN)
                 self._log("%s returns one number everywhere, and gradients of %s are 0: %s", module, names, CONSTANT)
                 return
 
@@ -383,11 +384,6 @@ def has_norm(tensor: Tensor) -> bool:
     """Return whether torch has norms for a tensor: a plain, strided one, of a format of 16 bits or more."""
     plain = type(tensor) in PLAIN and tensor.layout is torch.strided
     return plain and tensor.dtype in WITH_NORMS and tensor.numel() > 0
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _values(tensor: Tensor) -> Tensor | None:
