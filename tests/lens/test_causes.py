@@ -35,7 +35,7 @@ def settled(
     if updated:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model)
+    subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model, replay=SimpleNamespace(window=()))
     usual = before[-1] if before else None
     trials: Any = SimpleNamespace(wide=wide, before=before, usual=usual, astray=astray, by_name=False)
     attempt: Any = SimpleNamespace()
@@ -63,6 +63,7 @@ def settled(
         ("overflow", NEVER, [1.0, 0.9], {}, "model", "likely"),
         ("overflow", LOST, [1.0], {"astray": "without updates it is finite"}, "divergence", "shown"),
         ("overflow", LOST, [1.0], {}, "", ""),  # without updates it is no better
+        ("overflow", LOST, [1.0, 50.0], {"_off_course": "the loss rose"}, "divergence", "likely"),
         ("bad_state", NEVER, [1.0], {"loaded": "exp_avg_sq is 0", "runaway": "the loss rose"}, "divergence", "likely"),
         ("overflow", TRAINS, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "likely"),
         ("overflow", NEVER, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "shown"),

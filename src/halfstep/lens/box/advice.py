@@ -317,8 +317,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "precision", eps, ""
     if wide is None or trials is None or attempt is None:
         return ("divergence", away, "") if away else ("", "", "")
-    back = wide.trains and (trials.usual is None or abs(wide.losses[-1]) <= BACK * trials.usual)
-    if away and not back:
+    if away and not _back(subject, trials):
         return "divergence", away, tried
     if found and not (wide.trains and verdict.kind == "invalid"):  # fp32 trains on what has no value here
         other = without(subject, attempt)
@@ -351,7 +350,15 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "model", because, trials.astray
     if trials.astray:
         return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", trials.astray
-    return "", "", ""
+    course = _off_course(subject, trials)  # no trial shows that updates are to blame: only likely
+    return ("divergence", f"{course}; in fp32: {wide.outcome}", "") if course else ("", "", "")
+
+
+def _back(subject: Subject, trials: Trials) -> bool:
+    """Return whether fp32 trains, and its loss is back where it was: at the foot of the rise, else in the median."""
+    found, _ = _before(subject)
+    usual = found.before if found is not None and found.what == LOSS else trials.usual
+    return trials.wide.trains and (usual is None or abs(trials.wide.losses[-1]) <= BACK * usual)
 
 
 def _updated(subject: Subject) -> bool:
