@@ -384,3 +384,22 @@ class TestDescribedFormats:
     def test_bits_that_fp32_cannot_carry_are_refused(self, name: str) -> None:
         with pytest.raises(FormatError, match=f"format '{name}': .* bits; expected"):
             format_of(name)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8_e4m3", "fp8_e5m2", "e4m3", "e5m10", "e2m1", "e5m2-"])
+@pytest.mark.parametrize("saturate", [False, True])
+def test_a_narrow_format_rounds_fp32_as_float64(name: str, saturate: bool) -> None:
+    form = (
+        Format(name="e5m2", exponent_bits=5, mantissa_bits=2, has_subnormals=False)
+        if name == "e5m2-"
+        else format_of(name)
+    )
+    bits = torch.arange(0, 1 << 32, 4093, dtype=torch.int64)  # every sign and exponent, and mantissas of all kinds
+    x = bits.to(torch.int32).view(torch.float32)
+    torch.testing.assert_close(
+        form.round(x, saturate=saturate),
+        form.round(x.double(), saturate=saturate).float(),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )

@@ -36,7 +36,10 @@ __all__ = [
     "LOW_DTYPES", "POLICY_DTYPES", "TF32", "BlockFormat", "Format", "float64_of", "format_of", "widest_dtype",
 ]  # fmt: skip
 
-FLOAT64_BIAS, FLOAT64_MANTISSA = 1023, 52  # of IEEE 754 binary64, to write powers of two as bits
+EXPONENT_BITS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
+"""dtype -> an integer dtype of as many bits, and those of the exponent (IEEE 754 binary32 and binary64)."""
+
+EXACT_IN_FP32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +192,8 @@ class Format:
         if mode not in (modes := ("nearest", "stochastic")):
             raise FormatError(f"rounding mode {mode!r}; expected one of {modes}{did_you_mean(mode, modes)}")
         wide = _wide(x, "round")
+        if mode == "nearest" and self.is_narrow and x.dtype in EXACT_IN_FP32:
+            wide = x.detach().float()
         spacing = self._spacing(wide)
         steps = wide / spacing  # exact: a power of two
         if mode == "nearest":
@@ -203,10 +208,13 @@ class Format:
         return rounded.copysign(wide).to(x)
 
     def _spacing(self, wide: Tensor) -> Tensor:
-        """Return the distance between neighbours at each element of a float64 tensor (anything where not finite)."""
-        power = (torch.frexp(wide).exponent - 1).clamp(max=self.max_exponent) - self.mantissa_bits
-        power = power.masked_fill(wide.abs() < self.smallest_normal, math.frexp(self.smallest_subnormal)[1] - 1)
-        return (power.to(torch.int64) + FLOAT64_BIAS << FLOAT64_MANTISSA).view(torch.float64)  # 2**power, exactly
+        """Return the distance between neighbours at each element, a power of two (anything where not finite)."""
+        kind, exponent = EXPONENT_BITS[wide.dtype]
+        power = (wide.view(kind) & exponent).view(wide.dtype)  # the largest power of two below; 0 for subnormals
+        spacing = power.clamp(self.smallest_normal, math.ldexp(1.0, self.max_exponent)) * self.eps
+        if self.has_subnormals:
+            return spacing
+        return spacing.where(wide.abs() >= self.smallest_normal, self.smallest_subnormal)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
