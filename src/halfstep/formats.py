@@ -192,6 +192,8 @@ class Format:
         if mode not in (modes := ("nearest", "stochastic")):
             raise FormatError(f"rounding mode {mode!r}; expected one of {modes}{did_you_mean(mode, modes)}")
         wide = _wide(x, "round")
+        if mode == "nearest" and x.dtype is torch.float32 and self.torch_dtype in LOW_DTYPES and not saturate:
+            return x.detach().to(self.torch_dtype).float()
         if mode == "nearest" and self.is_narrow and x.dtype in EXACT_IN_FP32:
             wide = x.detach().float()
         spacing = self._spacing(wide)
@@ -202,9 +204,11 @@ class Format:
             below = steps.floor()
             chance = torch.rand(x.shape, generator=generator, dtype=widest_dtype(x.device), device=x.device)
             steps = below + (chance.to(wide.device) < steps - below)
-        rounded = torch.where(wide.isinf(), wide, steps * spacing)
-        beyond = self.max if saturate or not self.has_inf else math.inf
-        rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
+        rounded = steps * spacing
+        if saturate or not self.has_inf:
+            rounded = rounded.clamp(-self.max, self.max)
+        else:
+            rounded = torch.where(rounded.abs() > self.max, math.inf, rounded)
         return rounded.copysign(wide).to(x)
 
     def _spacing(self, wide: Tensor) -> Tensor:
