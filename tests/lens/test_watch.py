@@ -111,6 +111,17 @@ def test_a_checkpoint_that_recomputes_begins_no_step(reentrant: bool) -> None:
     assert (verdict.kind, verdict.step) == ("bad_batch", BAD)
 
 
+def test_a_bad_step_before_a_checkpoint_outside_of_modules_is_explained() -> None:
+    part, head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 1)
+    with hs.lens.Watch() as watch:
+        for step in range(1, 5):
+            x = torch.full((4, 8), torch.inf if step == BAD else 1.0)
+            head(checkpoint(part, x, use_reentrant=False)).sum().backward()
+            part.zero_grad()
+    (verdict,) = watch.verdicts
+    assert (verdict.kind, verdict.step) == ("bad_batch", BAD)
+
+
 def test_replays_of_trials_call_no_hook_of_the_program() -> None:
     seen: list[object] = []
     handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
@@ -149,6 +150,8 @@ class Watch(Sink):
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             box = self._box_of(unwrap(module))
+            with saved_tensors_hooks(_same, _same):  # a replay saves tensors that a checkpoint around must not count
+                box.read()
             self._kept = box.begin((), {})
             box._around = []  # each call has its own
             self._box = box
@@ -222,6 +225,10 @@ class Watch(Sink):
                 outside[id(tensor)] = tensor
         parameters = {own[key]: key for key in own.keys() & needed}
         return Program(used, loss, [*outside.values()], parameters, self)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:
