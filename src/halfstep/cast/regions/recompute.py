@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
 
@@ -94,24 +95,27 @@ def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
         _mark_entered()
     hooks = saved_tensor_hooks(True)
     if hooks is not None and (STATE.marked is None or STATE.marked() is not hooks[0]):
-        for pack in _packs():
+        with no_saved_tensor_hooks() as found:
+            pass
+        for pack, _ in found:
             _mark_frame(pack)
         STATE.marked = weakref.ref(hooks[0])
 
 
-def _packs() -> list[Callable[..., Any]]:
-    """Return the pack function of all hooks for saved tensors, the topmost first; they are popped and pushed again."""
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[list[Any]]:
+    """Take all hooks for saved tensors, (pack, unpack), off in a block, which gets them, the topmost first."""
     found: list[Any] = []
     taken: list[None] = []  # counted by the call that pops, which no signal divides
     try:
         while (hooks := saved_tensor_hooks(True)) is not None:
             found.append(hooks)
             taken.extend(starmap(pop_saved_tensors_default_hooks, ONCE))
+        yield found
     finally:
         while taken:
             push_saved_tensors_default_hooks(*found[len(taken) - 1])
             taken.pop()
-    return [pack for pack, _ in found]
 
 
 def _mark_frame(pack: Callable[..., Any]) -> None:

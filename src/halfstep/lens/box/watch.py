@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from halfstep.arguments import MODEL, NONE, PATH, check
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
+from halfstep.cast.regions.recompute import no_saved_tensor_hooks
 from halfstep.errors import StepError
 from halfstep.lens.box.blackbox import BlackBox, regions_here
 from halfstep.lens.calls import RUNS_BACKWARD
@@ -150,7 +150,7 @@ class Watch(Sink):
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             box = self._box_of(unwrap(module))
-            with saved_tensors_hooks(_same, _same):  # a replay saves tensors that a checkpoint around must not count
+            with no_saved_tensor_hooks():  # a checkpoint around must not count what a replay saves
                 box.read()
             self._kept = box.begin((), {})
             box._around = []  # each call has its own
@@ -225,10 +225,6 @@ class Watch(Sink):
                 outside[id(tensor)] = tensor
         parameters = {own[key]: key for key in own.keys() & needed}
         return Program(used, loss, [*outside.values()], parameters, self)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:
