@@ -89,7 +89,6 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
 
 
 def _refuse_other_policies(model: nn.Module, wanted: Policy) -> None:
-    """Refuse a model if it, or a part of it, is prepared with another policy."""
     own = binding_of(model)
     if own is not None and own.wanted == wanted:
         return
@@ -183,7 +182,6 @@ def is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
 
 
 def _refuse_foreign(model: nn.Module) -> None:
-    """Refuse a model with parts that no policy can be bound to."""
     for path, module in model.named_modules():
         what = f"module {path or '<root>'!r}"
         if isinstance(module, torch.jit.ScriptModule):

@@ -215,7 +215,6 @@ class Updater:
         return self._fused
 
     def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
-        """Write through ``optimizer.step()``, which reads `gradients` times `factor`."""
         self.host_read = int(step_unless(bad, self.optimizer, gradients, factor))
         if self._marks is not None:
             self._marks.end()

@@ -5,11 +5,6 @@ from halfstep.weights.strategies import STRATEGIES, KahanWeights, MasterWeights,
 from halfstep.weights.unkept import UnkeptWeights
 
 __all__ = [
-    "STRATEGIES",
-    "KahanWeights",
-    "MasterWeights",
-    "SplitWeights",
-    "StochasticWeights",
-    "UnkeptWeights",
+    "STRATEGIES", "KahanWeights", "MasterWeights", "SplitWeights", "StochasticWeights", "UnkeptWeights",
     "WeightStore",
-]
+]  # fmt: skip

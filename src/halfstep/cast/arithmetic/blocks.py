@@ -49,8 +49,7 @@ class _BlockProduct(Function):
 
 
 def _in_blocks(x: Tensor, form: BlockFormat, dim: int, stochastic: bool) -> Tensor:
-    mode = "stochastic" if stochastic else "nearest"
-    return rounded_by(partial(form.round, dim=dim, mode=mode), None, x)
+    return rounded_by(partial(form.round, dim=dim, mode="stochastic" if stochastic else "nearest"), None, x)
 
 
 def _spread(rows: Tensor) -> Tensor:
@@ -65,7 +64,6 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 def _block_linear(form: BlockFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return torch.nn.functional.linear in fp32, with products in `form` and bf16 numbers out."""
     function: type[Function] = _BlockProduct
     made = cast(Tensor, function.apply(input.float().reshape(-1, input.shape[-1]), weight.float(), form))
     made = made if bias is None else made + bias.float()
