@@ -17,6 +17,12 @@ from typing import Any
 
 from halfstep.errors import HalfstepError, SettingError, did_you_mean
 
+__all__ = [
+    "CALLABLE", "COUNT", "DEVICE_TYPE", "FLAG", "FRACTION", "INDEX", "LARGEST", "MODEL", "NONE", "NOT_NEGATIVE",
+    "OPTIMIZER", "PATH", "POSITIVE", "TENSOR", "TEXT", "WHOLE", "Kind", "a", "check", "fixed", "listed", "number",
+    "one_of", "shown", "whole",
+]  # fmt: skip
+
 LARGEST = 2**63 - 1  # that a counter on a device can hold
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = ["CONFIDENCE", "WARM_UP", "Race", "Ratio", "Unfit", "paired_ratio", "ratio_of", "timed", "wait_for"]
+
 CONFIDENCE = 0.90  # of every interval; a 90 % interval inside a margin is equivalence at the 5 % level
 
 WARM_UP = 3

@@ -159,9 +159,7 @@ def first_wrong(given: Iterable[tuple[str, Tensor]], *, infinities: bool) -> str
         part = local(tensor).detach()
         if part.is_sparse:
             part = part.coalesce()._values()
-        if (
-            type(part).dequantize is not Tensor.dequantize
-        ):  # it stores its values its own way, as torchao's 8-bit states
+        if type(part).dequantize is not Tensor.dequantize:  # values stored another way, as torchao's 8-bit states
             part = part.dequantize()
         if (part.is_floating_point() or part.is_complex()) and not (part.is_meta or is_fake(part)):
             wrong = part.isnan().any() if infinities else ~part.isfinite().all()
