@@ -91,18 +91,13 @@ def compiled() -> Path:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    build([compiler, *flags, str(SOURCE)], path, "the kernels")
-
-
-def build(command: list[str], path: Path, what: str) -> None:
-    """Have a compiler make the library `path` of `what`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        done = _run([*command, "-o", temporary])
+        done = _run([compiler, *flags, "-o", temporary, str(SOURCE)])
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-            raise Unavailable(f"{command[0]} could not compile {what}: {lines[0].strip()}")
+            raise Unavailable(f"{compiler} could not compile the kernels: {lines[0].strip()}")
         os.replace(temporary, path)  # whole or not there, however many processes compile
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -153,7 +148,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """Return a folder for compiled libraries that only this user can write to."""
+    """Return a folder for compiled kernels that only this user can write to."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "halfstep"
