@@ -118,12 +118,13 @@ class Landing:
         self._event.record(module.current_stream(device))
         self.flag = found[0]
 
-    def take(self, found: Sequence[Tensor]) -> None:
-        """Send tensors, or hold them as they are where their device sends nothing."""
+    def take(self, found: Sequence[Tensor]) -> Landing:
+        """Send tensors, or hold them as they are where their device sends nothing; return itself."""
         if found[0].device.type in self.devices:
             self.send(found)
         else:
             self._pinned = [*found]
+        return self
 
     def there(self) -> bool:
         """Return whether what was sent has landed."""

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult", "StepWatcher", "hook_weakly"]
-
 WEIGHTS_ATTRIBUTE = "_halfstep_weights"
 """An optimizer with this attribute steps precise weights behind low parameters, which may have fp32 gradients."""
 

@@ -1,8 +1,8 @@
 """Snapshot: what a block may change, noted before it, and restored after it.
 
 A snapshot is a list of parts: functions that restore one thing, made by functions that note what it is now.
-Two mechanisms are no snapshots: `undo.Marks` asks torch's version counters whether an optimizer that raised had written
-at all, and `statistics.Statistics` restores on the device, by a flag that the host does not wait for.
+Two mechanisms are no snapshots: `optimizer_step.Marks` asks torch's version counters whether an optimizer that raised
+had written at all, and `statistics.Statistics` restores on the device, by a flag that the host does not wait for.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def test_a_usual_loop_has_no_hooks_and_keeps_no_losses() -> None:
         scaler.step(optimizer)
         scaler.update()
         scaler.scale(torch.ones(()))  # dies here
-    assert losses == [None] * 100 and len(scaler._followed._waiting) <= 20
+    assert losses == [None] * 100 and len(scaler._waiting) <= 20
 
 
 def test_a_step_that_raised_is_not_unscaled_again() -> None:

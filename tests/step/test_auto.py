@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import halfstep as hs
 from halfstep.auto import choose, trial
-from halfstep.auto.choose import pays
-from halfstep.auto.race import Elimination
+from halfstep.auto.choose import Elimination, pays
 from halfstep.auto.trial import StepSnapshot
 from halfstep.errors import BindError, PolicyError, StepError, WeightsError
 from halfstep.step import undecided as auto

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from halfstep.auto.race import MARGIN, Elimination
+from halfstep.auto.choose import MARGIN, Elimination
 from halfstep.timing import Unfit
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.binding.prepare import store_of
 from halfstep.snapshot import scheduler_state
-from halfstep.update.undo import Marks
+from halfstep.update.optimizer_step import Marks
 
 Lr = torch.optim.lr_scheduler
 

@@ -19,7 +19,7 @@ from halfstep.binding.prepare import store_of
 from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
 from halfstep.update.fused import FusedUpdate
-from halfstep.weights import SplitWeights
+from halfstep.weights.strategies import SplitWeights
 from tests.stepping import own_step
 
 pytestmark = pytest.mark.skipif(bool(cannot_update([torch.zeros(1)])), reason=cannot_update([torch.zeros(1)]))

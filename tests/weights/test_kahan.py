@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.weights import KahanWeights
+from halfstep.weights.strategies import KahanWeights
 
 BF16, HALF = torch.bfloat16, torch.float16
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
-from halfstep.weights import MasterWeights
+from halfstep.weights.strategies import MasterWeights
 from tests.weights.small import gradients, shapes
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.eager.low import join_bf16, split_bf16
-from halfstep.weights import MasterWeights, SplitWeights
+from halfstep.weights.strategies import MasterWeights, SplitWeights
 
 BF16 = torch.bfloat16
 STEPS = 5_000

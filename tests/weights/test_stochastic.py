@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
-from halfstep.weights import StochasticWeights
+from halfstep.weights.strategies import StochasticWeights
 
 BF16, HALF = torch.bfloat16, torch.float16
 COUNT = 20_000

@@ -228,7 +228,6 @@ def is_bound(module: nn.Module) -> bool:
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a tree; containers keep their types."""
     return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in POLICY_DTYPES else tensor)
 
 
@@ -335,7 +334,6 @@ def _has_left(binding: Binding, module: nn.Module) -> bool:
 def _enter(
     binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
 ) -> Any:
-    """Run `forward`, or a `method`, in the region of `binding`."""
     state = STATE
     if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
@@ -519,7 +517,6 @@ def unbind(module: nn.Module) -> None:
 
 
 def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
-    """Return the forward of bound modules of class `original`."""
     layer, norm = low_forward(original), norm_forward(original)
     own = _plain_forward(original)
 
@@ -748,7 +745,6 @@ def _copy_graph(module: GraphModule) -> Any:
 
 
 def _replicate(binding: Binding) -> Any:
-    """Copy a module for another device of DataParallel."""
     module: Any = binding.here()
     twin = replicate_of(type(module))(module)
     bind(twin, binding.again(binding.store))

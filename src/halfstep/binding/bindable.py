@@ -89,7 +89,6 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
 
 
 def _refuse_other_policies(model: nn.Module, wanted: Policy) -> None:
-    """Refuse a model if it, or a part of it, is prepared with another policy."""
     own = binding_of(model)
     if own is not None and own.wanted == wanted:
         return
@@ -160,9 +159,7 @@ def first_wrong(given: Iterable[tuple[str, Tensor]], *, infinities: bool) -> str
         part = local(tensor).detach()
         if part.is_sparse:
             part = part.coalesce()._values()
-        if (
-            type(part).dequantize is not Tensor.dequantize
-        ):  # it stores its values its own way, as torchao's 8-bit states
+        if type(part).dequantize is not Tensor.dequantize:  # values stored another way, as torchao's 8-bit states
             part = part.dequantize()
         if (part.is_floating_point() or part.is_complex()) and not (part.is_meta or is_fake(part)):
             wrong = part.isnan().any() if infinities else ~part.isfinite().all()
@@ -183,7 +180,6 @@ def is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
 
 
 def _refuse_foreign(model: nn.Module) -> None:
-    """Refuse a model with parts that no policy can be bound to."""
     for path, module in model.named_modules():
         what = f"module {path or '<root>'!r}"
         if isinstance(module, torch.jit.ScriptModule):

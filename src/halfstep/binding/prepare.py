@@ -186,7 +186,6 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
 
 
 def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
-    """Bind every module that needs it."""
     sharded = any(is_sharded(p) for p in model.parameters())
     for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)

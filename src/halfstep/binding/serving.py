@@ -123,7 +123,6 @@ def _twin(model: ModelT, policy: Policy | str | Path | None, *, bound: bool) -> 
 
 
 def _refuse(policy: Policy) -> None:
-    """Refuse a policy that no plain module can follow."""
     remedy = "hs.exported(model, inputs) makes a program that does"
     if policy.params == "fp32" and policy.dtype != "fp32":
         raise PolicyError(

@@ -139,7 +139,6 @@ def _units(model: nn.Module, units: Iterable[str | nn.Module] | None) -> list[nn
 
 
 def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Iterate over the outermost lists of modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -221,7 +220,6 @@ class _Grouping:
         yield [unit], self._formats_of(own or (torch.float32, torch.float32))
 
     def _kind(self, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-        """Return (stored format, gathered format)."""
         return self._stored.get(id(parameter), parameter.dtype), self._formats[id(parameter)]
 
     def _formats_of(self, kind: tuple[torch.dtype, torch.dtype]) -> MixedPrecisionPolicy:

@@ -68,7 +68,6 @@ def _is_set() -> bool:
 
 @cache
 def _users() -> set[int]:
-    """Return the ids of the training steps that have memory kept for them."""
     return set()
 
 

@@ -313,7 +313,6 @@ def _fp32(value: Any) -> Any:
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch that reads or writes weight tensors."""
     name = func.__name__.removeprefix("_foreach_")
     if name in {"__get__", "__set__"} or name in SHAPES:
         return func(*args, **kwargs)

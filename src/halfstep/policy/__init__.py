@@ -14,16 +14,6 @@ from halfstep.policy.rule_kinds import RULE_KINDS, RuleKind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = [
-    "PRESETS",
-    "RULE_KINDS",
-    "SCALE_RULES",
-    "Plan",
-    "Policy",
-    "RuleKind",
-    "ScaleRule",
-    "Units",
-    "operator_name",
-    "operator_names",
-    "resolve",
-    "units",
-]
+    "PRESETS", "RULE_KINDS", "SCALE_RULES", "Plan", "Policy", "RuleKind", "ScaleRule", "Units", "operator_name",
+    "operator_names", "resolve", "units",
+]  # fmt: skip

@@ -85,7 +85,6 @@ def _shorten(name: str) -> str:
 
 
 def _computing() -> frozenset[str]:
-    """Return the names of torch's own operators that return new tensors made from tensors."""
     found = set()
     for schema in jit_get_all_schemas():
         name = schema.name.removeprefix("aten::")

@@ -335,7 +335,6 @@ def _preset(name: str) -> Policy:
 
 
 def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
-    """Return (pattern, rule) pairs as tuples, patterns in their short form."""
     if isinstance(value, Mapping):
         value = tuple(value.items())
     if not isinstance(value, (list, tuple)):

@@ -9,53 +9,19 @@ Loops that call `update` after every step have no such loss and pay for a weak r
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from halfstep.errors import ScaleError
 from halfstep.mistakes import MISTAKES
 from halfstep.scale.finite import gradients, names_of
-from halfstep.torch_private.autograd import execution_engine
-from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 
 Gradients = list[tuple[Tensor, Tensor | None, int]]
 """Parameters, and their gradients with their versions, as they were when a backward pass began."""
-
-
-class FollowedLosses:
-    """The scaled losses whose backward pass is still to come, as long as they live."""
-
-    def __init__(self, begins: Callable[[], Callable[[], None] | None]) -> None:
-        """Follow none yet; `begins`, at the begin of a hooked loss's backward pass, returns what to call at its end."""
-        self._begins = begins
-        self._waiting = WeakTensorKeyDictionary()
-
-    def add(self, scaled: Tensor, *, now: bool) -> None:
-        """Follow a scaled loss: with a hook `now`, or from the next `hook`."""
-        if now:
-            self._hook(scaled)
-        else:
-            self._waiting[scaled] = None
-
-    def hook(self) -> None:
-        """Give a hook to every loss that lives and has none."""
-        for scaled in list(self._waiting):
-            self._hook(scaled)
-        self._waiting.clear()
-
-    def _hook(self, scaled: Tensor) -> None:
-        if scaled.requires_grad and not is_functorch_wrapped_tensor(scaled):
-            scaled.register_hook(self._begun)
-
-    def _begun(self, gradient: Tensor) -> None:
-        if (ended := self._begins()) is not None:
-            engine: Any = execution_engine
-            engine.queue_callback(ended)
 
 
 class Stage(enum.Enum):

@@ -22,9 +22,11 @@ from halfstep.policy.scale_rule import ScaleRule, plain
 from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
-from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
+from halfstep.scale.iteration import Iteration, OptimizerWork, Stage
 from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
 from halfstep.scale.state import StoredScale, choose_rule
+from halfstep.torch_private.autograd import execution_engine
+from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 from halfstep.trees import opened
 
 _T = TypeVar("_T")
@@ -121,7 +123,7 @@ class GradScaler(StoredScale):
 
     def _begin(self) -> None:
         self._iteration = Iteration()
-        self._followed = FollowedLosses(self._pass_begins)
+        self._waiting = WeakTensorKeyDictionary()  # scaled losses without a hook, as long as they live
         self._unfollowed = 0  # how many losses were scaled in compiled code, where they get no hooks
         self._found: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
         self._names: WeakTensorKeyDictionary | None = None
@@ -167,19 +169,27 @@ class GradScaler(StoredScale):
         """Return a scaled loss, noted for the case that an optimizer is unscaled before its backward pass."""
         if torch.compiler.is_compiling():
             self._unfollowed += 1
+        elif self._iteration and self._iteration.unscaled():
+            self._hook(scaled)
         else:
-            self._followed.add(scaled, now=bool(self._iteration) and bool(self._iteration.unscaled()))
+            self._waiting[scaled] = None
         return scaled
 
-    def _pass_begins(self) -> Callable[[], None] | None:
-        """Note the gradients of unscaled optimizers when a scaled loss's backward pass begins; return what ends it."""
+    def _hook(self, scaled: Tensor) -> None:
+        if scaled.requires_grad and not is_functorch_wrapped_tensor(scaled):
+            scaled.register_hook(self._pass_begins)
+
+    def _pass_begins(self, gradient: Tensor) -> None:
+        """Note the gradients of unscaled optimizers when a scaled loss's backward pass begins, and when it ends."""
         begun = [(work, work.begin_pass()) for work in self._iteration.unscaled()]
 
         def end() -> None:
             for work, gradients in begun:
                 work.end_pass(gradients)
 
-        return end if begun else None
+        if begun:
+            engine: Any = execution_engine
+            engine.queue_callback(end)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, to clip or read them before `step`.
@@ -208,7 +218,9 @@ class GradScaler(StoredScale):
         if work.found is not None:
             self._found[optimizer] = work.found
         work.mark_unscaled(self._unfollowed)
-        self._followed.hook()
+        for scaled in list(self._waiting):
+            self._hook(scaled)
+        self._waiting.clear()
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all gradients of `optimizer` are as `unscale_` left them; `step` and `update` end that."""

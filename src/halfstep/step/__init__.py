@@ -13,14 +13,6 @@ from halfstep.step.train_step import TrainStep
 from halfstep.step.warming import warm
 
 __all__ = [
-    "HostStepResult",
-    "Loss",
-    "Metrics",
-    "MetricsLogger",
-    "Part",
-    "StepMetrics",
-    "StepResult",
-    "TrainStep",
-    "cpu_kernels",
-    "warm",
-]
+    "HostStepResult", "Loss", "Metrics", "MetricsLogger", "Part", "StepMetrics", "StepResult", "TrainStep",
+    "cpu_kernels", "warm",
+]  # fmt: skip

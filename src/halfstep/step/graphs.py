@@ -59,7 +59,7 @@ REMEDY = "leave cuda_graph out"
 WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before a warning that graphs are captured again and again
-Work = Callable[[], tuple[StepResult, Tensor, Tensor]]  # what is captured; it returns what `_packed` does
+Work = Callable[[], tuple[StepResult, Tensor]]  # what is captured; it returns what `_packed` does
 
 
 @dataclass(slots=True)
@@ -71,7 +71,6 @@ class _Graph:
     inputs: list[Tensor] = field(default_factory=list)  # static tensors of the batch; made by the first call
     outputs: StepResult | None = None  # what the step returned while it was captured, in static tensors
     numbers: Tensor | None = None  # fp32: scale, gradient norm, all gradients' norms, and the loss if it is fp32
-    skipped: Tensor | None = None  # 0-dim bool
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # what parameters hold afterwards
     open: Any = None  # the statistics that wait for the verdict afterwards
 
@@ -123,13 +122,13 @@ class Graphs:
         following = iter(graph.inputs)
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
 
-        def work() -> tuple[StepResult, Tensor, Tensor]:
+        def work() -> tuple[StepResult, Tensor]:
             return _packed(self._static_step(batch, named))
 
         self._clear_casts()  # a copy made before would not be made in the graph
         if graph.calls < WARM_UPS:
             with self._rates_as_tensors(updates=updates):
-                result, _, _ = self._recorder.warm(work)
+                result, _ = self._recorder.warm(work)
             graph.calls += 1
             return replace(result, scale=result.scale.clone(), aux=map_tensors(result.aux, _copied))
         self._capture(graph, work, generators, updates=updates)
@@ -197,7 +196,7 @@ class Graphs:
         step.watchers.paused = True  # what they do is not part of a step
         try:
             with self._rates_as_tensors(updates=updates):
-                graph.replay, (outputs, numbers, skipped) = self._recorder.capture(work, generators)
+                graph.replay, (graph.outputs, graph.numbers) = self._recorder.capture(work, generators)
         except BaseException as error:
             self._moments.phase = Phase.MICRO_BATCH
             vars(record).update(before)
@@ -217,7 +216,6 @@ class Graphs:
         finally:
             step.watchers.paused = False
             self._clear_casts()  # those made in a capture hold nothing yet
-        graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = self._statistics.open
         record.done, record.micro_batches = before["done"], before["micro_batches"]  # `_done` counts
@@ -261,7 +259,7 @@ class Graphs:
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Do the host's part of a replayed micro-batch; return copies of its results."""
         step, static = self._step, graph.outputs
-        assert static is not None and graph.numbers is not None and graph.skipped is not None
+        assert static is not None and graph.numbers is not None
         record = step.record
         number = record.done + record.micro_batches + 1
         record.done, record.micro_batches = (number, 0) if updates else (record.done, record.micro_batches + 1)
@@ -272,7 +270,7 @@ class Graphs:
             parameter.grad = gradient
         if not updates and self._scale is not None:
             step.record.scale = self._scale
-        numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
+        numbers, skipped = graph.numbers.clone(), static.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
         aux = map_tensors(static.aux, _copied)
@@ -317,13 +315,13 @@ class Graphs:
             )
 
 
-def _packed(result: StepResult) -> tuple[StepResult, Tensor, Tensor]:
-    """Bring the small results of a step into two tensors, so that copying them takes two launches."""
+def _packed(result: StepResult) -> tuple[StepResult, Tensor]:
+    """Bring the small results of a step, but for `skipped`, into one tensor: copying them takes two launches then."""
     parts = [result.scale, result.grad_norm]
     if isinstance(result.find_culprits, Culprits):
         parts.append(result.find_culprits.norms)
     numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
-    return result, numbers, result.skipped
+    return result, numbers
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
 update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first
 write of the optimizer to the end of `after_update`, signals are deferred. An exception there leaves a mixture of two
-states, unless the optimizer's own ``step()`` runs and has not written yet (`undo.Marks`); then every later call is
+states, unless the optimizer's own ``step()`` runs and has not written yet (`Marks`); then every later call is
 refused until a checkpoint is loaded. The phase is one attribute, assigned before anything is changed and after
 everything is, so it is right at any bytecode, also where an exception ends the handling of another one; the next call
 continues from it.

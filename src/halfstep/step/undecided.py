@@ -151,7 +151,6 @@ def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
 
 
 def _refuse(given: Any) -> None:
-    """Refuse arguments of a training step that do not go together with policy="auto"."""
     model, inner = given.model, unwrap(given.model)
     ddp = model if isinstance(model, DistributedDataParallel) else None
     options = compile_options(given.compile, accumulate=given.accumulate, cuda_graph=False)

@@ -9,13 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "IN_FSDP1", "active_ddp", "backend_of", "broadcast_coalesced", "comm_hooks", "communicate_as_first_forward",
-    "default_store", "first_bucket_bytes", "fsdp_groups", "fsdp_state", "has_recorded_static_graph",
-    "in_flat_parameter", "is_joining", "is_root", "local_of", "logging_data", "overlaps_with_ddp", "renew_reducer",
-    "set_local", "spec_of",
-]  # fmt: skip
-
 local_of: Any = attrgetter("_local_tensor")
 """The part of a DTensor that this rank has."""
 

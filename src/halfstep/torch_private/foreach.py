@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "amp_foreach_non_finite_check_and_unscale_", "amp_update_scale_", "foreach_add_", "foreach_addcmul_",
-    "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div", "foreach_lerp_", "foreach_mul_",
-    "foreach_norm", "foreach_sqrt",
-]  # fmt: skip
-
 foreach_add_ = torch._foreach_add_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_clamp_max_ = torch._foreach_clamp_max_

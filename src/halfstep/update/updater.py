@@ -38,8 +38,7 @@ from halfstep.torch_private.modules import (
     step_pre_hooks,
 )
 from halfstep.update.fused import PLAIN, FusedUpdate, GradientCheck, check_gradients, same
-from halfstep.update.optimizer_step import clip_values_, prefer_fused, step_unless
-from halfstep.update.undo import Marks
+from halfstep.update.optimizer_step import Marks, clip_values_, prefer_fused, step_unless
 from halfstep.weights import WeightStore
 from halfstep.weights.draws import Draws
 from halfstep.weights.states import LowStates
@@ -215,7 +214,6 @@ class Updater:
         return self._fused
 
     def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
-        """Write through ``optimizer.step()``, which reads `gradients` times `factor`."""
         self.host_read = int(step_unless(bad, self.optimizer, gradients, factor))
         if self._marks is not None:
             self._marks.end()

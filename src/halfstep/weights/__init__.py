@@ -1,15 +1,6 @@
 """Precise weights behind low parameters."""
 
 from halfstep.weights.store import WeightStore
-from halfstep.weights.strategies import STRATEGIES, KahanWeights, MasterWeights, SplitWeights, StochasticWeights
-from halfstep.weights.unkept import UnkeptWeights
+from halfstep.weights.strategies import STRATEGIES, UnkeptWeights
 
-__all__ = [
-    "STRATEGIES",
-    "KahanWeights",
-    "MasterWeights",
-    "SplitWeights",
-    "StochasticWeights",
-    "UnkeptWeights",
-    "WeightStore",
-]
+__all__ = ["STRATEGIES", "UnkeptWeights", "WeightStore"]

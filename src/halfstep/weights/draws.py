@@ -51,7 +51,6 @@ class Draws:
         return counters[shard]
 
     def _first(self) -> list[int]:
-        """Return (seed, count) before the first update."""
         return [0 if replicated() else self._seed, 0]
 
     def bits(self, tensor: int, stream: int, like: Tensor, shard: int = 0) -> Tensor:

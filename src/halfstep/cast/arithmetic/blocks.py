@@ -7,35 +7,18 @@ and its backward pass each round their operands anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from halfstep.cast.arithmetic.emulate import rounded_to, simulated
+from halfstep.cast.arithmetic.emulate import rounded_by, rounded_to, simulated
 from halfstep.formats import BlockFormat
 
 SIGNS = torch.tensor([1, -1, 1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1], dtype=torch.float32, device="cpu")
 """Signs of the rows of the Hadamard matrix: any that are fixed do."""
-
-
-class _InBlocks(Function):
-    """A tensor rounded to a block format along a dimension; its gradient passes as it is."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, form: BlockFormat, dim: int, stochastic: bool) -> Tensor:
-        return form.round(x, dim=dim, mode="stochastic" if stochastic else "nearest")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return grads[0], None, None, None
 
 
 class _BlockProduct(Function):
@@ -65,9 +48,8 @@ class _BlockProduct(Function):
         return of_x, of_weight, None
 
 
-def _in_blocks(*inputs: Any) -> Tensor:
-    function: type[Function] = _InBlocks
-    return cast(Tensor, function.apply(*inputs))
+def _in_blocks(x: Tensor, form: BlockFormat, dim: int, stochastic: bool) -> Tensor:
+    return rounded_by(partial(form.round, dim=dim, mode="stochastic" if stochastic else "nearest"), None, x)
 
 
 def _spread(rows: Tensor) -> Tensor:
@@ -82,7 +64,6 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 def _block_linear(form: BlockFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return torch.nn.functional.linear in fp32, with products in `form` and bf16 numbers out."""
     function: type[Function] = _BlockProduct
     made = cast(Tensor, function.apply(input.float().reshape(-1, input.shape[-1]), weight.float(), form))
     made = made if bias is None else made + bias.float()

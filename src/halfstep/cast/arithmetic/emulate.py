@@ -18,7 +18,10 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.torch_private.operators import attention_math
+from halfstep.torch_private.trees import tree_flatten, tree_unflatten
 from halfstep.trees import map_tensors, tensors
+
+Rounding = Callable[[Tensor], Tensor]
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -39,32 +42,26 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, 
     return add_product(input, batch1, batch2, beta=beta, alpha=alpha)
 
 
-def _mv(input: Tensor, vec: Tensor) -> Tensor:
-    return recomputed(torch.mv, input, vec)
+def _recomputing(func: Callable[..., Tensor], twice: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """Return `func`, and `twice`, by `recomputed`; floating tensors may be anywhere in their arguments."""
 
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        leaves, form = tree_flatten((args, kwargs))
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        low = [leaves[n] for n in places]
+        others = [None if n in places else leaf for n, leaf in enumerate(leaves)]
 
-def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return recomputed(lambda *t: torch.addmv(*t, beta=beta, alpha=alpha), input, mat, vec)
+        def compute(function: Callable[..., Tensor], *wide: Tensor) -> Tensor:
+            given = list(others)
+            for n, tensor in zip(places, wide, strict=True):
+                given[n] = tensor
+            args, kwargs = tree_unflatten(given, form)
+            return function(*args, **kwargs)
 
+        again = None if twice is None else functools.partial(compute, twice)
+        return recomputed(functools.partial(compute, func), *low, twice=again)
 
-def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return recomputed(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), input, batch1, batch2)
-
-
-def _einsum(equation: Any, *operands: Any) -> Tensor:
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str):  # the sublist form: operand, sublist, operand, sublist, ..., [output]
-        flat = (equation, *operands)
-        tensors = tuple(t for t in flat if isinstance(t, Tensor))
-        lists = [s for s in flat if not isinstance(s, Tensor)]
-
-        def compute(*wide: Tensor) -> Tensor:
-            pairs = [item for pair in zip(wide, lists, strict=False) for item in pair]
-            return torch.einsum(*pairs, *lists[len(wide) :])
-
-        return recomputed(compute, *tensors)
-    return recomputed(lambda *wide: torch.einsum(equation, *wide), *operands)
+    return call
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -109,36 +106,24 @@ def _conv_transpose(
     return convolve(input, weight, bias, *spread, True, _each(output_padding, dims), groups)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _differentiable_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """scaled_dot_product_attention by the math kernel: the fused ones have no second derivative."""
+    if attn_mask is not None and not attn_mask.is_floating_point():  # it takes additive masks only
+        attn_mask = torch.zeros(attn_mask.shape, device=attn_mask.device).masked_fill(~attn_mask, float("-inf"))
+    return attention_math(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
+
+
+_recomputed_attention = _recomputing(F.scaled_dot_product_attention, _differentiable_attention)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention; with dropout the probabilities are kept (a recomputation would draw others)."""
-    low_mask = attn_mask is not None and attn_mask.is_floating_point()
-    floats = (query, key, value, attn_mask) if low_mask else (query, key, value)
-
-    def compute(*wide: Tensor) -> Tensor:
-        q, k, v = wide[:3]
-        mask = wide[3] if low_mask else attn_mask
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-    def differentiable_twice(*wide: Tensor) -> Tensor:  # fused attention kernels have no second derivative
-        q, k, v = wide[:3]
-        mask = wide[3] if low_mask else attn_mask
-        if mask is not None and not mask.is_floating_point():  # the math kernel takes additive masks only
-            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
-        return attention_math(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-
-    tensors = cast("tuple[Tensor, ...]", floats)
-    if dropout_p > 0:
-        return compute(*(t.float() for t in tensors)).to(query.dtype)
-    return recomputed(compute, *tensors, twice=differentiable_twice)
+    if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0:
+        return cast(Tensor, widened(F.scaled_dot_product_attention)(*args, **kwargs))
+    return _recomputed_attention(*args, **kwargs)
 
 
 def widened(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,12 +144,12 @@ EMULATED: Mapping[str, Callable[..., Tensor]] = {
     "matmul": _matmul,
     "mm": product,
     "bmm": product,
-    "mv": _mv,
+    "mv": _recomputing(torch.mv),
     "addmm": add_product,
     "baddbmm": _baddbmm,
-    "addmv": _addmv,
-    "addbmm": _addbmm,
-    "einsum": _einsum,
+    "addmv": _recomputing(torch.addmv),
+    "addbmm": _recomputing(torch.addbmm),
+    "einsum": _recomputing(torch.einsum),
     "conv1d": _conv,
     "conv2d": _conv,
     "conv3d": _conv,
@@ -204,29 +189,35 @@ def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | No
 
 
 class _Simulated(Function):
-    """The numbers of a format nearest to a tensor's, as fp32; its gradient is rounded to the format too."""
+    """A tensor rounded by a function; its gradient by another one, or None: as it is."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, form: Format) -> Tensor:
-        return form.round(x)
+    def forward(x: Tensor, there: Rounding, back: Rounding | None) -> Tensor:
+        return there(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.form = inputs[1]
+        ctx.back = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return rounded_to(ctx.form, grads[0]), None
+        return grads[0] if ctx.back is None else ctx.back(grads[0]), None, None
+
+
+def rounded_by(there: Rounding, back: Rounding | None, tensor: Tensor) -> Tensor:
+    """Return `tensor` rounded by `there`, and its gradient by `back`; None: it stays as it is."""
+    function: type[Function] = _Simulated
+    return cast(Tensor, function.apply(tensor, there, back))
 
 
 def rounded_to(form: Format, tensor: Tensor) -> Tensor:
     """Return the numbers of `form` nearest to those of `tensor`, as fp32; tensors that no policy casts as they are."""
     if tensor.dtype not in POLICY_DTYPES:
         return tensor
-    function: type[Function] = _Simulated
-    return cast(Tensor, function.apply(tensor.float(), form.carrier))
+    carrier = form.carrier
+    return rounded_by(carrier.round, functools.partial(rounded_to, carrier), tensor.float())
 
 
 def simulated(func: Callable[..., Any], form: Format, *, inputs: bool = True) -> Callable[..., Any]:

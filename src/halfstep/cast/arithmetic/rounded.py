@@ -7,7 +7,7 @@ an eager result is bit-equal to running the fp32 operator on widened inputs and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,6 +25,11 @@ from halfstep.torch_private.modes import (
     push_on_torch_function_stack,
     unwrap_dead_wrappers,
 )
+
+Needs = Sequence[bool]
+"""Whether the gradient of each input is needed."""
+
+Gradients = tuple[Tensor | None, ...]
 
 
 def apply(function: type[Function], *inputs: Any) -> Tensor:
@@ -80,200 +85,143 @@ def _mat2_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     return mat1.mT @ grad
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+# ------------------------------------------------------------------ operators, and their gradients in fp32
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() @ b.float()).to(a.dtype)
 
 
-class _Product(Function):
-    """mm (2-D) and bmm (3-D, equal batch): low x low -> low."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(_wide_product)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        with rules_off(a.device.type):
-            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
-            need_a, need_b = ctx.needs_input_grad
-            return (
-                _mat1_grad(grad, wide_a, wide_b).to(a.dtype) if need_a else None,
-                _mat2_grad(grad, wide_a, wide_b).to(b.dtype) if need_b else None,
-            )
+def _product_gradients(needs: Needs, grad: Tensor, a: Tensor, b: Tensor) -> Gradients:
+    wide_a, wide_b = a.float(), b.float()
+    of_a = _mat1_grad(grad, wide_a, wide_b) if needs[0] else None
+    return of_a, _mat2_grad(grad, wide_a, wide_b) if needs[1] else None
 
 
-def _wide_add_product(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+def _add_product(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
     operator = torch.addmm if a.dim() == 2 else torch.baddbmm
     return operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
 
 
-class _AddProduct(Function):
-    """beta * input + alpha * (a @ b), 2-D or 3-D: addmm and baddbmm, one rounding."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(_wide_add_product)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        bias, a, b, ctx.beta, ctx.alpha = inputs
-        ctx.bias_shape = bias.shape
-        ctx.save_for_backward(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        with rules_off(a.device.type):
-            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
-            need_bias, need_a, need_b = ctx.needs_input_grad[:3]
-            alpha = ctx.alpha
-            scaled = grad if alpha == 1 else grad * alpha
-            by_bias = grad if ctx.beta == 1 else grad * ctx.beta
-            return (
-                by_bias.sum_to_size(ctx.bias_shape).to(a.dtype) if need_bias else None,
-                _mat1_grad(scaled, wide_a, wide_b).to(a.dtype) if need_a else None,
-                _mat2_grad(scaled, wide_a, wide_b).to(b.dtype) if need_b else None,
-                None,
-                None,
-            )
+def _add_product_gradients(
+    needs: Needs, grad: Tensor, shape: torch.Size, a: Tensor, b: Tensor, beta: float, alpha: float
+) -> Gradients:
+    by_bias = grad if beta == 1 else grad * beta
+    of_bias = by_bias.sum_to_size(shape) if needs[0] else None
+    return of_bias, *_product_gradients(needs[1:], grad if alpha == 1 else grad * alpha, a, b), None, None
 
 
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-class _Linear(Function):
-    """x @ weight.T + bias for x of any number of leading dimensions; weight (out, in); bias (out,) or None."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(_wide_linear)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        with rules_off(x.device.type):
-            need_x, need_weight, need_bias = ctx.needs_input_grad
-            grad = grads[0].float()
-            rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
-            inputs = x.flatten(0, -2) if x.dim() != 1 else x[None]
-            grad_x = grad_weight = grad_bias = None
-            if need_x:
-                grad_x = (rows @ weight.float()).reshape(x.shape).to(x.dtype)
-            if need_weight:
-                grad_weight = (rows.t() @ inputs.float()).to(weight.dtype)
-            if need_bias:
-                grad_bias = rows.sum(0).to(x.dtype)
-            return grad_x, grad_weight, grad_bias
+def _linear_gradients(needs: Needs, grad: Tensor, x: Tensor, weight: Tensor, shape: torch.Size | None) -> Gradients:
+    rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
+    inputs = x.flatten(0, -2) if x.dim() != 1 else x[None]
+    of_x = (rows @ weight.float()).reshape(x.shape) if needs[0] else None
+    of_weight = rows.t() @ inputs.float() if needs[1] else None
+    return of_x, of_weight, rows.sum(0) if needs[2] else None
 
 
-def _wide_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
     wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
     return wide.to(x.dtype)
 
 
-class _Convolution(Function):
-    """aten::convolution in any number of dimensions, plain or transposed."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(_wide_convolution)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, weight, bias, geometry = inputs
-        ctx.geometry = geometry
-        ctx.bias_sizes = None if bias is None else list(bias.shape)
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:3])
-        with rules_off(x.device.type):
-            wide = torch.ops.aten.convolution_backward(
-                grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
-            )
-            return (*(g.to(x.dtype) if need else None for g, need in zip(wide, needs, strict=True)), None)
+def _convolution_gradients(
+    needs: Needs, grad: Tensor, x: Tensor, weight: Tensor, shape: torch.Size | None, geometry: tuple[Any, ...]
+) -> Gradients:
+    sizes = None if shape is None else list(shape)
+    masks = list(needs[:3])
+    wide = torch.ops.aten.convolution_backward(grad, x.float(), weight.float(), sizes, *geometry, masks)
+    return *(g if need else None for g, need in zip(wide, masks, strict=True)), None
 
 
-def _wide_recomputed(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def _recomputed(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return compute(*(t.float() for t in inputs)).to(inputs[0].dtype)
 
 
-class _Recomputed(Function):
-    """Any differentiable `compute` of low tensors, done again in backward; by `twice` where that is differentiated."""
+def _recomputed_gradients(needs: Needs, grad: Tensor, compute: Any, twice: Any, *inputs: Tensor) -> Gradients:
+    pull = torch.func.vjp(twice if torch.is_grad_enabled() else compute, *(t.float() for t in inputs))[1]
+    return None, None, *(g if need else None for g, need in zip(pull(grad), needs[2:], strict=True))
+
+
+GRADIENTS: Mapping[Callable[..., Tensor], tuple[Callable[..., Gradients], int | None]] = {
+    _product: (_product_gradients, None),  # matrices, or stacks of as many
+    _add_product: (_add_product_gradients, 0),  # beta * input + alpha * (a @ b): addmm and baddbmm
+    _linear: (_linear_gradients, 2),  # x @ weight.T + bias, x of any number of dimensions
+    _convolution: (_convolution_gradients, 2),  # in any number of dimensions, plain or transposed
+    _recomputed: (_recomputed_gradients, None),  # any `compute`; by `twice` where its gradient is differentiated
+}
+"""Operator of low inputs -> its gradients, and the input of which these need no more than the shape: a bias."""
+
+SAVED = object()
+
+
+class _Rounded(Function):
+    """An operator of `GRADIENTS`; result and gradients are rounded once."""
 
     generate_vmap_rule = True
 
-    forward = staticmethod(_wide_recomputed)
+    @staticmethod
+    def forward(operator: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return operator(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.compute, ctx.twice, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        operator, *given = inputs
+        ctx.gradients, bias = GRADIENTS[operator]
+        if bias is not None and given[bias] is not None:
+            given[bias] = given[bias].shape
+        ctx.save_for_backward(*(one for one in given if isinstance(one, Tensor)))
+        ctx.given = [SAVED if isinstance(one, Tensor) else one for one in given]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
-        with rules_off(tensors[0].device.type):
-            pull = torch.func.vjp(compute, *(t.float() for t in tensors))[1]
-            wide = pull(grads[0].float())
-            needs = ctx.needs_input_grad[2:]
-            return (
-                None,
-                None,
-                *(g.to(t.dtype) if need else None for g, t, need in zip(wide, tensors, needs, strict=True)),
-            )
+        saved = iter(ctx.saved_tensors)
+        given = [next(saved) if one is SAVED else one for one in ctx.given]
+        low = grads[0].dtype
+        with rules_off(grads[0].device.type):
+            found = ctx.gradients(ctx.needs_input_grad[1:], grads[0].float(), *given)
+            return None, *(None if g is None else g.to(low) for g in found)
 
 
-def _call(function: type[Function], forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Call one of the Functions above, or, where it cannot stand, its `forward`; autograd records its operators.
+def _call(operator: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call an operator of `GRADIENTS`, or, where its Function cannot stand, have autograd record what it does.
 
     Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
-    Dynamo breaks its graph at ``function.forward``, so that is an argument.
     """
     if torch.compiler.is_compiling() or forward_ad_level() >= 0:
-        return forward(*inputs)
+        return operator(*inputs)
     if any(isinstance(value, Tensor) and value.is_nested for value in inputs):
-        return forward(*inputs)
-    return apply(function, *inputs)
+        return operator(*inputs)
+    return apply(_Rounded, operator, *inputs)
 
 
 def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
     """Return `compute` of `inputs`; its backward pass computes once more, by `twice` if that is differentiated too."""
-    return _call(_Recomputed, _wide_recomputed, compute, twice or compute, *inputs)
+    return _call(_recomputed, compute, twice or compute, *inputs)
 
 
 def product(input: Tensor, mat2: Tensor) -> Tensor:
     """Return input @ mat2: matrices, or stacks of as many."""
-    return _call(_Product, _wide_product, input, mat2)
+    return _call(_product, input, mat2)
 
 
 def add_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Return beta * input + alpha * (mat1 @ mat2): matrices, or stacks of as many."""
-    return _call(_AddProduct, _wide_add_product, input, mat1, mat2, beta, alpha)
+    return _call(_add_product, input, mat1, mat2, beta, alpha)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return torch.nn.functional.linear of low tensors."""
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
-        return _wide_linear(input, weight, bias)
-    return _call(_Linear, _wide_linear, input, weight, bias)
+        return _linear(input, weight, bias)
+    return _call(_linear, input, weight, bias)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """Return torch.convolution of low tensors, `geometry` its last arguments; `x` may lack the batch dimension."""
     if x.dim() == weight.dim():
-        return _call(_Convolution, _wide_convolution, x, weight, bias, geometry)
-    return _call(_Convolution, _wide_convolution, x[None], weight, bias, geometry)[0]
+        return _call(_convolution, x, weight, bias, geometry)
+    return _call(_convolution, x[None], weight, bias, geometry)[0]

@@ -144,15 +144,8 @@ def linear_cross_entropy(
             chunk=(chunk, COUNT | NONE),
             recompute=(recompute, FLAG),
         )
-    named: dict[str, Any] = {
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "chunk": chunk,
-        "recompute": recompute,
-    }
+    settings = Settings(weight, reduction, ignore_index, label_smoothing, chunk, recompute)
+    named: dict[str, Any] = {"linear_bias": linear_bias, **settings._asdict()}
     if torch.compiler.is_compiling():  # which traces modes around torch's own functions only
         mode = STATE.mode
         if mode is not None and mode.active(tensors_of((input, linear_weight, linear_bias), mode.devices)):
@@ -162,7 +155,6 @@ def linear_cross_entropy(
     elif has_torch_function(tensors):
         return handle_torch_function(linear_cross_entropy, tensors, *tensors[:3], **named)
     device = input.device.type
-    settings = Settings(weight, reduction, ignore_index, label_smoothing, chunk, recompute)
     if not torch.is_autocast_enabled(device):
         emulating = input.dtype is torch.float16 and not units(device).fp16
         return fused_loss(input, linear_weight, linear_bias, target, settings, emulating=emulating)
@@ -202,7 +194,6 @@ def fused_loss(
     if weight is not None:
         weight = weight.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
     product = (rows, linear_weight, linear_bias)
-    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in product)
     arguments = (*product, labels, weight, settings.ignored, settings.label_smoothing, settings.reduction)
     compiling = torch.compiler.is_compiling()
 
@@ -246,7 +237,6 @@ def loss_in_parts(
 def _check(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, settings: Settings
 ) -> None:
-    """Raise LossError for arguments that do not belong together, before anything is computed."""
     if input.dim() < 1 or linear_weight.dim() < 2 or (linear_weight.dim() > 2 and input.dim() != 2):
         raise LossError(
             f"linear_cross_entropy takes input (..., F) and linear_weight (C, F), or (N, F) and (C, d1, ..., F); got "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any
 
@@ -108,34 +108,18 @@ def backward(recipe: Recipe, loss: Tensor, seed: Tensor, *, keep: bool = False) 
     """
     if type(loss) is not Tensor or (len_torch_function_stack() and not _needed(recipe)):
         loss.backward(gradient=seed, retain_graph=keep)
-    elif not _needed(recipe):
-        _run(loss, seed, keep=keep)
-    else:
-        with rules_on(recipe.mode, STATE.bound):
-            _run(loss, seed, keep=keep)
+        return
+    with recomputing(recipe):  # as Tensor.backward, which would report itself to the mode and switch it off
+        engine_run_backward((loss,), (seed,), keep, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _run(loss: Tensor, seed: Tensor, *, keep: bool) -> None:
-    """Do what Tensor.backward does, which would report itself to the mode and switch it off."""
-    engine_run_backward((loss,), (seed,), keep, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def recomputing(recipe: Recipe) -> Iterator[None]:
+def recomputing(recipe: Recipe) -> AbstractContextManager[None]:
     """Let what a backward pass in this block computes again follow `recipe`."""
-    if _needed(recipe):
-        with rules_on(recipe.mode, STATE.bound):
-            yield
-    else:
-        yield
+    return rules_on(recipe.mode, STATE.bound) if _needed(recipe) else nullcontext()
 
 
 def _needed(recipe: Recipe) -> bool:
     """Return whether `recipe` has rules, and no region is open here: one around a backward pass holds as it is."""
-    state = STATE
-    if recipe.mode is None or state.mode is not None or state.frames:
+    if recipe.mode is None or STATE.mode is not None or STATE.frames:
         return False
-    for device, _, _ in recipe.devices:
-        if torch.is_autocast_enabled(device):
-            return False
-    return True
+    return not any(torch.is_autocast_enabled(device) for device, _, _ in recipe.devices)

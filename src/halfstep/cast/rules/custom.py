@@ -107,7 +107,6 @@ def _is_function_class(target: object) -> bool:
 
 
 def _overloads(target: Any) -> list[Any]:
-    """Return the overloads of a torch.library operator, [] for anything else."""
     target = overload_of(target)
     if isinstance(target, OpOverload):
         return [target]

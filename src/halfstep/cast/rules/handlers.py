@@ -210,7 +210,6 @@ def _low_cross_entropy(otherwise: Handler) -> Handler:
 
 
 def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
-    """Make the handler of a low operator whose format the devices `emulating` have no units for."""
     strict = name in EMULATED  # the others call torch's operator, which raises its own dtype error
     masked = name == "scaled_dot_product_attention"  # its fourth argument may be boolean
 
@@ -233,8 +232,6 @@ def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[
 
 
 def _simulated(form: Format, name: str) -> Handler:
-    """Make the handler of a low operator in a format that no dtype stores."""
-
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = mode.active(tensors_of(args, mode.devices) + tensors_of(kwargs.values(), mode.devices))
         if device is None or kwargs.get("out") is not None:

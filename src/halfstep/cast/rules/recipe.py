@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,28 +193,13 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
 # ------------------------------------------------------------------ note [composites]
 
 
-@functools.cache
-def _calls(func: types.FunctionType) -> frozenset[str]:
-    """Names that a function of torch.nn.functional calls, through helpers of the same module that do not report."""
-    names, todo, seen = set[str](), [func], set[types.FunctionType]()
-    while todo:
-        current = todo.pop()
-        seen.add(current)
-        for name in current.__code__.co_names:
-            names.add(name)
-            helper = current.__globals__.get(name)
-            if isinstance(helper, types.FunctionType) and helper not in seen and name.startswith("_"):
-                todo.append(helper)
-    return frozenset(names)
-
-
 def composites(ruled: frozenset[str]) -> list[types.FunctionType]:
     """Return the Python functions of torch.nn.functional that report to modes and call a ruled operator."""
     found = []
     for name, func in vars(F).items():
         if not isinstance(func, types.FunctionType) or "handle_torch_function" not in func.__code__.co_names:
             continue
-        if any(called != name and (_name_of_called(called) in ruled) for called in _calls(func)):
+        if any(called != name and (_name_of_called(called) in ruled) for called in _names(func)):
             found.append(func)
     return found
 
@@ -281,31 +266,29 @@ def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Call
     """Return whether the forward of `module`, a layer of torch.nn of class `original`, calls nothing in `handlers`."""
     if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
         return False
-    names = _names(original)  # type: ignore[arg-type]  # classes hash
+    names = _names(original.forward, original)  # type: ignore[arg-type]  # classes hash
     if isinstance(module, ConvBase) and module.padding_mode == "zeros":
         names -= {"pad"}  # what the other modes call
     return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
 
 
 @functools.cache
-def _names(kind: type[nn.Module]) -> frozenset[str]:
-    """Return every name that the forward of `kind` uses, and those of the functions and methods it calls."""
-    names, seen, todo = set[str](), set[types.FunctionType](), list[Any]([kind.forward])
+def _names(function: Callable[..., Any], kind: type[nn.Module] | None = None) -> frozenset[str]:
+    """Return every name that `function` uses, and those of what it calls: of private helpers only if not in `kind`."""
+    names, seen, todo = set[str](), set[types.FunctionType](), list[Any]([function])
     while todo:
-        function = todo.pop()
-        if isinstance(function, types.FunctionType) and function not in seen:
-            seen.add(function)
-            if function.__module__ == "torch.overrides":  # how functions test for a mode
+        current = todo.pop()
+        if isinstance(current, types.FunctionType) and current not in seen:
+            seen.add(current)
+            if current.__module__ == "torch.overrides":  # how functions test for a mode
                 continue
-            names.update((function.__name__, *function.__code__.co_names))
-            todo += _called(function, kind)
+            code = current.__code__
+            names.update((current.__name__, *code.co_names))
+            for name in code.co_names:
+                if kind is not None:
+                    todo += (current.__globals__.get(name), getattr(kind, name, None), getattr(F, name, None))
+                elif name.startswith("_"):
+                    todo.append(current.__globals__.get(name))
+            if kind is not None:  # pooling chooses between two functions it holds
+                todo += [cell.cell_contents for cell in current.__closure__ or ()]
     return frozenset(names)
-
-
-def _called(function: types.FunctionType, kind: type[nn.Module]) -> Iterator[Any]:
-    for name in function.__code__.co_names:
-        yield function.__globals__.get(name)
-        yield getattr(kind, name, None)
-        yield getattr(F, name, None)
-    for cell in function.__closure__ or ():  # pooling chooses between two functions it holds
-        yield cell.cell_contents

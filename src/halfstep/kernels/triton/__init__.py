@@ -16,8 +16,6 @@ import torch
 
 from halfstep.errors import lacks_memory
 
-__all__ = ["missing", "refused", "unsupported"]
-
 LOG = logging.getLogger("halfstep")
 
 OLDEST = (7, 5)

@@ -24,6 +24,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from halfstep.accelerators import capturing
+
 FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a product and a sum stay two roundings, as they are in the reference."""
 
@@ -144,10 +146,6 @@ def tables_of(graph: object, device: torch.device) -> Iterator[None]:
         kept.now = before
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class Launch(NamedTuple):
     """Programs for tensors of the same formats."""
 
@@ -215,7 +213,7 @@ def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> 
     known = memory.rows.get(key)
     if known is None:
         known = _rows(lists, places, formats, sizes, device, block, start)
-        if not _capturing(device):  # else only the graph's replays copy them
+        if not capturing(device.type):  # else only the graph's replays copy them
             memory.keep(key, known)
     else:
         memory.rows.move_to_end(key)
@@ -240,7 +238,7 @@ def _rows(
     layout = memory.layouts.get(key)
     if layout is None:
         layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
-        if not _capturing(device):
+        if not capturing(device.type):
             memory.layouts[key] = layout
     else:
         memory.layouts.move_to_end(key)

@@ -1,6 +1,5 @@
 """engines: a policy as the configuration of another training engine, and what that engine does otherwise."""
 
-from halfstep.policy.engines.engine import Engine, EngineConfig, Expressed, configured, expressed
-from halfstep.policy.engines.engines import ENGINES
+from halfstep.policy.engines.engine import ENGINES, Engine, EngineConfig, Expressed, configured, expressed
 
 __all__ = ["ENGINES", "Engine", "EngineConfig", "Expressed", "configured", "expressed"]

@@ -137,8 +137,7 @@ class Metrics(Part):
         culprits = self._culprits
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
-        landing = Landing()
-        landing.take([packed])
+        landing = Landing().take([packed])
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
         self._waiting.append((result.step, rate, landing, culprits))

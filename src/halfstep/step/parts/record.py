@@ -252,7 +252,6 @@ class History:
         return kept
 
     def _make_room(self) -> None:
-        """Drop the oldest batches beyond `limit`, but not the newest."""
         windows = [w for w in (self.judged, self.window if self._own is None else None) if w is not None]
         excess = sum(micro.bytes() for window in windows for micro in window.batches) - self._limit
         for window in windows:

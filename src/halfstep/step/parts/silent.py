@@ -142,8 +142,7 @@ class Kept:
             rows += [] if row is None else [row.to(device, non_blocking=True)]
             sent.append((f"{name} {list(tensor.shape)}", row is not None))
         if finite:
-            landing = Landing()
-            landing.take([torch.stack(finite), *([torch.stack(rows)] if rows else [])])
+            landing = Landing().take([torch.stack(finite), *([torch.stack(rows)] if rows else [])])
             self._landing, self._sent = landing, sent  # together: an exception before leaves nothing
         self._tell(number)
 
@@ -319,8 +318,7 @@ class Learning(Part):
         sent = Sent(self._update, self._before, names, [*self._rows], [*self._outputs])
         taken = [*self._rows.values()], [*self._outputs.values()], [result.loss.reshape(()), result.scale]
         moved = ([part.to(device, torch.float32, non_blocking=True) for part in parts] for parts in taken if parts)
-        landing = Landing()
-        landing.take([found.norms, *map(torch.stack, moved)])
+        landing = Landing().take([found.norms, *map(torch.stack, moved)])
         self._landing, self._sent = landing, sent  # together: an exception before leaves nothing
         self._tell()
 
