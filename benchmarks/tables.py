@@ -19,6 +19,7 @@ from benchmarks import concepts
 from benchmarks.accuracy_tables import metrics, spread
 from benchmarks.advice_tables import plan_table, tune_table
 from benchmarks.auto import auto_table
+from benchmarks.block_formats import block_formats_table
 from benchmarks.compare_tables import compare_tables
 from benchmarks.conclusions import conclusion_blocks
 from benchmarks.engine_tables import engine_blocks
@@ -122,6 +123,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "source recipes": source(recipes),
         "recipes": recipes_table(recipes),
         "invariance": invariance_table(load("invariance.json")),
+        "block formats": block_formats_table(load("block_formats.json")),
         "rl formats": rl_formats_table(load("rl_formats.json")),
         "source losses": source(losses),
         "losses": losses_table(losses),
