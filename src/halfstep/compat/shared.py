@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -64,3 +65,19 @@ def public(original: Any, function: Callable[..., Any], name: str = "") -> Calla
     title = f"``{name}{inspect.signature(function)}``: torch's `{original.__name__}`."
     function.__doc__ = f"{title}\n\n{function.__doc__ or original.__doc__}"
     return function
+
+
+def with_settings(
+    base: type, name: str, doc: str, method: str, function: Callable[..., Any], /, **settings: Any
+) -> Any:
+    """Return a subclass of `base`, in its module, made of `settings`, name=default, which its constructor takes.
+
+    Its `method` calls `function` with its own arguments, and the settings by name.
+    """
+
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        return function(*args, **{key: getattr(self, key) for key in settings}, **named)
+
+    fields = [(key, Any, dataclasses.field(default=value)) for key, value in settings.items()]
+    body = {"__doc__": doc, "__module__": base.__module__, method: run}
+    return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=body, repr=False, eq=False)
