@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+from halfstep.torch_private import foreach
 
 LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
 """Low dtype -> the name that policies use."""
@@ -39,6 +40,45 @@ class Gate:
     def step(self) -> None:
         """Note that the scaler allowed the step; the gradients are the result."""
         self.passed = True
+
+
+class WrittenOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that are written with torch's functions: `_update` gets the parameters of one group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; return what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(group, params)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update the parameters of one group, all of which have gradients."""
+        raise NotImplementedError
+
+    def _adam(
+        self, group: dict[str, Any], params: list[Any], grads: list[Any], bias: tuple[float, float] = (1.0, 1.0),
+        share: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Take `grads` into the moments and return Adam's directions; `share`: of a gradient in the first moment."""
+        beta1, beta2 = group["betas"]
+        for parameter, gradient in zip(params, grads, strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in self.state[parameter]:
+                    self.state[parameter][name] = torch.zeros_like(gradient)
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        foreach.foreach_mul_(first, beta1)
+        foreach.foreach_add_(first, grads, alpha=1 - beta1 if share is None else share)
+        foreach.foreach_mul_(second, beta2)
+        foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
+        below = foreach.foreach_sqrt(foreach.foreach_div(second, bias[1]))
+        foreach.foreach_add_(below, group["eps"])
+        return foreach.foreach_div(foreach.foreach_div(first, bias[0]), below)
 
 
 def listed(value: Any) -> list[Any]:
