@@ -101,13 +101,9 @@ class PolicyMixin(Mixed):
     black_box: hs.BlackBox | None
 
     def __init__(
-        self,
-        *args: Any,
-        policy: Policy | str | Path = "mixed",
-        black_box: bool = True,
-        evidence: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, policy: Policy | str | Path = "mixed", black_box: bool = True,
+        evidence: str | Path | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.policy = Policy.of(policy)
         self.black_box = None
         self._explains, self._evidence = black_box, evidence
