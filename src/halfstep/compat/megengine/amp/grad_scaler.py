@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.megengine.autodiff.grad_manager import (
-    MARK,
-    SCALE,
-    SCALED,
-    UNSCALED,
-    GradManager,
-    GradManagerGroup,
-    managers_of,
-    marked,
-)
+from halfstep.compat.megengine.autodiff import GradManager, GradManagerGroup
+from halfstep.compat.megengine.autodiff.grad_manager import MARK, SCALED, UNSCALED, managers_of, mark, marked
 from halfstep.compat.shared import Gate, listed
 from halfstep.errors import ScaleError
 
@@ -118,12 +110,11 @@ class GradScaler:
         scaled = self._core.scale([torch.ones_like(one) for one in ys] if dy is None else listed(dy))
         self._rescale(gm.attached_tensors())
         for one in scaled:
-            setattr(one, MARK, SCALED)
+            mark(one, SCALED)
         gm.backward(ys, scaled)
         for tensor in gm.attached_tensors():
             if tensor.grad is not None:
-                setattr(tensor.grad, MARK, SCALED)
-                setattr(tensor.grad, SCALE, None if unscale_grad else self._present(tensor.grad))
+                mark(tensor.grad, SCALED, None if unscale_grad else self._present(tensor.grad))
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
@@ -165,8 +156,7 @@ class GradScaler:
             if bad:
                 tensor.grad = None
             else:
-                setattr(tensor.grad, MARK, UNSCALED)
-                setattr(tensor.grad, SCALE, None)
+                mark(tensor.grad, UNSCALED)
         for manager in managers_of(attached):
             manager.statistics.settle(bad=bad)
         self._found = bool(self._found) or bad
@@ -175,13 +165,12 @@ class GradScaler:
     def _rescale(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
-            made = getattr(tensor.grad, SCALE, None)
+            _, made = getattr(tensor.grad, MARK, ("", None))
             if tensor.grad is None or made is None or made[0] is self._epoch:
                 continue
             present = self._present(tensor.grad)
             tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
-            setattr(tensor.grad, MARK, SCALED)
-            setattr(tensor.grad, SCALE, present)
+            mark(tensor.grad, SCALED, present)
 
     def _present(self, gradient: Tensor) -> tuple[object, Tensor]:
         """Return what is replaced whenever the scale may move, and a copy of the scale."""

@@ -36,14 +36,19 @@ Callback = Callable[[Tensor, Any], Tensor | None]
 further callbacks get None."""
 
 SCALED, UNSCALED = "scaled", "unscaled"
-MARK, SCALE = "_halfstep_gradient", "_halfstep_scale"
-"""Attributes of a gradient: `SCALED` or `UNSCALED` (adding to it keeps the mark, `clear_grad` drops both); and
-(what the scaler replaces whenever its scale may move, a copy of the scale) of one that waits to be unscaled."""
+MARK = "_halfstep_gradient"
+"""Attribute of a gradient, which adding to it keeps and `clear_grad` drops: `SCALED` or `UNSCALED`, and of one that
+waits to be unscaled (what the scaler replaces whenever its scale may move, a copy of the scale)."""
+
+
+def mark(gradient: Tensor, what: str, scale: tuple[object, Tensor] | None = None) -> None:
+    """Note that `gradient` is `SCALED`, by which `scale`, or `UNSCALED`."""
+    setattr(gradient, MARK, (what, scale))
 
 
 def marked(gradient: Tensor | None, what: str) -> bool:
     """Return whether `gradient` is known to be `SCALED` or `UNSCALED`."""
-    return getattr(gradient, MARK, None) == what
+    return bool(getattr(gradient, MARK, ("", None))[0] == what)
 
 
 _owners = WeakTensorKeyDictionary()
