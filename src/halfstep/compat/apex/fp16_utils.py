@@ -141,10 +141,7 @@ class LossScaler:
     """A scale that stays."""
 
     def __init__(self, scale: float = 1) -> None:
-        self._scaler = hs.GradScaler(rule=self._rule(float(scale)))
-
-    def _rule(self, scale: float) -> hs.ScaleRule:
-        return hs.ScaleRule.static(scale)
+        self._scaler = AmpLossScaler(scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return False: a scale that stays ignores overflows."""
@@ -153,15 +150,7 @@ class LossScaler:
     def update_scale(self, overflow: bool) -> None:
         """Do nothing: the scale stays."""
 
-    @property
-    def cur_scale(self) -> float:
-        """The scale; may be set."""
-        return self._scaler.get_scale()
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self._scaler = hs.GradScaler(rule=self._rule(float(value)))
-
+    cur_scale = alias("_loss_scale", "The scale; may be set.", of="_scaler")
     loss_scale = property(lambda self: self.cur_scale)
 
     def scale_gradient(self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any) -> tuple[Any, ...]:
@@ -182,13 +171,8 @@ class DynamicLossScaler(LossScaler):
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         self.scale_factor, self.scale_window = float(scale_factor), scale_window
         self.cur_iter, self.last_overflow_iter = 0, -1
-        super().__init__(init_scale)
-
-    def _rule(self, scale: float) -> hs.ScaleRule:
-        return hs.ScaleRule(
-            init=scale, growth=self.scale_factor, backoff=1.0 / self.scale_factor, interval=self.scale_window,
-            floor=min(1.0, scale), ceiling=FP32.max, divide=True,
-        )  # fmt: skip
+        floor = min(1.0, float(init_scale))
+        self._scaler = AmpLossScaler("dynamic", init_scale, scale_factor, scale_window, floor, FP32.max)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient of `params` is not finite."""
@@ -202,8 +186,8 @@ class DynamicLossScaler(LossScaler):
         """Update the scale after a step."""
         if overflow:
             self.last_overflow_iter = self.cur_iter
-        self._scaler.record(torch.tensor(float(overflow)))
-        self._scaler.update()
+        self._scaler._has_overflow = overflow
+        self._scaler.update_scale()
         self.cur_iter += 1
 
 

@@ -6,28 +6,17 @@ import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.compat.apex.amp._process_optimizer import (
-    ADDED,
-    Session,
-    _amp_state,
-    adopt,
-    attach,
-    masters_of,
-    maybe_print,
-    process_optimizer,
-    release_optimizer,
-    warn_or_err,
-)
+from halfstep.compat.apex.amp import _process_optimizer as process
+from halfstep.compat.apex.amp._process_optimizer import _amp_state, maybe_print, warn_or_err
 from halfstep.compat.apex.amp.handle import close_casts, switch_on
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.apex.parallel import LARC
@@ -44,7 +33,10 @@ _START: dict[str, Any] = {
 
 _OPTIONS = tuple(_START)[2:]  # those that an argument sets
 _WORDS = {"True": True, "False": False}  # text from a command line, where "False" would count as true
-_FLAGS = "True, False, their text 'True' or 'False', or None"
+_SWITCHES = {
+    "keep_batchnorm_fp32": AssertionError, "patch_torch_functions": ValueError, "master_weights": ValueError,
+}  # fmt: skip
+"""Option that is True, False or None -> the error of another value, as in Apex."""
 
 _WITH_O1: dict[str, tuple[tuple[Any, ...], str]] = {
     "cast_model_type": (
@@ -109,13 +101,9 @@ class Properties:
                     f"cast_model_type={value!r}; expected torch.float16, torch.bfloat16, torch.float32, or False to "
                     "leave the model's parameters as they are"
                 )
-        elif name == "keep_batchnorm_fp32":
+        elif name in _SWITCHES:
             if found not in (True, False, None):
-                raise AssertionError(f"{name}={value!r}; expected {_FLAGS}")
-            return found
-        elif name in ("patch_torch_functions", "master_weights"):
-            if found is not None and not isinstance(found, bool):
-                raise ValueError(f"{name}={value!r}; expected {_FLAGS}")
+                raise _SWITCHES[name](f"{name}={value!r}; expected True, False, their text 'True' or 'False', or None")
             if name == "patch_torch_functions" and found and self.opt_level != "O1":
                 warn_or_err(f"{name}=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
             return found
@@ -127,12 +115,11 @@ class Properties:
         return value
 
 
-@dataclass(frozen=True)
-class Level:
-    """What an opt_level means: a line about it, and the defaults of the options."""
+class Level(NamedTuple):
+    """What an opt_level means."""
 
-    brief: str
-    defaults: tuple[Any, ...]
+    brief: str  # a line about it
+    defaults: tuple[Any, ...]  # of the options
 
 
 O0 = Level("O0: everything in fp32.\n", (torch.float32, False, None, False, 1.0))
@@ -313,7 +300,7 @@ def _apply(
     inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
     _check_optimizers(inner)
 
-    session = Session(properties, loss_scalers, model_list)
+    session = process.Session(properties, loss_scalers, model_list)
     close_casts()
     policy = None
     if properties.patch_torch_functions:
@@ -325,20 +312,20 @@ def _apply(
     done: list[Optimizer] = []
     try:
         for optimizer in inner:
-            process_optimizer(optimizer, session)
+            process.process_optimizer(optimizer, session)
             done.append(optimizer)
         for model in model_list:
             _prepare(model, inner, session, policy, loud=loud)
             _cast_at_the_door(model, properties, cast_model_outputs)
         for optimizer in inner:
             for group in optimizer.param_groups:
-                adopt(optimizer, session, group["params"])
+                process.adopt(optimizer, session, group["params"])
     except BaseException:
         close_casts()
         for model in model_list:
             _release(model)
         for optimizer in done:
-            release_optimizer(optimizer)
+            process.release_optimizer(optimizer)
         raise
     _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
@@ -348,14 +335,14 @@ def _apply(
 
 
 def _prepare(
-    model: nn.Module, optimizers: list[Optimizer], session: Session, o1: hs.Policy | None, *, loud: bool
+    model: nn.Module, optimizers: list[Optimizer], session: process.Session, o1: hs.Policy | None, *, loud: bool
 ) -> None:
     properties = session.properties
     if o1 is not None:
         # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
         # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
         if not loud and not any(p.dtype in LOW_NAMES for p in model.parameters()):
-            attach(model, optimizers, o1)
+            process.attach(model, optimizers, o1)
         return
     low = properties.low
     if low is None:
@@ -363,9 +350,9 @@ def _prepare(
             model.to(torch.float32)
         return
     names = dict(model.named_parameters())
-    attach(model, optimizers, cast_policy(model, properties, low))
+    process.attach(model, optimizers, cast_policy(model, properties, low))
     if properties.master_weights:
-        session.masters |= masters_of(model, names)
+        session.masters |= process.masters_of(model, names)
     for module in model.modules():
         module.register_state_dict_post_hook(_state_in_fp32)
 
@@ -508,7 +495,7 @@ def _check_optimizers(optimizers: list[Any]) -> None:
                 "only once; make a new one for another amp.initialize"
             )
         seen.add(id(optimizer))
-        for name in ADDED:
+        for name in process.ADDED:
             if hasattr(optimizer, name):
                 raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

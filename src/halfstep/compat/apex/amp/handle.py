@@ -26,6 +26,11 @@ from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
+__all__ = [
+    "disable_casts", "float_function", "half_function", "init", "promote_function", "register_float_function",
+    "register_half_function", "register_promote_function", "scale_loss", "step_was_skipped",
+]  # fmt: skip
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registered: list[tuple[Any, str, str]] = []
@@ -183,11 +188,21 @@ GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add
 
 
 class _Quirks(TorchFunctionMode):
-    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors."""
+    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors.
+
+    If it is `loud`, the casts that the rules of `policy` cause are printed before they happen (verbosity=2).
+    """
+
+    def __init__(self, policy: hs.Policy, *, loud: bool) -> None:
+        super().__init__()
+        operators = hs.resolve(policy, torch.nn.Module(), "cpu").operators if loud else ()
+        self.rules = {name: decision.rule for name, decision in operators}  # to print
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.rules:
+            self._print_casts(func, hs.trees.tensors((args, kwargs)))
         if func in GIVES_FP32 or func in IN_PLACE:
             tensor: Any = args[0] if args else None
             low = isinstance(tensor, Tensor) and tensor.dtype in LOW_NAMES
@@ -202,26 +217,13 @@ class _Quirks(TorchFunctionMode):
                 )
         return func(*args, **(kwargs or {}))
 
-
-class _Loud(TorchFunctionMode):
-    """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
-
-    def __init__(self, policy: hs.Policy) -> None:
-        super().__init__()
-        operators = hs.resolve(policy, torch.nn.Module(), "cpu").operators
-        self.rules = {name: decision.rule for name, decision in operators}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = hs.trees.tensors((args, kwargs))
+    def _print_casts(self, func: Callable[..., Any], found: list[Tensor]) -> None:
         tensors = [t for t in found if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
         rule = self.rules.get(hs.policy.operator_name(func) or "")
         target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
             if target is not None and tensor.dtype is not target:
                 print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
-        return func(*args, **(kwargs or {}))
 
 
 def _nesting() -> int:
@@ -278,11 +280,10 @@ class AmpHandle:
         self._is_active = True
         self._thread = threading.get_ident()
         self._region: hs.autocast | None = hs.autocast(policy=policy, cache_enabled=False)
-        self._modes = [_Quirks(), *([_Loud(policy)] if verbose else [])]
+        quirks = _Quirks(policy, loud=verbose)
         with _lifted():
             self._region.__enter__()
-            for mode in self._modes:
-                push_mode(mode)
+            push_mode(quirks)
         self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
         for module, name, function in functions:
             setattr(module, name, function)
@@ -334,9 +335,8 @@ class AmpHandle:
                 )
             for module, name, original in self._originals:
                 setattr(module, name, original)
-            with _lifted(below=len(self._modes) + 1):
-                for _ in self._modes:
-                    pop_mode()
+            with _lifted(below=2):  # the region's mode and the quirks
+                pop_mode()
                 self._region.__exit__(None, None, None)
             self._region = _open.handle = None
         self._is_active = False

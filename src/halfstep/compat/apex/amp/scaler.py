@@ -47,6 +47,7 @@ class LossScaler:
             rule = hs.ScaleRule(
                 init=max(start, floor), growth=float(scale_factor), backoff=1.0 / float(scale_factor),
                 interval=scale_window, floor=floor, ceiling=float(max(max_loss_scale, floor)),
+                divide=True,
             )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))

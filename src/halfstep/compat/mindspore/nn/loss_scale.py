@@ -28,6 +28,11 @@ from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
 from halfstep.formats import FP32, LOW_DTYPES
 
+__all__ = [
+    "DynamicLossScaleManager", "DynamicLossScaler", "FixedLossScaleManager", "LossScaleManager", "LossScaler",
+    "StaticLossScaler", "all_finite",
+]  # fmt: skip
+
 
 def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
