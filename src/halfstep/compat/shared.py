@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -89,13 +90,10 @@ def listed(value: Any) -> list[Any]:
 def alias(name: str, doc: str, *, of: str = "") -> Any:
     """Return a property that reads and sets the attribute `name`, of the attribute `of` if one is given."""
 
-    def owner(instance: Any) -> Any:
-        return getattr(instance, of) if of else instance
-
     def change(instance: Any, value: Any) -> None:
-        setattr(owner(instance), name, value)
+        setattr(getattr(instance, of) if of else instance, name, value)
 
-    return property(lambda instance: getattr(owner(instance), name), change, doc=doc)
+    return property(attrgetter(f"{of}.{name}" if of else name), change, doc=doc)
 
 
 def public(original: Any, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:

@@ -41,7 +41,7 @@ MARK = "_halfstep_gradient"
 waits to be unscaled (what the scaler replaces whenever its scale may move, a copy of the scale)."""
 
 
-def mark(gradient: Tensor, what: str, scale: tuple[object, Tensor] | None = None) -> None:
+def mark(gradient: Tensor | None, what: str, scale: tuple[object, Tensor] | None = None) -> None:
     """Note that `gradient` is `SCALED`, by which `scale`, or `UNSCALED`."""
     setattr(gradient, MARK, (what, scale))
 

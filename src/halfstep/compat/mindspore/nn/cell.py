@@ -48,10 +48,7 @@ class Cell(nn.Module):
         if flags:
             self.add_flags(**flags)
 
-    @property
-    def cls_name(self) -> str:
-        """Name of the class."""
-        return type(self).__name__
+    cls_name = property(lambda self: type(self).__name__, doc="Name of the class.")
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs; every subclass defines it."""

@@ -55,14 +55,11 @@ class Optimizer(torch.optim.Optimizer):
         place = {id(p): index for index, p in enumerate(self.__dict__.get("_order", ()))}
         return tuple(sorted(found, key=lambda p: place.get(id(p), len(place))))
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
-
     def get_lr(self) -> float:
         """Return the learning rate of the first group."""
-        return self.learning_rate
+        return float(self.param_groups[0]["lr"])
+
+    learning_rate = property(get_lr, doc="The learning rate of the first group.")
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
         """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards."""
