@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.megengine.autodiff import GradManager, GradManagerGroup
+from halfstep.compat.megengine.autodiff import GradManagerGroup
 from halfstep.compat.megengine.autodiff.grad_manager import MARK, SCALED, UNSCALED, managers_of, mark, marked
 from halfstep.compat.shared import Gate, listed
 from halfstep.errors import ScaleError
@@ -77,7 +77,7 @@ class GradScaler:
         return bool(self._found)
 
     def backward(
-        self, gm: GradManager | GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
+        self, gm: GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
         update_scale: bool | Literal["if_unscale_grad"] = "if_unscale_grad",
     ) -> None:  # fmt: skip
         """Go backward from the scaled `y`, and by default unscale the gradients and update the scale.
@@ -94,7 +94,7 @@ class GradScaler:
         """
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
-        if not isinstance(gm, (GradManager, GradManagerGroup)):
+        if not isinstance(gm, GradManagerGroup):
             raise ScaleError(f"backward(gm={gm!r}): expected the GradManager that records; scaler.backward(gm, loss)")
         for tensor in gm.attached_tensors():
             if tensor.grad is not None and not marked(tensor.grad, SCALED):
