@@ -30,7 +30,6 @@ from halfstep.trees import tensors
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
-RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -138,10 +137,7 @@ def _show_plan(
         say(out)
         item(out, problem, style="yellow")
     say(out)
-    if used is not None:
-        _print_used(out, rows, plan)
-    else:
-        _print_operators(out, rows, plan, chosen=chosen)
+    _print_operators(out, rows, plan, chosen=chosen, called=used is not None)
     return shown
 
 
@@ -192,9 +188,24 @@ def _print_head(out: Console, subject: str, plan: hs.policy.Plan) -> None:
     say(out, ", ".join(facts))
 
 
-def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool) -> None:
+def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool, called: bool) -> None:
+    """Print operators that a policy has rules for, or that a model has `called`."""
+    table, low = plan.policy.table, plan.policy.dtype
     if not rows:
-        say(out, f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in")
+        none = f"no operator has a rule (table {table!r}): each runs in the format its arguments come in"
+        say(out, "the model calls none of these operators" if called else none)
+        return
+    by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
+    lines = []
+    for row in rows:
+        gives = [(low if name == "low" else name, times) for name, times in row.gives]
+        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
+        why = (by.get(row.decided_by, f"field {row.decided_by}"), row.reason)
+        calls, made = ([str(row.calls)], [words]) if called else ([], [])
+        lines.append((row.operator, *calls, _rule(row.rule), *made, *why))
+    if called:
+        say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
+        _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
         return
     if not chosen:
         total = len(hs.policy.operator_names("*"))
@@ -202,29 +213,8 @@ def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, 
     for rule in RULES:
         if any(row.rule == rule for row in rows):
             means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
-            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=RULE_STYLES[rule])
-    lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
+            say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=STYLES[rule or "none"])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
-
-
-def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
-    if not rows:
-        say(out, "the model calls none of these operators")
-        return
-    say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
-    lines = []
-    for row in rows:
-        gives = [(plan.policy.dtype if name == "low" else name, times) for name, times in row.gives]
-        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
-        by = _by(row.decided_by, plan)
-        lines.append((row.operator, str(row.calls), _rule(row.rule), words, by, row.reason))
-    _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
-
-
-def _by(origin: str, plan: hs.policy.Plan) -> str:
-    if origin == "table":
-        return f"table {plan.policy.table}"
-    return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
 
 
 def _print_modules(out: Console, plan: hs.policy.Plan) -> None:
