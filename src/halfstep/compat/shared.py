@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import halfstep as hs
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.torch_private import foreach
 
@@ -26,21 +27,28 @@ class Factory(type):
         return isinstance(instance, cls._made)
 
 
-class Gate:
-    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients; `passed`: all were finite.
+class _Gate:
+    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients and calls it if all are finite."""
 
-    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones.
-    """
-
-    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool) -> None:
         self.param_groups = param_groups
         self.passed = False
         if masters:
             self._halfstep_weights = 1
 
     def step(self) -> None:
-        """Note that the scaler allowed the step; the gradients are the result."""
         self.passed = True
+
+
+def unscaled(scaler: hs.GradScaler, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
+    """Unscale the gradients of `param_groups` by `scaler`, and return whether all are finite; waits for the device.
+
+    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones.
+    """
+    gate: Any = _Gate(param_groups, masters=masters)
+    scaler.step(gate)
+    gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
+    return bool(gate.passed)
 
 
 class WrittenOptimizer(torch.optim.Optimizer):

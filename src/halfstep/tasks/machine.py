@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from halfstep.errors import TaskError, did_you_mean
-from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.devices import has_mkldnn
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
@@ -51,8 +50,11 @@ def threads_of_torch(wanted: int) -> Iterator[None]:
 
 
 def generators_kept() -> AbstractContextManager[None]:
-    """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's."""
-    return same_numbers(torch_states())
+    """Return a block after which torch's generators go on as before it: the CPU's and the accelerator's (not mps)."""
+    kind = _type_here()
+    if kind in {"", "mps"}:  # torch.mps.get_rng_state has no device, which fork_rng gives it
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=kind)
 
 
 def _type_here() -> str:

@@ -6,8 +6,8 @@ import torch
 
 __all__ = [
     "amp_foreach_non_finite_check_and_unscale_", "amp_update_scale_", "foreach_add_", "foreach_addcmul_",
-    "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div", "foreach_lerp_", "foreach_mul_",
-    "foreach_norm", "foreach_sqrt",
+    "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div", "foreach_mul_", "foreach_norm",
+    "foreach_sqrt",
 ]  # fmt: skip
 
 foreach_add_ = torch._foreach_add_
@@ -16,7 +16,6 @@ foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
-foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt

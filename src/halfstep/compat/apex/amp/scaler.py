@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.shared import Gate
+from halfstep.compat.shared import unscaled
 from halfstep.torch_private.foreach import foreach_mul_
 
 FLOOR = 2.0**-14  # the smallest normal fp16 number: a scale below it cannot save an fp16 gradient
@@ -106,11 +106,8 @@ class LossScaler:
         """
         if all(p.grad is None for group in param_groups for p in group["params"]):
             return
-        gate: Any = Gate(param_groups, masters=masters)
-        self._scaler.unscale_(gate)
-        self._scaler.step(gate)
         self._checked = True
-        self._has_overflow |= not gate.passed
+        self._has_overflow |= not unscaled(self._scaler, param_groups, masters=masters)
 
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,

@@ -13,7 +13,7 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.compat.megengine.autodiff import GradManagerGroup
 from halfstep.compat.megengine.autodiff.grad_manager import MARK, SCALED, UNSCALED, managers_of, mark, marked
-from halfstep.compat.shared import Gate, listed
+from halfstep.compat.shared import listed, unscaled
 from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
@@ -148,10 +148,7 @@ class GradScaler:
         if tensors:
             self._core.scale_on(tensors[0].device)
             self._rescale(tensors)
-            gate: Any = Gate([{"params": tensors}])
-            self._core.step(gate)
-            bad = not gate.passed
-            gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
+            bad = not unscaled(self._core, [{"params": tensors}])
         for tensor in tensors:
             if bad:
                 tensor.grad = None
