@@ -40,15 +40,14 @@ class _Gate:
         self.passed = True
 
 
-def unscaled(scaler: hs.GradScaler, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
-    """Unscale the gradients of `param_groups` by `scaler`, and return whether all are finite; waits for the device.
+def unscaled(scaler: hs.GradScaler, param_groups: list[dict[str, Any]], *, masters: bool = False) -> Any:
+    """Unscale the gradients of `param_groups` by `scaler`; return what says by `passed` whether all are finite.
 
-    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones.
+    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones. Waits for the device.
     """
     gate: Any = _Gate(param_groups, masters=masters)
     scaler.step(gate)
-    gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
-    return bool(gate.passed)
+    return gate
 
 
 class WrittenOptimizer(torch.optim.Optimizer):

@@ -168,9 +168,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def cost_table(
-    rows: Sequence[Cost], control: Ratio | None, caption: str = "Time and memory", *, intervals: bool = False
-) -> doc.Table:
+def cost_table(rows: Sequence[Cost], control: Ratio | None, *, intervals: bool = False) -> doc.Table:
     """Return what a step takes; `control` is what this machine can resolve."""
     state, saved = Size(row.state_bytes for row in rows), Size(row.saved_bytes for row in rows)
     time = Decimals(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
@@ -189,7 +187,7 @@ def cost_table(
         )
         for row in rows
     )
-    return doc.table(caption, headers, cells)
+    return doc.table("Time and memory", headers, cells)
 
 
 def _ratio(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> doc.Cell:

@@ -169,7 +169,7 @@ class AmpOptimizerState:
         self._optimizer = weakref.ref(optimizer)  # no cycle: a session ends with its last optimizer
         self.session = session
         self.params_have_scaled_gradients = False  # by a pass with delay_unscale=True
-        self.scaled_with: tuple[object, int, Tensor] | None = None  # their mark; None: the flag was set by hand
+        self.scaled_with: Tensor | None = None  # the scale; None: the flag was set by hand
         self.lazy_init_called = True  # masters exist from the beginning
         self.overflow = ""  # why the next step is to be skipped
         self.skipped = False  # whether the last step was
@@ -228,13 +228,12 @@ class AmpOptimizerState:
         """Bring gradients that an earlier pass left scaled to the scale of `scaler`, which may be another by now."""
         if not self.params_have_scaled_gradients or self.scaled_with is None:
             return
-        factor = scaler.since(self.scaled_with)
-        if factor is None:
-            return
+        scale = scaler.mark(self.scaled_with.device)
+        factor = scale / self.scaled_with
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
-        self.scaled_with = scaler.mark(factor.device)
+        self.scaled_with = scale
 
     def prepare(self) -> None:
         """Set aside gradients that are unscaled already, so that scaled ones are not added to them."""

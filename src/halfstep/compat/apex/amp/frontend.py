@@ -309,24 +309,20 @@ def _apply(
         session.casts_on = partial(hs.autocast, policy=policy, cache_enabled=False)  # where casts_off has effect
     for model in model_list:
         _release(model)
-    done: list[Optimizer] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(close_casts)
+        for model in model_list:
+            undo.callback(_release, model)
         for optimizer in inner:
             process.process_optimizer(optimizer, session)
-            done.append(optimizer)
+            undo.callback(process.release_optimizer, optimizer)
         for model in model_list:
             _prepare(model, inner, session, policy, loud=loud)
             _cast_at_the_door(model, properties, cast_model_outputs)
         for optimizer in inner:
             for group in optimizer.param_groups:
                 process.adopt(optimizer, session, group["params"])
-    except BaseException:
-        close_casts()
-        for model in model_list:
-            _release(model)
-        for optimizer in done:
-            process.release_optimizer(optimizer)
-        raise
+        undo.pop_all()
     _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
         for scaler in loss_scalers:

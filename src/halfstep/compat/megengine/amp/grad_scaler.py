@@ -148,7 +148,9 @@ class GradScaler:
         if tensors:
             self._core.scale_on(tensors[0].device)
             self._rescale(tensors)
-            bad = not unscaled(self._core, [{"params": tensors}])
+            gate = unscaled(self._core, [{"params": tensors}])
+            bad = not gate.passed
+            gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
         for tensor in tensors:
             if bad:
                 tensor.grad = None
