@@ -196,7 +196,7 @@ def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, 
         say(out, "the model calls none of these operators" if called else none)
         return
     by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
-    lines = []
+    lines: list[Row] = []
     for row in rows:
         gives = [(low if name == "low" else name, times) for name, times in row.gives]
         words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)

@@ -143,19 +143,11 @@ def compare(
             )
         )
     return Comparison(
-        task=task.name,
-        about=task.about,
-        metric=task.metric_name,
-        higher_is_better=task.higher_is_better,
-        margin=margin,
-        device=device,
-        steps=steps,
-        seeds=tuple(range(seeds)),
-        loss_steps=thinned(range(1, steps + 1)),
-        control=ratio_of(times[twin.label], times[amp.label]),
-        repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]],
-        rows=tuple(rows),
-    )
+        task=task.name, about=task.about, metric=task.metric_name, higher_is_better=task.higher_is_better,
+        margin=margin, device=device, steps=steps, seeds=tuple(range(seeds)),
+        loss_steps=thinned(range(1, steps + 1)), control=ratio_of(times[twin.label], times[amp.label]),
+        repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]], rows=tuple(rows),
+    )  # fmt: skip
 
 
 def _costs(

@@ -364,16 +364,11 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
         kept = keep and isinstance(module, BatchNormBase) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
             rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
-    return hs.Policy.of(
-        "O2" if properties.opt_level == "O2" else "O3",
-        name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
-        dtype=LOW_NAMES[low],
-        master="master" if properties.master_weights else "none",
-        norms="fp32",
-        outputs="fp32",
-        scale="none",
-        modules=tuple(rules),
-    )
+    level, name = properties.opt_level, LOW_NAMES[low]
+    master = "master" if properties.master_weights else "none"
+    fields = {"norms": "fp32", "outputs": "fp32", "scale": "none", "modules": tuple(rules)}
+    preset = "O2" if level == "O2" else "O3"
+    return hs.Policy.of(preset, name=f"apex {level} {name}", dtype=name, master=master, **fields)
 
 
 def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -21,8 +21,6 @@ from halfstep.compat.megengine.tensor import dtype_of
 from halfstep.errors import RegionError
 from halfstep.formats import DTYPE_NAMES
 
-__all__ = ["Frame", "autocast", "change", "now"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

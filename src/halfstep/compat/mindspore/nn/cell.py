@@ -17,8 +17,6 @@ from halfstep.compat.shared import public
 from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
 
-__all__ = ["Cell", "CellList", "SequentialCell"]
-
 Self = TypeVar("Self", bound="Cell")
 
 

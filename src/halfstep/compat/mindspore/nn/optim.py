@@ -13,8 +13,6 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.shared import WrittenOptimizer
 from halfstep.torch_private import foreach
 
-__all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
-
 Params = Iterable[Any]
 
 NOT_DECAYED = "_mindspore_not_decayed"

@@ -16,8 +16,6 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
-__all__ = ["Model", "Progress"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
