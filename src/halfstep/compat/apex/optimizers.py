@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 from halfstep.compat.shared import WrittenOptimizer, listed
-from halfstep.kernels.eager.torch_fused import fused_works
+from halfstep.kernels.eager.torch_fused import fused_here, fused_works
 from halfstep.torch_private import foreach
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
-
-FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class FusedOptimizer(WrittenOptimizer):
@@ -37,7 +35,7 @@ def fuses(params: list[Any], kind: type[Optimizer]) -> bool:
     """Return whether torch's fused form of `kind` works on all of `params`."""
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
     return bool(tensors) and all(
-        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in FUSED_DEVICES and fused_works(kind, t)
+        isinstance(t, Tensor) and t.is_floating_point() and fused_here(kind, t.device.type) and fused_works(kind, t)
         for t in tensors
     )
 

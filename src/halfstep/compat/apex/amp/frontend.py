@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,13 +26,6 @@ from halfstep.errors import BindError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
-_START: dict[str, Any] = {
-    "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
-    "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": 1.0,
-}  # fmt: skip
-"""Options before a level sets them, in the order they are printed."""
-
-_OPTIONS = tuple(_START)[2:]  # those that an argument sets
 _WORDS = {"True": True, "False": False}  # text from a command line, where "False" would count as true
 _SWITCHES = {
     "keep_batchnorm_fp32": AssertionError, "patch_torch_functions": ValueError, "master_weights": ValueError,
@@ -56,23 +50,26 @@ _WITH_O1: dict[str, tuple[tuple[Any, ...], str]] = {
 """Option -> the values that go with O1, and why no others do."""
 
 
+@dataclass
 class Properties:
     """The options in force; an assignment is checked against the others."""
 
-    options: dict[str, Any]
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    patch_torch_functions: Any = False
+    keep_batchnorm_fp32: Any = None
+    master_weights: Any = None
+    loss_scale: Any = 1.0
 
-    def __init__(self) -> None:
-        object.__setattr__(self, "options", dict(_START))
+    options = property(vars, doc="The options by name, in the order they are printed.")
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(options)}")
+        raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(self.options)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.options:
-            raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(self.options)}")
+        if not hasattr(Properties, name):
+            self.__getattr__(name)
         allowed, reason = _WITH_O1.get(name, ((value,), ""))
         if self.opt_level == "O1" and value not in allowed:
             warn_or_err(f"{reason}. {name} was {value}")
@@ -129,6 +126,7 @@ O2 = Level(
 )
 O3 = Level("O3: everything low.\n", (torch.float16, False, False, False, 1.0))
 
+_OPTIONS = tuple(Properties().options)[2:]  # those that an argument sets
 opt_levels = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
 
 
