@@ -19,14 +19,11 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
-from halfstep.formats import DTYPE_NAMES, DTYPES, LOW_DTYPES
-from halfstep.lens import Sink, Tracer
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
 from halfstep.tasks.machine import device_type, generators_kept
 from halfstep.tasks.registry import load_model
-from halfstep.trees import tensors
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
@@ -258,13 +255,13 @@ def _print_parameters(out: Console, plan: hs.policy.Plan) -> None:
 
 def _sizes(name: str, members: Sequence[Any]) -> tuple[str, str, str, str]:
     count = sum(each.numel for each in members)
-    return name, str(len(members)), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"
+    return name, str(len(members)), f"{count:,}", f"{count * hs.formats.DTYPES[name].itemsize / MEGABYTE:,.3f}"
 
 
 # ------------------------------------------------------------------ the operators that a task calls
 
 
-class _OperatorCounter(Sink):
+class _OperatorCounter(hs.lens.Sink):
     """Counts operators while it is `on`, as the rules of a region call them: cast, and with composites taken apart."""
 
     def __init__(self) -> None:
@@ -281,9 +278,9 @@ class _OperatorCounter(Sink):
 
 
 def _format(result: Any) -> str:
-    for first in tensors(result):
-        low = first.dtype in LOW_DTYPES
-        return "low" if low else DTYPE_NAMES.get(first.dtype, str(first.dtype).removeprefix("torch."))
+    for first in hs.trees.tensors(result):
+        low = first.dtype in hs.formats.LOW_DTYPES
+        return "low" if low else hs.formats.DTYPE_NAMES.get(first.dtype, str(first.dtype).removeprefix("torch."))
     return "none"
 
 
@@ -304,7 +301,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Coun
         torch.manual_seed(0)
         model, batch = task.model().to(device), task.batch_on(device, 0, 0)
         step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
-        with Tracer(counter, above=False):
+        with hs.lens.Tracer(counter, above=False):
             step(*batch)
     return counter.results
 

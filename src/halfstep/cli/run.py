@@ -24,7 +24,6 @@ import halfstep as hs
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
 from halfstep.compat.torch_amp.served import Served
-from halfstep.errors import HalfstepError, TaskError
 from halfstep.tasks.candidates import policy_named
 
 APEX = str(Path(apex.__file__).parent / "shim")
@@ -77,9 +76,9 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
         if label in hs.policy.PRESETS or label.endswith(".toml"):  # without a format, whose dtype="auto" stays
             policy = hs.Policy.of(label)
         served = torch_amp.install(policy)
-    except HalfstepError as error:
+    except hs.errors.HalfstepError as error:
         print(f"halfstep run: {error}", file=sys.stderr)
-        if not isinstance(error, TaskError):
+        if not isinstance(error, hs.errors.TaskError):
             print(PREPARE.format(label), file=sys.stderr)
         return 2
     variables = {**_on_path(TORCH_AMP), VARIABLE: policy.to_toml()}

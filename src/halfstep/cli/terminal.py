@@ -18,7 +18,6 @@ from rich.text import Text
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.errors import TaskError
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
@@ -46,7 +45,7 @@ class Files:
         for name, path in self.paths.items():
             first = options.setdefault(path.resolve(), name)
             if first != name:
-                raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
+                raise hs.errors.TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
         self._stdout, self._redirected = sys.stdout, ExitStack()
         if DASH in self.paths.values():
             self._redirected.enter_context(redirect_stdout(sys.stderr))
@@ -60,7 +59,7 @@ class Files:
                 if new:
                     path.unlink()
             except OSError as error:
-                raise TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
+                raise hs.errors.TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
         """Call the writers of those that were asked for with their paths, and print these."""

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 import halfstep as hs
-from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.torch_private import foreach
 
-LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
+LOW_NAMES = {dtype: name for dtype, name in hs.formats.DTYPE_NAMES.items() if dtype in hs.formats.LOW_DTYPES}
 """Low dtype -> the name that policies use."""
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.formats import DTYPES
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 from halfstep.timing import Race, timed
@@ -97,7 +96,7 @@ def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) ->
     """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps, compile=candidate.compile)
-    return TorchLoop(DTYPES[candidate.dtype], task, model, steps)
+    return TorchLoop(hs.formats.DTYPES[candidate.dtype], task, model, steps)
 
 
 def fused(optimizer: Optimizer) -> Optimizer:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
 from halfstep.compat.shared import alias
-from halfstep.formats import FP32, LOW_DTYPES, POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
@@ -172,7 +171,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_factor, self.scale_window = float(scale_factor), scale_window
         self.cur_iter, self.last_overflow_iter = 0, -1
         floor = min(1.0, float(init_scale))
-        self._scaler = AmpLossScaler("dynamic", init_scale, scale_factor, scale_window, floor, FP32.max)
+        self._scaler = AmpLossScaler("dynamic", init_scale, scale_factor, scale_window, floor, hs.formats.FP32.max)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient of `params` is not finite."""
@@ -215,7 +214,7 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
     ) -> None:  # fmt: skip
         for parameter in (p for group in init_optimizer.param_groups for p in group["params"]):
-            if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
+            if parameter.requires_grad and parameter.dtype not in hs.formats.POLICY_DTYPES:
                 raise TypeError(
                     f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
                 )
@@ -234,7 +233,7 @@ class FP16_Optimizer:
 
     def _split(self, group: dict[str, Any]) -> None:
         trained = [p for p in group["params"] if p.requires_grad]
-        low = [p for p in trained if p.dtype in LOW_DTYPES]
+        low = [p for p in trained if p.dtype in hs.formats.LOW_DTYPES]
         masters = {p: nn.Parameter(p.detach().float().clone()) for p in low}
         for parameter, master in masters.items():
             if parameter in self.optimizer.state:

@@ -20,7 +20,6 @@ from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleManager, Los
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import did_you_mean
 
 __all__ = [
     "auto_mixed_precision", "build_train_network", "custom_mixed_precision", "get_black_list", "get_white_list",
@@ -201,7 +200,7 @@ def _check_level(where: str, level: object) -> None:
     expected = f"one of {', '.join(CONFIG)}"
     checks.check_type(where, level, str, expected)
     if level not in CONFIG:
-        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{did_you_mean(str(level), CONFIG)}")
+        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{hs.errors.did_you_mean(str(level), CONFIG)}")
 
 
 def _converted(network: nn.Module, level: str) -> bool:

@@ -13,7 +13,6 @@ from torch.amp import is_autocast_available
 
 import halfstep as hs
 from halfstep.compat.torch_amp.served import installed
-from halfstep.errors import PolicyError
 from halfstep.torch_private.trees import tree_map
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
@@ -107,7 +106,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
     def decorated(*args: Any, **kwargs: Any) -> Any:
         ctx = args[0]
         if not hasattr(ctx, "_fwd_used_autocast"):
-            raise PolicyError(
+            raise hs.errors.PolicyError(
                 f"custom_bwd on {bwd.__qualname__}: its forward is not decorated, so the region it ran in is unknown; "
                 f"put @custom_fwd(device_type={device_type!r}) on forward"
             )
@@ -126,7 +125,7 @@ def _cast(device_type: str, dtype: torch.dtype, value: Any) -> Any:
 
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
-        raise PolicyError(
+        raise hs.errors.PolicyError(
             f"device_type={device_type!r} is a {type(device_type).__name__}; expected a string such as 'cuda' or 'cpu' "
             "(torch.cuda.amp's autocast(), without a device, is halfstep.compat.torch_amp.cuda.autocast())"
         )

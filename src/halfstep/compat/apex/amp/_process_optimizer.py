@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
@@ -193,7 +192,7 @@ class AmpOptimizerState:
     def master(self, parameter: Tensor) -> Tensor:
         """Return what is stepped for `parameter`: its fp32 master, or itself."""
         found = self.session.masters.get(id(parameter))
-        return found[1] if found is not None and parameter.dtype in LOW_DTYPES else parameter
+        return found[1] if found is not None and parameter.dtype in hs.formats.LOW_DTYPES else parameter
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return (low parameter, its master) for all that have one."""

@@ -22,8 +22,6 @@ from halfstep.compat.apex.amp.handle import close_casts, switch_on
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import BindError
-from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
 _WORDS = {"True": True, "False": False}  # text from a command line, where "False" would count as true
@@ -392,7 +390,7 @@ class _Cast:
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
     """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if tensors and value.dtype in POLICY_DTYPES else value
+        return value.to(dtype) if tensors and value.dtype in hs.formats.POLICY_DTYPES else value
     if isinstance(value, (nn.Module, type)):  # a module would be changed for good
         return value
     opened = hs.trees.opened(value)
@@ -423,7 +421,7 @@ def _release(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), _Cast) or hook is _state_in_fp32:
                     del hooks[key]
-    with contextlib.suppress(BindError):  # not prepared
+    with contextlib.suppress(hs.errors.BindError):  # not prepared
         hs.unprepare(model)
 
 

@@ -23,7 +23,6 @@ from halfstep.compat.apex.amp._process_optimizer import (
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
 
 __all__ = [
@@ -210,7 +209,7 @@ class _Quirks(TorchFunctionMode):
                 if func in GIVES_FP32:
                     return func(tensor.float(), *args[1:], **(kwargs or {}))
                 how = IN_PLACE[func]
-                raise BannedOperatorError(
+                raise hs.errors.BannedOperatorError(
                     f"Cannot call in-place {how} with {str(tensor.dtype).removeprefix('torch.')} arguments: its result "
                     "is fp32 and cannot be written into them. Use the form without the underscore, or call it on "
                     "x.float()"
@@ -396,7 +395,7 @@ class OptimWrapper:
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure)
         if closure is not None:
-            raise UnbuiltError(
+            raise hs.errors.UnbuiltError(
                 "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
                 "step(), or use amp.initialize with opt_level='O1'"
             )
@@ -478,7 +477,7 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
         title = f"{getattr(module, '__name__', type(module).__name__)}::{name}"
         try:
             functions.append((module, name, hs.operator(rule, name=title)(original)))
-        except PolicyError:  # the name is taken by a function from elsewhere
+        except hs.errors.PolicyError:  # the name is taken by a function from elsewhere
             functions.append((module, name, hs.operator(rule, name=f"{title}@{id(original):x}")(original)))
     _registered.clear()
     return rules, functions

@@ -14,7 +14,6 @@ import halfstep as hs
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool, check_names
 from halfstep.compat.shared import public
-from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
 
 Self = TypeVar("Self", bound="Cell")
@@ -50,7 +49,7 @@ class Cell(nn.Module):
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs; every subclass defines it."""
-        raise UnbuiltError(f"{type(self).__name__} has no construct; define construct(self, ...)")
+        raise hs.errors.UnbuiltError(f"{type(self).__name__} has no construct; define construct(self, ...)")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""
