@@ -66,12 +66,11 @@ def carry_out(html: Path | None, json: Path | None, device: str) -> int:
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
         interrupted = _measure(demo, parts, out, err)
     print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
-    again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
     files.write(
         out,
-        json=record(again, machine=about, **_facts(demo)),
-        html=lambda path: write_page(demo_page(demo, about=about, command=again, day=day), path),
+        json=record(machine=about, **_facts(demo)),
+        html=lambda path: write_page(demo_page(demo, about=about, command=command_line(), day=day), path),
     )
     return INTERRUPTED if interrupted else 0
 

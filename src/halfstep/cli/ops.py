@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import halfstep as hs
-from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
@@ -63,8 +63,7 @@ def carry_out(patterns: list[str] | None, policy: str, diff: str, model: str, de
         shown = _show_difference(out, (title, _title(diff, other)), mine, other, where, names)
     else:
         shown = _show_plan(out, title, mine, plan, source, names)
-    again = command_line("ops", *(patterns or ()), policy=policy, diff=diff, model=model, device=device, json=json)
-    files.write(out, json=record(again, device=where, label=title, policy=mine.to_toml(), **shown))
+    files.write(out, json=record(device=where, label=title, policy=mine.to_toml(), **shown))
     return 0
 
 

@@ -75,9 +75,9 @@ class Files:
         self._redirected.close()
 
 
-def record(command: str, **facts: object) -> Callable[[Path], object]:
+def record(**facts: object) -> Callable[[Path], object]:
     """Return the writer of ``--json``: the command, the version and what was found."""
-    text = doc.strict_json({"command": command, "halfstep": hs.__version__, **facts})
+    text = doc.strict_json({"command": command_line(), "halfstep": hs.__version__, **facts})
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
@@ -130,11 +130,9 @@ def print_section(out: Console, section: doc.Section) -> None:
                 show(out, block)
 
 
-def command_line(*words: str, **options: object) -> str:
-    """Return the command line of ``halfstep *words``, with the options that are set; True is a flag."""
-    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
-    parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
-    return shlex.join(["halfstep", *words, *parts])
+def command_line() -> str:
+    """Return the command line that this process was started with."""
+    return shlex.join(["halfstep", *sys.argv[1:]])
 
 
 def machine_line(about: Mapping[str, Any]) -> str:
