@@ -19,8 +19,7 @@ from halfstep.cli.pages.demo import accuracy_section, demo_page, rescue_section,
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
-from halfstep.report import Facts, Section, write_page
-from halfstep.report.document import counted
+from halfstep.report import Facts, Section, counted, write_page
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare, pace, probed

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import halfstep as hs
 from halfstep.cli.pages.figures import amp_label, interval, ratio_text
-from halfstep.report import Fact, Section, sentence
-from halfstep.report.document import Size, listed
+from halfstep.report import Fact, Section, Size, listed, sentence
 from halfstep.tasks.candidates import AMP, FP32
 from halfstep.tasks.compare import CandidateRow, Comparison, Cost, Pace
 from halfstep.tasks.measure import WITHIN
