@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -41,9 +41,9 @@ def main(
 def command(declared: Callable[..., None]) -> Callable[..., None]:
     """Make a command of its options, which its docstring explains: it calls `carry_out` of the file NAME with them."""
     name = declared.__name__
-    about, _, section = str(inspect.getdoc(declared)).partition("\n\nOptions:\n")
+    about, _, section = (inspect.getdoc(declared) or "").partition("\n\nOptions:\n")
     helps = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.M))
-    hints = get_type_hints(declared, include_extras=True)
+    hints = inspect.get_annotations(declared, eval_str=True)
     declared.__annotations__ = {key: _with_help(hint, helps.get(key, "")) for key, hint in hints.items()}
 
     @app.command(name, help=about, context_settings=SETTINGS.get(name))
