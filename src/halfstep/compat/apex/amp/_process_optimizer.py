@@ -199,7 +199,7 @@ class AmpOptimizerState:
         both = ((p, self.master(p)) for p in self.parameters())
         return [(parameter, master) for parameter, master in both if master is not parameter]
 
-    has_masters = property(lambda self: bool(self.session.properties.master_weights))
+    has_masters = property(lambda self: bool(getattr(self.session.properties, "master_weights", False)))
     already_patched = property(lambda self: bool(self.overflow), doc="Whether the next step will be skipped.")
 
     def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:

@@ -366,7 +366,6 @@ class OptimWrapper:
     ) -> None:
         self._optimizer, self._amp_handle = optimizer, amp_handle
         self._num_loss, self._loss_idx = num_loss, 0
-        self._skip_next = [False] * num_loss
         self._loss_scaler = [LossScaler(loss_scale) for _ in range(num_loss)]
         self._stash = AmpOptimizerState(optimizer, Session(None, self._loss_scaler))
 
@@ -384,11 +383,8 @@ class OptimWrapper:
         scaler = self._loss_scaler[self._loss_idx]
         with backward_pass(loss, scaler, [self._stash]) as scaled:
             yield scaled
-        scaler.clear_overflow_state()
-        scaler.unscale_and_check(self._optimizer.param_groups)
-        self._skip_next[self._loss_idx] = scaler.update_scale()
+        _unscale(scaler, [self._stash], self._loss_idx, delay_overflow_check=False)
         self._loss_idx += 1
-        self._stash.add_up()
 
     def step(self, closure: Any = None) -> Any:
         """Step the optimizer with O1's casts off, unless a loss since the last step overflowed."""
@@ -400,7 +396,7 @@ class OptimWrapper:
                 "step(), or use amp.initialize with opt_level='O1'"
             )
         self._loss_idx = 0
-        skip, self._skip_next = any(self._skip_next), [False] * self._num_loss
+        skip, self._stash.overflow = self._stash.overflow, ""
         if skip:
             maybe_print("Gradient overflow, skipping update")
             return None
