@@ -71,10 +71,9 @@ class GradScaler:
     backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step")
     growth_interval = _number("growth_interval", int, "Good steps in a row that make the scale grow; 0: it never moves")
 
-    @property
-    def found_non_finite(self) -> bool:
-        """Whether a gradient unscaled since the last `update` was not finite."""
-        return bool(self._found)
+    found_non_finite = property(
+        lambda self: bool(self._found), doc="Whether a gradient unscaled since the last `update` was not finite."
+    )
 
     def backward(
         self, gm: GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
