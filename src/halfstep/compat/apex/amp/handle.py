@@ -154,21 +154,17 @@ def step_was_skipped(optimizer: Any) -> bool:
 
 def disable_casts() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which O1 casts nothing, in this thread; models that O1 prepared included."""
-    handle = _open.handle
+    handle = getattr(_open, "handle", None)
     return hs.suspended() if handle is None else handle._disable_casts()
 
 
-class _Open(threading.local):
-    handle: AmpHandle | None = None  # whose casts are open in this thread: one that ends takes its casts along
-
-
-_open = _Open()
+_open = threading.local()  # its `handle`: whose casts are open in this thread; one that ends takes its casts along
 
 
 def close_casts() -> None:
     """Switch off the casts that this thread has switched on; refused inside a region that was entered since."""
-    if _open.handle is not None:
-        _open.handle._deactivate()
+    if (handle := getattr(_open, "handle", None)) is not None:
+        handle._deactivate()
     _amp_state.handle = None
 
 
