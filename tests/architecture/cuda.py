@@ -23,7 +23,6 @@ ALLOWED: Mapping[str, str] = {
     "cast/rules/dispatch.py": "torch tells the number of a current stream without an object for CUDA alone",
     "cli/doctor.py": "versions of CUDA and cuDNN, and tf32",
     "cli/plan.py": "plans are made for CPUs and for cards that run CUDA",
-    "compat/apex/optimizers.py": "a list of device types",
     "compat/megengine/tensor.py": "MegEngine's names of devices",
     "compat/torch_amp/": "torch.cuda.amp, and defaults of torch.amp",
     "kernels/choose.py": "the Triton kernels are for CUDA",

@@ -90,7 +90,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(folder: Path, words: li
 def test_findings_are_written_as_json_and_sarif(folder: Path) -> None:
     run("train.py", "--json", "a/out.json", "--sarif", "a/out.sarif")
     report = json.loads((folder / "a" / "out.json").read_text())
-    assert report["command"] == "halfstep lint train.py --policy mixed"
+    assert report["command"] == "halfstep lint train.py --json a/out.json --sarif a/out.sarif"
     assert [(f["code"], f["file"], f["line"]) for f in report["findings"]] == [("HS001", "train.py", 7)]
     log = json.loads((folder / "a" / "out.sarif").read_text())["runs"][0]
     (result,) = log["results"]

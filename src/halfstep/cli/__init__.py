@@ -1,8 +1,9 @@
 """The command line, ``halfstep``: `app` lists its commands."""
 
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from halfstep.lazy import lazy
 
 if TYPE_CHECKING:
     from halfstep.cli.app import app as app
@@ -10,12 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 
-def __getattr__(name: str) -> Any:
-    """Return `app`, which imports typer when it is first used."""
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()["app"] = import_module("halfstep.cli.app").app
-    return found
+__getattr__ = lazy(__name__, {"app": "app"})  # which imports typer
 
 
 def main() -> None:

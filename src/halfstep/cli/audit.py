@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.terminal import STYLES, Files, command_line, console, record, say, show
+from halfstep.cli.terminal import STYLES, Files, console, record, say, show
 from halfstep.report import table
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_named
@@ -44,11 +44,10 @@ def carry_out(
         say(out, f"{len(lines) - rows} more rows; --rows {len(lines)} prints them all, --json and --html write them")
     for text, answer in zip(formats, answers, strict=True):
         _print_answer(out, text, answer, rows)
-    again = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
     asked = [
         {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(formats, answers, strict=True)
     ]
-    files.write(out, json=record(again, **audit.to_dict(), what_if=asked), html=audit.save_html)
+    files.write(out, json=record(**audit.to_dict(), what_if=asked), html=audit.save_html)
     return 0
 
 

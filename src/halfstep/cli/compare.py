@@ -42,15 +42,11 @@ def carry_out(
             made = compare(each, compared, steps=length, seeds=runs, device=where, on_step=live.step)
         comparisons.append(made)
         print_section(out, comparison_section(made))
-    chosen = [word for name in task or () for word in ("--task", name)]
-    again = command_line(
-        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json, html=html
-    )
     day = datetime.date.today()
     files.write(
         out,
-        json=record(again, machine=about, tasks=[dataclasses.asdict(c) for c in comparisons]),
-        html=lambda path: write_page(comparison_page(comparisons, about=about, command=again, day=day), path),
+        json=record(machine=about, tasks=[dataclasses.asdict(c) for c in comparisons]),
+        html=lambda path: write_page(comparison_page(comparisons, about=about, command=command_line(), day=day), path),
     )
     return 0
 

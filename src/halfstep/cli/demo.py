@@ -15,14 +15,11 @@ import torch
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.pages.comparison import result_table, setting
-from halfstep.cli.pages.demo import demo_page, pace_table
+from halfstep.cli.pages.demo import accuracy_section, demo_page, rescue_section, time_section
 from halfstep.cli.pages.facts import Demo, conclusions
-from halfstep.cli.pages.figures import interval
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
-from halfstep.report import Code, Facts, Paragraph, Section, write_page
-from halfstep.report.document import counted
+from halfstep.report import Facts, Section, counted, write_page
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare, pace, probed
@@ -68,12 +65,11 @@ def carry_out(html: Path | None, json: Path | None, device: str) -> int:
         warnings.filterwarnings("ignore", message=".*without units")  # the tables have it, with its time
         interrupted = _measure(demo, parts, out, err)
     print_section(out, Section("Conclusions", (Facts(conclusions(demo)),)))
-    again = command_line("demo", html=html, json=json, device=device)
     day = datetime.date.today()
     files.write(
         out,
-        json=record(again, machine=about, **_facts(demo)),
-        html=lambda path: write_page(demo_page(demo, about=about, command=again, day=day), path),
+        json=record(machine=about, **_facts(demo)),
+        html=lambda path: write_page(demo_page(demo, about=about, command=command_line(), day=day), path),
     )
     return INTERRUPTED if interrupted else 0
 
@@ -86,6 +82,7 @@ def _measure(demo: Demo, parts: list[Part], out: Console, err: Console) -> bool:
             with Watch(err) as watch:  # ends before its result is printed: a bar would divert what goes to stdout
                 watch.see(done / total, f"{number + 1}/{len(parts)} {title}")
                 section = run(lambda share: watch.see((done + share * weight) / total))  # noqa: B023  # called here
+            demo.sections.append(section)
             print_section(out, section)
         except KeyboardInterrupt:
             demo.missing += [f"{title} (interrupted)", *(later for later, _, _ in parts[number + 1 :])]
@@ -115,16 +112,12 @@ def _time(demo: Demo, workload: Workload, seconds: float, on_share: OnShare) -> 
     timed = candidates(TIMED, demo.device)
     made = pace(workload.task, timed, device=demo.device, seconds=seconds, on_share=on_share)
     demo.paces.append((workload, made))
-    rounds, control = made.control.rounds, interval(made.control)
-    about = Paragraph(f"{made.about}; {made.parameters:,} parameters, on {made.device}")
-    how = Paragraph(f"medians of {rounds} rounds in turns, 90 % intervals; fp32 beside itself: {control}")
-    return Section(f"A model bound by {workload.bound_by}", (about, pace_table(workload, made), how))
+    return time_section(workload, made)
 
 
 def _break(demo: Demo, on_share: OnShare) -> Section:
-    demo.rescue = rescued = rescue(device=demo.device, steps=BROKEN_STEPS, on_share=on_share)
-    heading = f"A run in fp16 that breaks in step {rescued.broken_at}: print(step.explain())"
-    return Section(heading, (Code(str(rescued.verdict)),))
+    demo.rescue = rescue(device=demo.device, steps=BROKEN_STEPS, on_share=on_share)
+    return rescue_section(demo.rescue)
 
 
 def _train(demo: Demo, name: str, steps: int, on_share: OnShare) -> Section:
@@ -136,7 +129,7 @@ def _train(demo: Demo, name: str, steps: int, on_share: OnShare) -> Section:
     on_step = lambda *step: on_share(next(seen) / total)  # noqa: E731
     made = compare(task, compared, steps=steps, seeds=ENOUGH_SEEDS, device=demo.device, on_step=on_step)
     demo.comparisons.append(made)
-    return Section(f"Accuracy of {made.task}", (Paragraph(setting(made)), result_table(made)))
+    return accuracy_section(made)
 
 
 def _facts(demo: Demo) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.cli.terminal import Files, command_line, console, item, record, say, show
+from halfstep.cli.terminal import Files, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -60,9 +60,8 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
         item(out, line, style="yellow")
     lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
     records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
-    again = command_line("doctor", device=device, quick=quick, json=json)
     facts = {"quick": quick, "machine": about, "cpu_kernels": hs.step.cpu_kernels(), "threads": threads}
-    files.write(out, json=record(again, **facts, pitfalls=found, **records))
+    files.write(out, json=record(**facts, pitfalls=found, **records))
     return 0
 
 

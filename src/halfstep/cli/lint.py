@@ -11,7 +11,7 @@ from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
 from halfstep.advise.lint.rule import exit_code, lines
 from halfstep.advise.lint.run import POLICY, is_source
 from halfstep.cli.options import split
-from halfstep.cli.terminal import Files, command_line, console, record, say
+from halfstep.cli.terminal import Files, console, record, say
 from halfstep.errors import LintError, did_you_mean
 from halfstep.report import SarifResult, sarif_log, strict_json
 
@@ -40,8 +40,7 @@ def carry_out(
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     for text, style in lines(found):
         say(out, text, style=style or None)
-    again = command_line("lint", *targets, policy=policy, ignore=",".join(left_out))
-    records = record(again, findings=[finding.record() for finding in found])
+    records = record(findings=[finding.record() for finding in found])
     files.write(out, json=records, sarif=lambda path: strict_json(_sarif(found), path))
     return exit_code(found, severity)
 

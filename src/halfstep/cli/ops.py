@@ -18,19 +18,15 @@ from rich.console import Console
 from torch import nn
 
 import halfstep as hs
-from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
-from halfstep.formats import DTYPE_NAMES, DTYPES, LOW_DTYPES
-from halfstep.lens import Sink, Tracer
+from halfstep.cli.terminal import STYLES, Files, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
 from halfstep.tasks.machine import device_type, generators_kept
 from halfstep.tasks.registry import load_model
-from halfstep.trees import tensors
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
-RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -67,8 +63,7 @@ def carry_out(patterns: list[str] | None, policy: str, diff: str, model: str, de
         shown = _show_difference(out, (title, _title(diff, other)), mine, other, where, names)
     else:
         shown = _show_plan(out, title, mine, plan, source, names)
-    again = command_line("ops", *(patterns or ()), policy=policy, diff=diff, model=model, device=device, json=json)
-    files.write(out, json=record(again, device=where, label=title, policy=mine.to_toml(), **shown))
+    files.write(out, json=record(device=where, label=title, policy=mine.to_toml(), **shown))
     return 0
 
 
@@ -138,10 +133,7 @@ def _show_plan(
         say(out)
         item(out, problem, style="yellow")
     say(out)
-    if used is not None:
-        _print_used(out, rows, plan)
-    else:
-        _print_operators(out, rows, plan, chosen=chosen)
+    _print_operators(out, rows, plan, chosen=chosen, called=used is not None)
     return shown
 
 
@@ -192,9 +184,24 @@ def _print_head(out: Console, subject: str, plan: hs.policy.Plan) -> None:
     say(out, ", ".join(facts))
 
 
-def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool) -> None:
+def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool, called: bool) -> None:
+    """Print operators that a policy has rules for, or that a model has `called`."""
+    table, low = plan.policy.table, plan.policy.dtype
     if not rows:
-        say(out, f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in")
+        none = f"no operator has a rule (table {table!r}): each runs in the format its arguments come in"
+        say(out, "the model calls none of these operators" if called else none)
+        return
+    by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
+    lines: list[Row] = []
+    for row in rows:
+        gives = [(low if name == "low" else name, times) for name, times in row.gives]
+        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
+        why = (by.get(row.decided_by, f"field {row.decided_by}"), row.reason)
+        calls, made = ([str(row.calls)], [words]) if called else ([], [])
+        lines.append((row.operator, *calls, _rule(row.rule), *made, *why))
+    if called:
+        say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
+        _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
         return
     if not chosen:
         total = len(hs.policy.operator_names("*"))
@@ -202,29 +209,8 @@ def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, 
     for rule in RULES:
         if any(row.rule == rule for row in rows):
             means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
-            say(out, f"{rule or 'no rule'}: {means.format(low=plan.policy.dtype)}", style=RULE_STYLES[rule])
-    lines = ((row.operator, _rule(row.rule), _by(row.decided_by, plan), row.reason) for row in rows)
+            say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=STYLES[rule or "none"])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
-
-
-def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
-    if not rows:
-        say(out, "the model calls none of these operators")
-        return
-    say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
-    lines = []
-    for row in rows:
-        gives = [(plan.policy.dtype if name == "low" else name, times) for name, times in row.gives]
-        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
-        by = _by(row.decided_by, plan)
-        lines.append((row.operator, str(row.calls), _rule(row.rule), words, by, row.reason))
-    _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
-
-
-def _by(origin: str, plan: hs.policy.Plan) -> str:
-    if origin == "table":
-        return f"table {plan.policy.table}"
-    return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
 
 
 def _print_modules(out: Console, plan: hs.policy.Plan) -> None:
@@ -268,13 +254,13 @@ def _print_parameters(out: Console, plan: hs.policy.Plan) -> None:
 
 def _sizes(name: str, members: Sequence[Any]) -> tuple[str, str, str, str]:
     count = sum(each.numel for each in members)
-    return name, str(len(members)), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"
+    return name, str(len(members)), f"{count:,}", f"{count * hs.formats.DTYPES[name].itemsize / MEGABYTE:,.3f}"
 
 
 # ------------------------------------------------------------------ the operators that a task calls
 
 
-class _OperatorCounter(Sink):
+class _OperatorCounter(hs.lens.Sink):
     """Counts operators while it is `on`, as the rules of a region call them: cast, and with composites taken apart."""
 
     def __init__(self) -> None:
@@ -291,9 +277,9 @@ class _OperatorCounter(Sink):
 
 
 def _format(result: Any) -> str:
-    for first in tensors(result):
-        low = first.dtype in LOW_DTYPES
-        return "low" if low else DTYPE_NAMES.get(first.dtype, str(first.dtype).removeprefix("torch."))
+    for first in hs.trees.tensors(result):
+        low = first.dtype in hs.formats.LOW_DTYPES
+        return "low" if low else hs.formats.DTYPE_NAMES.get(first.dtype, str(first.dtype).removeprefix("torch."))
     return "none"
 
 
@@ -314,7 +300,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Coun
         torch.manual_seed(0)
         model, batch = task.model().to(device), task.batch_on(device, 0, 0)
         step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
-        with Tracer(counter, above=False):
+        with hs.lens.Tracer(counter, above=False):
             step(*batch)
     return counter.results
 

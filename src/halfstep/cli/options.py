@@ -92,6 +92,7 @@ PolicyLabel = Annotated[
         autocompletion=policy,
     ),
 ]
+Policies = Annotated[list[str] | None, typer.Option(autocompletion=policies)]
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK, autocompletion=task)]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan, gpu_named, page, plan_each
 from halfstep.cli.options import split
-from halfstep.cli.terminal import STYLES, Files, command_line, console, item, record, say, show
+from halfstep.cli.terminal import STYLES, Files, console, item, record, say, show
 from halfstep.report import TONES, write_page
 from halfstep.tasks import load_task
 from halfstep.tasks.candidates import policy_named
@@ -45,13 +45,9 @@ def carry_out(
             raise found
         plans.append(found)
     _print(out, plans)
-    again = command_line(
-        "plan", task, policy=policy, policies=",".join(split(policies)), devices=devices if devices > 1 else None,
-        shard=shard, gpu=gpu, batch=batch, device=device,
-    )  # fmt: skip
     files.write(
         out,
-        json=record(again, plans=[plan.record() for plan in plans]),
+        json=record(plans=[plan.record() for plan in plans]),
         html=lambda path: write_page(page.plan_page(plans), path),
     )
     return 0

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 import halfstep as hs
 from halfstep.cli.terminal import say
 from halfstep.tasks.loops import Loop, Training
-from halfstep.trees import tensors
 
 SECONDS = 0.25  # between two readings of the numbers: faster than a person reads, and rare beside a step
 
@@ -68,7 +67,7 @@ class Live(Watch):
 
 
 def _numbers(loop: Loop, step: int, batch: tuple[Any, ...], seconds: float) -> hs.step.StepMetrics:
-    samples = next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
+    samples = next((len(tensor) for tensor in hs.trees.tensors(batch) if tensor.dim()), 1)
     return hs.step.StepMetrics(
         step=step, loss=float(loop.loss), scale=loop.scale(), skipped=len(loop.skipped()),
         grad_norm=float(loop.grad_norm), samples_per_second=samples / seconds,

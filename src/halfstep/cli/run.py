@@ -23,7 +23,7 @@ import typer
 import halfstep as hs
 from halfstep.compat import apex
 from halfstep.compat.torch_amp import install as torch_amp
-from halfstep.errors import HalfstepError, TaskError
+from halfstep.compat.torch_amp.served import Served
 from halfstep.tasks.candidates import policy_named
 
 APEX = str(Path(apex.__file__).parent / "shim")
@@ -76,9 +76,9 @@ def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
         if label in hs.policy.PRESETS or label.endswith(".toml"):  # without a format, whose dtype="auto" stays
             policy = hs.Policy.of(label)
         served = torch_amp.install(policy)
-    except HalfstepError as error:
+    except hs.errors.HalfstepError as error:
         print(f"halfstep run: {error}", file=sys.stderr)
-        if not isinstance(error, TaskError):
+        if not isinstance(error, hs.errors.TaskError):
             print(PREPARE.format(label), file=sys.stderr)
         return 2
     variables = {**_on_path(TORCH_AMP), VARIABLE: policy.to_toml()}
@@ -149,17 +149,17 @@ def _on_path(folder: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([folder, *rest])}
 
 
-def _count_forked(served: torch_amp.Served) -> None:
+def _count_forked(served: Served) -> None:
     """Let a forked process count for itself and report at its end, where `atexit` is not called."""
 
-    def begin(served: torch_amp.Served) -> None:
+    def begin(served: Served) -> None:
         served.begin()
         multiprocessing.util.Finalize(None, _report, (served,), exitpriority=0)
 
     multiprocessing.util.register_after_fork(served, begin)
 
 
-def _report(served: torch_amp.Served, *, always: bool = False) -> None:
+def _report(served: Served, *, always: bool = False) -> None:
     """Print what was served, of a process that used it; of several ranks, of the first and of those that skipped."""
     rank = os.environ.get("RANK", "")
     if always and rank in {"", "0"} or served.used and (rank in {"", "0"} or served.skipped):

@@ -18,7 +18,6 @@ from rich.text import Text
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.errors import TaskError
 
 PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
@@ -46,7 +45,7 @@ class Files:
         for name, path in self.paths.items():
             first = options.setdefault(path.resolve(), name)
             if first != name:
-                raise TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
+                raise hs.errors.TaskError(f"--{first} and --{name} name the same file {str(path)!r}; give them two")
         self._stdout, self._redirected = sys.stdout, ExitStack()
         if DASH in self.paths.values():
             self._redirected.enter_context(redirect_stdout(sys.stderr))
@@ -60,7 +59,7 @@ class Files:
                 if new:
                     path.unlink()
             except OSError as error:
-                raise TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
+                raise hs.errors.TaskError(f"--{name} {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, out: Console, **writers: Callable[[Path], object]) -> None:
         """Call the writers of those that were asked for with their paths, and print these."""
@@ -76,9 +75,9 @@ class Files:
         self._redirected.close()
 
 
-def record(command: str, **facts: object) -> Callable[[Path], object]:
+def record(**facts: object) -> Callable[[Path], object]:
     """Return the writer of ``--json``: the command, the version and what was found."""
-    text = doc.strict_json({"command": command, "halfstep": hs.__version__, **facts})
+    text = doc.strict_json({"command": command_line(), "halfstep": hs.__version__, **facts})
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
@@ -131,11 +130,9 @@ def print_section(out: Console, section: doc.Section) -> None:
                 show(out, block)
 
 
-def command_line(*words: str, **options: object) -> str:
-    """Return the command line of ``halfstep *words``, with the options that are set; True is a flag."""
-    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
-    parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
-    return shlex.join(["halfstep", *words, *parts])
+def command_line() -> str:
+    """Return the command line that this process was started with."""
+    return shlex.join(["halfstep", *sys.argv[1:]])
 
 
 def machine_line(about: Mapping[str, Any]) -> str:

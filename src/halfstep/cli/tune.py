@@ -42,11 +42,7 @@ def carry_out(
     except KeyboardInterrupt:
         say(err, "interrupted before anything was measured: nothing was written", style="red")
         return INTERRUPTED
-    again = command_line(
-        "tune", task, output=output, target=target, max_loss_rise=max_loss_rise, minutes=minutes, seeds=seeds,
-        seed=seed, dtypes=",".join(split(dtypes)), no_compile=not compile, device=device,
-    )  # fmt: skip
-    found = replace(found, command=again)
+    found = replace(found, command=command_line().replace(" --resume", ""))
     output.write_text(found.to_toml(), encoding="utf-8")
     _print(out, found)
     say(out, f"written: {output}; what was measured: {state}")

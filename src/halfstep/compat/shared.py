@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+import halfstep as hs
+from halfstep.torch_private import foreach
 
-LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
+LOW_NAMES = {dtype: name for dtype, name in hs.formats.DTYPE_NAMES.items() if dtype in hs.formats.LOW_DTYPES}
 """Low dtype -> the name that policies use."""
 
 
@@ -23,21 +26,66 @@ class Factory(type):
         return isinstance(instance, cls._made)
 
 
-class Gate:
-    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients; `passed`: all were finite.
+class _Gate:
+    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients and calls it if all are finite."""
 
-    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones.
-    """
-
-    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool) -> None:
         self.param_groups = param_groups
         self.passed = False
         if masters:
             self._halfstep_weights = 1
 
     def step(self) -> None:
-        """Note that the scaler allowed the step; the gradients are the result."""
         self.passed = True
+
+
+def unscaled(scaler: hs.GradScaler, param_groups: list[dict[str, Any]], *, masters: bool = False) -> Any:
+    """Unscale the gradients of `param_groups` by `scaler`; return what says by `passed` whether all are finite.
+
+    With `masters`, low parameters get new fp32 gradients instead of unscaled low ones. Waits for the device.
+    """
+    gate: Any = _Gate(param_groups, masters=masters)
+    scaler.step(gate)
+    return gate
+
+
+class WrittenOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that are written with torch's functions: `_update` gets the parameters of one group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; return what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(group, params)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update the parameters of one group, all of which have gradients."""
+        raise NotImplementedError
+
+    def _adam(
+        self, group: dict[str, Any], params: list[Any], grads: list[Any], bias: tuple[float, float] = (1.0, 1.0),
+        share: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Take `grads` into the moments and return Adam's directions; `share`: of a gradient in the first moment."""
+        beta1, beta2 = group["betas"]
+        for parameter, gradient in zip(params, grads, strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in self.state[parameter]:
+                    self.state[parameter][name] = torch.zeros_like(gradient)
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        foreach.foreach_mul_(first, beta1)
+        foreach.foreach_add_(first, grads, alpha=1 - beta1 if share is None else share)
+        foreach.foreach_mul_(second, beta2)
+        foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
+        below = foreach.foreach_sqrt(foreach.foreach_div(second, bias[1]))
+        foreach.foreach_add_(below, group["eps"])
+        return foreach.foreach_div(foreach.foreach_div(first, bias[0]), below)
 
 
 def listed(value: Any) -> list[Any]:
@@ -48,13 +96,10 @@ def listed(value: Any) -> list[Any]:
 def alias(name: str, doc: str, *, of: str = "") -> Any:
     """Return a property that reads and sets the attribute `name`, of the attribute `of` if one is given."""
 
-    def owner(instance: Any) -> Any:
-        return getattr(instance, of) if of else instance
-
     def change(instance: Any, value: Any) -> None:
-        setattr(owner(instance), name, value)
+        setattr(getattr(instance, of) if of else instance, name, value)
 
-    return property(lambda instance: getattr(owner(instance), name), change, doc=doc)
+    return property(attrgetter(f"{of}.{name}" if of else name), change, doc=doc)
 
 
 def public(original: Any, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
@@ -64,3 +109,19 @@ def public(original: Any, function: Callable[..., Any], name: str = "") -> Calla
     title = f"``{name}{inspect.signature(function)}``: torch's `{original.__name__}`."
     function.__doc__ = f"{title}\n\n{function.__doc__ or original.__doc__}"
     return function
+
+
+def with_settings(
+    base: type, name: str, doc: str, method: str, function: Callable[..., Any], /, **settings: Any
+) -> Any:
+    """Return a subclass of `base`, in its module, made of `settings`, name=default, which its constructor takes.
+
+    Its `method` calls `function` with its own arguments, and the settings by name.
+    """
+
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        return function(*args, **{key: getattr(self, key) for key in settings}, **named)
+
+    fields = [(key, Any, dataclasses.field(default=value)) for key, value in settings.items()]
+    body = {"__doc__": doc, "__module__": base.__module__, method: run}
+    return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=body, repr=False, eq=False)

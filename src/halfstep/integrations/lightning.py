@@ -209,12 +209,9 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ step
 
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        model: LightningModule | None = None,
-        closure: Callable[[], Any] | None = None,
+        self, optimizer: Optimizer, model: LightningModule | None = None, closure: Callable[[], Any] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run `closure` (forward and backward), unscale, let the Trainer clip, and step unless gradients are bad.
 
         Fabric gives no `model`. Without a `closure` the gradients are there. Return what `closure` returned.
@@ -344,13 +341,9 @@ class Fabric(LightningFabric):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        policy: hs.Policy | str | Path = "mixed",
-        evidence: str | Path | None = None,
-        plugins: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, policy: hs.Policy | str | Path = "mixed", evidence: str | Path | None = None,
+        plugins: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.precision = HalfstepPrecision(policy, evidence)
         others = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         super().__init__(*args, plugins=[self.precision, *others], **kwargs)

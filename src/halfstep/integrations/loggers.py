@@ -210,13 +210,9 @@ class MLflow(Logger):
     """
 
     def __init__(
-        self,
-        uri: str | None = None,
-        *,
-        experiment: str | None = None,
-        run_id: str | None = None,
+        self, uri: str | None = None, *, experiment: str | None = None, run_id: str | None = None,
         prefix: str = "halfstep/",
-    ) -> None:
+    ) -> None:  # fmt: skip
         tracking: Any = need("mlflow.tracking", "3.17", package="mlflow")
         super().__init__(prefix)
         self.client = tracking.MlflowClient(uri)

@@ -55,15 +55,9 @@ class NativeScaler:
         self.skipped = False
 
     def __call__(
-        self,
-        loss: Tensor,
-        optimizer: Optimizer,
-        clip_grad: float | None = None,
-        clip_mode: str = "norm",
-        parameters: Iterable[Tensor] | None = None,
-        create_graph: bool = False,
-        need_update: bool = True,
-    ) -> None:
+        self, loss: Tensor, optimizer: Optimizer, clip_grad: float | None = None, clip_mode: str = "norm",
+        parameters: Iterable[Tensor] | None = None, create_graph: bool = False, need_update: bool = True,
+    ) -> None:  # fmt: skip
         """Run the backward pass of `loss`; with `need_update` also clip, step and update the scale.
 
         A step whose gradients are not finite is skipped, and logged with the names of the parameters. That waits for

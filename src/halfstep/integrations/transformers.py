@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import forward_in_class, need
-from halfstep.policy import Policy
 
 need("transformers", "4.57.1", extra="transformers")
 need("accelerate", "1.10", extra="transformers")
@@ -97,18 +95,14 @@ class PolicyMixin(Mixed):
         PolicyError, UnbuiltError, BindError: as `hs.prepare`; some when training begins.
     """
 
-    policy: Policy
+    policy: hs.policy.Policy
     black_box: hs.BlackBox | None
 
     def __init__(
-        self,
-        *args: Any,
-        policy: Policy | str | Path = "mixed",
-        black_box: bool = True,
-        evidence: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.policy = Policy.of(policy)
+        self, *args: Any, policy: hs.policy.Policy | str | Path = "mixed", black_box: bool = True,
+        evidence: str | Path | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self.policy = hs.policy.Policy.of(policy)
         self.black_box = None
         self._explains, self._evidence = black_box, evidence
         super().__init__(*args, **kwargs)
@@ -120,7 +114,7 @@ class PolicyMixin(Mixed):
         """Create the Accelerator, and make it follow the policy."""
         for name in PRECISION:
             if getattr(self.args, name, False):
-                raise IntegrationError(
+                raise hs.errors.IntegrationError(
                     f"TrainingArguments({name}=True) beside policy {self.policy.name!r} would set the precision twice: "
                     f"leave out {name}; policy=hs.Policy.of({self.policy.name!r}, dtype={name[:4]!r}) has the format"
                 )
@@ -131,7 +125,7 @@ class PolicyMixin(Mixed):
         """Create the optimizer; one that updates weights in the backward pass is refused."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
-            raise IntegrationError(
+            raise hs.errors.IntegrationError(
                 f"TrainingArguments(optim={str(self.args.optim)!r}) updates each layer in the backward pass, before "
                 "gradients can be checked or unscaled; take the optimizer without '_layerwise'"
             )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import halfstep as hs
 from halfstep.errors import TaskError, did_you_mean
-from halfstep.formats import DTYPES, LOW_DTYPES
 
 SUFFIXES = ("bf16", "fp16", "fp32")  # behind the colon of a label
 AMP, FP32 = "torch.amp", "fp32"
@@ -64,7 +63,7 @@ def _candidate(label: str, device: str) -> Candidate:
         return Candidate(label=FP32, dtype="fp32")
     if name == AMP:
         made = dtype or default_format(device)
-        if DTYPES[made] not in LOW_DTYPES:
+        if hs.formats.DTYPES[made] not in hs.formats.LOW_DTYPES:
             raise TaskError(f"policy {label!r}: torch.amp runs in bf16 or fp16")
         return Candidate(label=f"{AMP} {made}", dtype=made)
     if not name.endswith(".toml") and name not in hs.policy.PRESETS:

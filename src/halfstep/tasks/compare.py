@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from halfstep.tasks.candidates import AMP, FP32, Candidate
 from halfstep.tasks.loops import Loop, OnStep, Training, make_loop
 from halfstep.tasks.measure import Difference, SavedForBackward, difference, finite_mean, state_bytes
 from halfstep.tasks.task import Task
-from halfstep.timing import WARM_UP, Ratio, paired_ratio, timed
+from halfstep.timing import WARM_UP, Ratio, ratio_of, timed
 
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted and timed
@@ -108,8 +108,8 @@ def compare(
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
     runners = [*candidates, twin]
-    bytes_of = {c.label: probed(task, c, device) for c in candidates}
-    times: dict[str, list[float]] = {c.label: [] for c in runners}
+    probes = {c.label: probed(task, c, device) for c in candidates}
+    times: dict[str, dict[int, float]] = {c.label: {} for c in runners}
     ends: dict[str, list[tuple[float, tuple[int, ...], float]]] = {c.label: [] for c in runners}
     curves: dict[str, list[list[float]]] = {c.label: [] for c in runners}
     for seed in range(seeds):
@@ -119,31 +119,23 @@ def compare(
         for step in range(steps):
             training.round(loops, step, timed=step >= WARM_UP)
         for label, loop in loops.items():
-            times[label] += training.times.get(label, {}).values()
+            found = training.times.get(label, {})
+            times[label] |= {seed * steps + step: seconds for step, seconds in found.items()}
             curves[label].append(training.floats(label))
             ends[label].append((evaluated(task, loop, seed), loop.skipped(), loop.scale()))
     reference = [metric for metric, _, _ in ends[FP32]]
     margin = task.margin_around(statistics.fmean(reference))
-
-    def ratio(label: str, baseline: str) -> Ratio | None:
-        return paired_ratio(times[label], times[baseline]) if label != baseline and times[label] else None
-
     rows = []
-    for candidate in candidates:
+    for candidate, cost in zip(candidates, _costs(candidates, times, probes), strict=True):
         label = candidate.label
         metrics, skipped_steps, scales = (tuple(column) for column in zip(*ends[label], strict=True))
         rows.append(
             CandidateRow(
-                label=label,
+                **cost,
                 policy="" if candidate.policy is None else candidate.policy.to_toml(),
                 notes=() if candidate.policy is None else hs.resolve(candidate.policy, started(task, 0, device)).notes,
                 metrics=metrics,
                 difference=difference(metrics, reference, margin, higher=task.higher_is_better),
-                milliseconds=1e3 * statistics.median(times[label]) if times[label] else float("nan"),
-                to_fp32=ratio(label, FP32),
-                to_amp=ratio(label, amp.label),
-                state_bytes=bytes_of[label].state_bytes,
-                saved_bytes=bytes_of[label].saved_bytes,
                 skipped=tuple(map(len, skipped_steps)),
                 skipped_steps=skipped_steps,
                 scale=scales,
@@ -151,19 +143,33 @@ def compare(
             )
         )
     return Comparison(
-        task=task.name,
-        about=task.about,
-        metric=task.metric_name,
-        higher_is_better=task.higher_is_better,
-        margin=margin,
-        device=device,
-        steps=steps,
-        seeds=tuple(range(seeds)),
-        loss_steps=thinned(range(1, steps + 1)),
-        control=ratio(twin.label, amp.label),
-        repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]],
-        rows=tuple(rows),
-    )
+        task=task.name, about=task.about, metric=task.metric_name, higher_is_better=task.higher_is_better,
+        margin=margin, device=device, steps=steps, seeds=tuple(range(seeds)),
+        loss_steps=thinned(range(1, steps + 1)), control=ratio_of(times[twin.label], times[amp.label]),
+        repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]], rows=tuple(rows),
+    )  # fmt: skip
+
+
+def _costs(
+    candidates: Sequence[Candidate], times: Mapping[str, Mapping[int, float]], probes: Mapping[str, Probe]
+) -> list[dict[str, Any]]:
+    """Return the fields of a `Cost` for each candidate, by its seconds in each round."""
+    amp = next(c.label for c in candidates if c.label.startswith(AMP))
+
+    def ratio(label: str, baseline: str) -> Ratio | None:
+        return None if label == baseline else ratio_of(times.get(label, {}), times.get(baseline, {}))
+
+    return [
+        {
+            "label": label,
+            "milliseconds": 1e3 * (statistics.median(times[label].values()) if times.get(label) else math.nan),
+            "to_fp32": ratio(label, FP32),
+            "to_amp": ratio(label, amp),
+            "state_bytes": probes[label].state_bytes,
+            "saved_bytes": probes[label].saved_bytes,
+        }
+        for label in (candidate.label for candidate in candidates)
+    ]
 
 
 def thinned(values: Sequence[float]) -> tuple[float, ...]:
@@ -235,19 +241,8 @@ def pace(
     race.run(list(loops), seconds=seconds, least=LEAST, most=MOST, clock=clock, on_share=on_share)
     control = race.ratio(twin.label, FP32)
     assert control is not None
-    amp = next(c.label for c in candidates if c.label.startswith(AMP))
-    rows = tuple(
-        Cost(
-            label=c.label,
-            milliseconds=1e3 * race.typical(c.label),
-            to_fp32=None if c.label == FP32 else race.ratio(c.label, FP32),
-            to_amp=None if c.label == amp else race.ratio(c.label, amp),
-            slow=slow.get(c.label, 0.0),
-            state_bytes=probes[c.label].state_bytes,
-            saved_bytes=probes[c.label].saved_bytes,
-        )
-        for c in candidates
-    )
+    costs = _costs(candidates, race.times, probes)
+    rows = tuple(Cost(**cost, slow=slow.get(cost["label"], 0.0)) for cost in costs)
     return Pace(
         task=task.name, about=task.about, parameters=sum(p.numel() for p in model.parameters()), device=device,
         control=control, rows=rows,

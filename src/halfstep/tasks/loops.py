@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.formats import DTYPES
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import STEPS_OF_A_SEED, Task
 from halfstep.timing import Race, timed
@@ -28,25 +27,31 @@ class Loop(ABC):
     before the first step, and where a loop has no use for the norm. `state` holds parameters and optimizer state.
     """
 
-    def __init__(self, model: nn.Module, *state: object) -> None:
-        self.model, self.state = model, state
+    def __init__(self, model: nn.Module, scaler: Any, *state: object) -> None:
+        self.model, self.scaler, self.state = model, scaler, state
+        self.skips: list[Any] = []  # of each step, whether it was not applied
         self.loss = self.grad_norm = torch.tensor(torch.nan)
 
     @abstractmethod
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
 
+    def region(self) -> AbstractContextManager[object]:
+        """Return the region of the metric, in which it is computed in the precision of the training."""
+        return nullcontext()
+
     def evaluate(self, task: Task) -> float:
-        """Return the task's metric, computed in the precision of the training."""
-        return task.measured(self.model)
+        """Return the task's metric."""
+        with self.region():
+            return task.measured(self.model)
 
     def skipped(self) -> tuple[int, ...]:
-        """Return which steps were not applied so far, counted from 0."""
-        return ()
+        """Return which steps were not applied so far, counted from 0; waits for the device."""
+        return tuple(step for step, skipped in enumerate(self.skips) if skipped)
 
     def scale(self) -> float:
-        """Return the loss scale, 1.0 without scaling."""
-        return 1.0
+        """Return the loss scale, 1.0 without scaling; waits for the device."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
 
 class Training(Race):
@@ -91,7 +96,7 @@ def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) ->
     """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps, compile=candidate.compile)
-    return TorchLoop(DTYPES[candidate.dtype], task, model, steps)
+    return TorchLoop(hs.formats.DTYPES[candidate.dtype], task, model, steps)
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
@@ -111,15 +116,13 @@ class TorchLoop(Loop):
     """A loop of torch alone with the fastest options: fp32, or torch.amp as its documentation recommends."""
 
     def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
-        self.optimizer = fused(task.optimizer(model))
-        super().__init__(model, model, self.optimizer)
+        self.optimizer, self.dtype = fused(task.optimizer(model)), dtype
+        self.device = next(model.parameters()).device.type
+        scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
+        super().__init__(model, scaler, model, self.optimizer)
         self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
-        self.dtype = dtype
-        self.device = next(model.parameters()).device.type
-        self.scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
-        self.applied: list[bool] = []
 
     def region(self) -> AbstractContextManager[object]:
         """Return the region of forward pass and metric: none in fp32, which is to cost nothing."""
@@ -141,23 +144,10 @@ class TorchLoop(Loop):
         else:
             scaler.step(self.optimizer)
             scaler.update()
-        self.applied.append(self.scale() >= before)
-        if self.scheduler is not None and self.applied[-1]:
+        self.skips.append(self.scale() < before)
+        if self.scheduler is not None and not self.skips[-1]:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def evaluate(self, task: Task) -> float:
-        """Return the metric, computed in the region of the training."""
-        with self.region():
-            return super().evaluate(task)
-
-    def skipped(self) -> tuple[int, ...]:
-        """Return the steps after which the scale fell."""
-        return tuple(step for step, applied in enumerate(self.applied) if not applied)
-
-    def scale(self) -> float:
-        """Return the GradScaler's scale."""
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
 
 class PolicyLoop(Loop):
@@ -170,19 +160,10 @@ class PolicyLoop(Loop):
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler,
             compile=compile,
         )  # fmt: skip
-        super().__init__(self.step.model, self.step)
-        self.skips: list[Tensor] = []
+        super().__init__(self.step.model, self.step.scaler, self.step)
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
         result = self.step(*batch)
         self.loss, self.grad_norm = result.loss, result.grad_norm
         self.skips.append(result.skipped)
-
-    def skipped(self) -> tuple[int, ...]:
-        """Return the steps whose gradients were not finite."""
-        return tuple(torch.stack(self.skips).nonzero().flatten().tolist()) if self.skips else ()
-
-    def scale(self) -> float:
-        """Return the scaler's scale."""
-        return float(self.step.scaler.get_scale())

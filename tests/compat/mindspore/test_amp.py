@@ -266,7 +266,7 @@ def test_the_signature_is_mindspores() -> None:
 
 
 def test_the_table_of_levels_is_mindspores() -> None:
-    assert {name: tuple(row) for name, row in CONFIG.items()} == {
+    assert CONFIG == {
         "O0": (False, FP32, False),
         "O1": (False, FP32, False),
         "O2": (True, FP16, True),
@@ -298,7 +298,7 @@ def test_every_combination_casts_and_scales_as_in_mindspores_order_of_work(
     step = amp.build_train_network(net, optimizer, ms.nn.MSELoss(), level, **kwargs)
     assert step.training and net.training
 
-    chosen = CASTS[cast] if cast is not None else CONFIG[level].cast_model_type
+    chosen = CASTS[cast] if cast is not None else CONFIG[level][1]
     if chosen is not FP32:  # whatever the level
         expected = (chosen, chosen)
     elif level in ("O1", "auto"):
@@ -307,7 +307,7 @@ def test_every_combination_casts_and_scales_as_in_mindspores_order_of_work(
         expected = (FP32, FP32)
     assert levels(net)[:2] == expected
     if chosen is not FP32:
-        kept = keep if keep is not None else CONFIG[level].keep_batchnorm_fp32
+        kept = keep if keep is not None else CONFIG[level][0]
         policy = hs.prepared_policy(net)
         assert policy is not None and (("class:BatchNorm2d", "fp32") in policy.modules) is kept
     scaled = manager == "fixed" or (manager == "default" and level == "O2")

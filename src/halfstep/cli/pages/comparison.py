@@ -13,7 +13,6 @@ from halfstep import report as doc
 from halfstep.cli.pages.facts import findings
 from halfstep.cli.pages.figures import amp_label, galleries, left_out, ratio_text
 from halfstep.cli.terminal import machine_line
-from halfstep.report.document import Decimals, Size, counted, listed
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
 from halfstep.tasks.measure import ENOUGH_SEEDS
@@ -48,7 +47,7 @@ def measured_on(about: Mapping[str, Any], day: datetime.date) -> str:
 def measured(items: tuple[str, ...], about: Mapping[str, Any], command: str) -> doc.Section:
     """Return the section on how something was measured, with the command and the machine."""
     facts = (
-        (name.replace("_", " "), listed(value) if isinstance(value, list) else str(value) or "none")
+        (name.replace("_", " "), doc.listed(value) if isinstance(value, list) else str(value) or "none")
         for name, value in about.items()
     )
     again = doc.Paragraph("The command that asks for all of it again:")
@@ -111,7 +110,7 @@ def comparison_section(comparison: Comparison) -> doc.Section:
 def setting(comparison: Comparison) -> str:
     """Return in words what was trained, how long, how often, and where."""
     about = f"{doc.sentence(comparison.about)} " if comparison.about else ""
-    steps, seeds = counted(comparison.steps, "step"), counted(len(comparison.seeds), "seed")
+    steps, seeds = doc.counted(comparison.steps, "step"), doc.counted(len(comparison.seeds), "seed")
     return f"{about}{steps}, {seeds}, on {comparison.device}; same weights, same batches, steps in turns."
 
 
@@ -148,7 +147,7 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
 
 def result_table(comparison: Comparison) -> doc.Table:
     """Return what became of the result under every policy."""
-    decimals = Decimals(comparison.margin)
+    decimals = doc.Decimals(comparison.margin)
     headers = ("policy", comparison.metric, "minus fp32, 90 % interval", "verdict", "steps skipped", "loss scale")
 
     def cells(row: CandidateRow) -> tuple[str | doc.Cell, ...]:
@@ -168,12 +167,10 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def cost_table(
-    rows: Sequence[Cost], control: Ratio | None, caption: str = "Time and memory", *, intervals: bool = False
-) -> doc.Table:
+def cost_table(rows: Sequence[Cost], control: Ratio | None, *, intervals: bool = False) -> doc.Table:
     """Return what a step takes; `control` is what this machine can resolve."""
-    state, saved = Size(row.state_bytes for row in rows), Size(row.saved_bytes for row in rows)
-    time = Decimals(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
+    state, saved = doc.Size(row.state_bytes for row in rows), doc.Size(row.saved_bytes for row in rows)
+    time = doc.Decimals(max((row.milliseconds for row in rows if math.isfinite(row.milliseconds)), default=1.0))
     headers = (
         "policy", "ms a step", "time / fp32", f"time / {amp_label(rows)}", f"between steps, {state.unit}",
         f"saved for backward, {saved.unit}",
@@ -189,7 +186,7 @@ def cost_table(
         )
         for row in rows
     )
-    return doc.table(caption, headers, cells)
+    return doc.table("Time and memory", headers, cells)
 
 
 def _ratio(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> doc.Cell:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from halfstep import report as doc
-from halfstep.cli.pages.comparison import cost_table, measured, measured_on, result_table
+from halfstep.cli.pages.comparison import cost_table, measured, measured_on, result_table, setting
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.pages.figures import galleries, interval, memory_gallery, time_figure
 from halfstep.tasks.candidates import FP32
@@ -32,43 +31,43 @@ METHOD = (
 
 def demo_page(demo: Demo, *, about: Mapping[str, Any], command: str, day: datetime.date) -> doc.Document:
     """Return the report of a demo; what was not finished is left out, and named in the conclusions."""
-    sections = [doc.Section("Conclusions", (doc.Facts(conclusions(demo)),))]
-    if demo.paces:
-        sections += [_times(demo.paces), _bytes([pace for _, pace in demo.paces])]
-    if demo.comparisons:
-        sections.append(_accuracy(demo.comparisons))
-    if demo.rescue is not None:
-        sections.append(_rescue(demo.rescue))
+    paces = [pace for _, pace in demo.paces]
     return doc.page(
         "halfstep demo: what low formats do on this machine",
         "Where low formats pay on this machine and where not, what they do to the result, and a run that went NaN. "
         f"{measured_on({**about, 'accelerator': about['accelerator'] or 'no GPU'}, day)}",
-        [*sections, measured(METHOD, about, command)],
+        [
+            doc.Section("Conclusions", (doc.Facts(conclusions(demo)),)),
+            *demo.sections,
+            *([_bytes(paces)] if paces else []),
+            measured(METHOD, about, command),
+        ],
         "halfstep demo --html",
     )
 
 
-def pace_table(workload: Workload, made: Pace) -> doc.Table:
+def time_section(workload: Workload, made: Pace) -> doc.Section:
     """Return time, with its intervals, and bytes of every candidate."""
     control = made.control
-    caption = f"Bound by {workload.bound_by}: {control.rounds} rounds; fp32 beside itself {interval(control)}"
-    return cost_table(made.rows, control, caption, intervals=True)
-
-
-def _times(paces: Sequence[tuple[Workload, Pace]]) -> doc.Section:
-    figures = (
-        time_figure(
-            f"Bound by {workload.bound_by}",
-            f"{made.about}. Time of a step over that of fp32: shorter is faster. Lines are 90 % intervals, the "
-            "band is what two identical fp32 loops differ by. O0 is halfstep's step in fp32.",
-            made.rows,
-            FP32,
-            made.control,
-        )
-        for workload, made in paces
+    figure = time_figure(
+        "Time of a step",
+        "Over that of fp32: shorter is faster. Lines are 90 % intervals, the band is what two identical fp32 loops "
+        "differ by. O0 is halfstep's step in fp32.",
+        made.rows,
+        FP32,
+        control,
     )
-    numbers = doc.Details("The numbers", tuple(pace_table(*each) for each in paces))
-    return doc.Section("Time of a step", (doc.Gallery(tuple(figures)), numbers))
+    return doc.Section(
+        f"A model bound by {workload.bound_by}",
+        (
+            doc.Paragraph(f"{made.about}; {made.parameters:,} parameters, on {made.device}"),
+            doc.Gallery((figure,)),
+            cost_table(made.rows, control, intervals=True),
+            doc.Paragraph(
+                f"medians of {control.rounds} rounds in turns, 90 % intervals; fp32 beside itself: {interval(control)}"
+            ),
+        ),
+    )
 
 
 def _bytes(paces: Sequence[Pace]) -> doc.Section:
@@ -78,18 +77,15 @@ def _bytes(paces: Sequence[Pace]) -> doc.Section:
     return doc.Section("Bytes, counted", (gallery,))
 
 
-def _accuracy(comparisons: Sequence[Comparison]) -> doc.Section:
-    figures: list[doc.Figure] = []
-    more: list[doc.Block] = []
-    for comparison in comparisons:
-        result, _, losses = galleries(comparison)
-        figures.append(replace(result.figures[0], heading=f"{comparison.task}: {result.figures[0].heading}"))
-        more += [result_table(comparison), losses]
-    details = doc.Details("Numbers and loss curves", more)
-    return doc.Section("Accuracy beside fp32", (doc.Gallery(tuple(figures)), details))
+def accuracy_section(made: Comparison) -> doc.Section:
+    """Return what became of the result of a task under every policy."""
+    result, _, losses = galleries(made)
+    figure, details = doc.Gallery(result.figures[:1]), doc.Details("Loss curves", (losses,))
+    return doc.Section(f"Accuracy of {made.task}", (doc.Paragraph(setting(made)), figure, result_table(made), details))
 
 
-def _rescue(rescued: Rescue) -> doc.Section:
+def rescue_section(rescued: Rescue) -> doc.Section:
+    """Return how a run broke, its explanation, and how it went on under the cure."""
     steps = tuple(float(step) for step in range(1, len(rescued.broken) + 1))
     at = rescued.broken_at
     skipped = tuple(step for step, loss in zip(steps, rescued.broken, strict=True) if not math.isfinite(loss))
@@ -111,7 +107,7 @@ def _rescue(rescued: Rescue) -> doc.Section:
         "replayed the first step that was not finite and tried cures by training on."
     )
     return doc.Section(
-        "A run that went NaN, explained and cured",
+        f"A run in fp16 that breaks in step {at}: explained and cured",
         (
             how,
             doc.Gallery((figure,), tuple((curve.label, curve.key) for curve in curves)),

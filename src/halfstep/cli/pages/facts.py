@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import halfstep as hs
 from halfstep.cli.pages.figures import amp_label, interval, ratio_text
-from halfstep.report import Fact, sentence
-from halfstep.report.document import Size, listed
+from halfstep.report import Fact, Section, Size, listed, sentence
 from halfstep.tasks.candidates import AMP, FP32
 from halfstep.tasks.compare import CandidateRow, Comparison, Cost, Pace
 from halfstep.tasks.measure import WITHIN
@@ -32,6 +31,7 @@ class Demo:
     paces: list[tuple[Workload, Pace]] = field(default_factory=list)
     rescue: Rescue | None = None
     comparisons: list[Comparison] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)  # what was found, as pages and terminals show it
     missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
 

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from halfstep import report as doc
-from halfstep.report.document import Decimals, Size, minus
 from halfstep.tasks.candidates import AMP, FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison, Cost
 from halfstep.timing import Ratio
@@ -72,7 +71,7 @@ def _keys(rows: Iterable[Cost]) -> dict[str, doc.Key]:
 
 
 def _result_figure(comparison: Comparison, keys: Mapping[str, doc.Key]) -> doc.Figure:
-    decimals = Decimals(comparison.margin)
+    decimals = doc.Decimals(comparison.margin)
     dots = []
     for row in comparison.rows:
         found, key = row.difference, keys[row.label]
@@ -83,7 +82,7 @@ def _result_figure(comparison: Comparison, keys: Mapping[str, doc.Key]) -> doc.F
             dots.append(doc.Dot(row.label, text, found.mean, found.low, found.high, key, MARKS[found.verdict]))
         else:
             dots.append(doc.Dot(row.label, found.verdict, None, key=key))
-    margin = minus(f"{comparison.margin:.3g}")
+    margin = doc.minus(f"{comparison.margin:.3g}")
     better = "right" if comparison.higher_is_better else "left"
     caption = (
         f"Dots are means over the seeds, lines their 90 % intervals; shaded is the margin of ±{margin} within which a "
@@ -130,7 +129,7 @@ def memory_gallery(state: Sequence[Cost], saved: Sequence[Cost], of_state: str =
 def _bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) -> doc.Figure:
     """Return the bytes in a field of each row as bars, fp32's, the first ones, as a line across them."""
     keys, counts = _keys(rows), {row.label: getattr(row, field) for row in rows}
-    size, reference = Size(counts.values()), counts[FP32]
+    size, reference = doc.Size(counts.values()), counts[FP32]
     bars = tuple(
         doc.Bar(label, f"{size(n)} {size.unit}{_share(n, reference)}", n / size.bytes, key=keys[label])
         for label, n in counts.items()
@@ -141,7 +140,7 @@ def _bytes_figure(heading: str, caption: str, rows: Sequence[Cost], field: str) 
 
 def _share(count: int, reference: int) -> str:
     change = round(100 * (count / reference - 1)) if reference else 0
-    return minus(f" ({change:+} %)") if change else ""
+    return doc.minus(f" ({change:+} %)") if change else ""
 
 
 def _loss_figures(comparison: Comparison, keys: Mapping[str, doc.Key]) -> tuple[doc.Figure, ...]:
@@ -183,7 +182,7 @@ def _loss_figures(comparison: Comparison, keys: Mapping[str, doc.Key]) -> tuple[
 
 
 def _said(number: float, form: str) -> str:
-    return minus(f"{number:{form}}") if math.isfinite(number) else "not finite"
+    return doc.minus(f"{number:{form}}") if math.isfinite(number) else "not finite"
 
 
 def _smoothed(values: Sequence[float], width: int) -> tuple[float, ...]:

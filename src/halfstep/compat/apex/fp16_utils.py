@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
 from halfstep.compat.shared import alias
-from halfstep.formats import FP32, LOW_DTYPES, POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
@@ -141,10 +140,7 @@ class LossScaler:
     """A scale that stays."""
 
     def __init__(self, scale: float = 1) -> None:
-        self._scaler = hs.GradScaler(rule=self._rule(float(scale)))
-
-    def _rule(self, scale: float) -> hs.ScaleRule:
-        return hs.ScaleRule.static(scale)
+        self._scaler = AmpLossScaler(scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return False: a scale that stays ignores overflows."""
@@ -153,15 +149,7 @@ class LossScaler:
     def update_scale(self, overflow: bool) -> None:
         """Do nothing: the scale stays."""
 
-    @property
-    def cur_scale(self) -> float:
-        """The scale; may be set."""
-        return self._scaler.get_scale()
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self._scaler = hs.GradScaler(rule=self._rule(float(value)))
-
+    cur_scale = alias("_loss_scale", "The scale; may be set.", of="_scaler")
     loss_scale = property(lambda self: self.cur_scale)
 
     def scale_gradient(self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any) -> tuple[Any, ...]:
@@ -182,13 +170,8 @@ class DynamicLossScaler(LossScaler):
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         self.scale_factor, self.scale_window = float(scale_factor), scale_window
         self.cur_iter, self.last_overflow_iter = 0, -1
-        super().__init__(init_scale)
-
-    def _rule(self, scale: float) -> hs.ScaleRule:
-        return hs.ScaleRule(
-            init=scale, growth=self.scale_factor, backoff=1.0 / self.scale_factor, interval=self.scale_window,
-            floor=min(1.0, scale), ceiling=FP32.max, divide=True,
-        )  # fmt: skip
+        floor = min(1.0, float(init_scale))
+        self._scaler = AmpLossScaler("dynamic", init_scale, scale_factor, scale_window, floor, hs.formats.FP32.max)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient of `params` is not finite."""
@@ -202,8 +185,8 @@ class DynamicLossScaler(LossScaler):
         """Update the scale after a step."""
         if overflow:
             self.last_overflow_iter = self.cur_iter
-        self._scaler.record(torch.tensor(float(overflow)))
-        self._scaler.update()
+        self._scaler._has_overflow = overflow
+        self._scaler.update_scale()
         self.cur_iter += 1
 
 
@@ -231,7 +214,7 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
     ) -> None:  # fmt: skip
         for parameter in (p for group in init_optimizer.param_groups for p in group["params"]):
-            if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
+            if parameter.requires_grad and parameter.dtype not in hs.formats.POLICY_DTYPES:
                 raise TypeError(
                     f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
                 )
@@ -250,7 +233,7 @@ class FP16_Optimizer:
 
     def _split(self, group: dict[str, Any]) -> None:
         trained = [p for p in group["params"] if p.requires_grad]
-        low = [p for p in trained if p.dtype in LOW_DTYPES]
+        low = [p for p in trained if p.dtype in hs.formats.LOW_DTYPES]
         masters = {p: nn.Parameter(p.detach().float().clone()) for p in low}
         for parameter, master in masters.items():
             if parameter in self.optimizer.state:

@@ -37,8 +37,8 @@ ABSENT = {
 }
 """Parts of Apex that are not here -> what to use."""
 
-_installed: dict[str, ModuleType | None] = {}
-"""Name in sys.modules -> what was there before."""
+_before: dict[str, ModuleType] = {}
+"""What was in sys.modules under the names of Apex."""
 
 
 class DeprecatedFeatureWarning(FutureWarning):
@@ -51,7 +51,7 @@ class _Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         package, _, rest = name.partition(".")
         part = rest.split(".")[0]
-        if package == "apex" and part in ABSENT and _installed:
+        if package == "apex" and part in ABSENT:
             raise ModuleNotFoundError(f"{name} is not in {HERE}: {ABSENT[part]}", name=name)
 
 
@@ -70,7 +70,7 @@ def install(*, force: bool = False) -> bool:
     Raises:
         HalfstepError: another apex was imported already, so that parts of the program hold its objects.
     """
-    if _installed:
+    if _absent in sys.meta_path:
         return True
     if not force and _real_amp():
         return False
@@ -93,10 +93,7 @@ def install(*, force: bool = False) -> bool:
         modules[f"apex.amp.{name}"] = importlib.import_module(f"{HERE}.amp.{MERGED.get(name, name)}")
     for name, files in FILES.items():
         modules.update({f"apex.{name}.{file}": modules[f"apex.{name}"] for file in files})
-    replaced = {name for name in sys.modules if name == "apex" or name.startswith("apex.")}
-    _installed.update({name: sys.modules.get(name) for name in replaced | set(modules)})
-    for name in replaced:
-        del sys.modules[name]
+    _before.update(_taken())
     sys.modules.update(modules)
     sys.meta_path.append(_absent)
     return True
@@ -104,14 +101,16 @@ def install(*, force: bool = False) -> bool:
 
 def uninstall() -> None:
     """Take the names off again; what was under them before is back."""
-    for name, before in _installed.items():
-        if before is None:
-            sys.modules.pop(name, None)
-        else:
-            sys.modules[name] = before
-    _installed.clear()
     if _absent in sys.meta_path:
         sys.meta_path.remove(_absent)
+        _taken()
+        sys.modules.update(_before)
+        _before.clear()
+
+
+def _taken() -> dict[str, ModuleType]:
+    """Take the modules of Apex out of sys.modules, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "apex"}
 
 
 def _real_amp() -> bool:  # without importing it

@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from halfstep.compat.shared import listed
-from halfstep.kernels.eager.torch_fused import fused_works
+from halfstep.compat.shared import WrittenOptimizer, listed
+from halfstep.kernels.eager.torch_fused import fused_here, fused_works
 from halfstep.torch_private import foreach
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
-FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
-
-class FusedOptimizer(Optimizer):
-    """Base of all: updates written with torch's functions, one group at a time; `zero_grad` as in Apex."""
+class FusedOptimizer(WrittenOptimizer):
+    """Base of all, whose `zero_grad` is Apex's."""
 
     set_grad_none: bool
 
@@ -32,33 +30,12 @@ class FusedOptimizer(Optimizer):
         """Clear gradients; `set_to_none` wins over the constructor's `set_grad_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._before_step()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(group, params)
-        return loss
-
-    def _before_step(self) -> None:
-        """Compute what needs the gradients of all groups."""
-
-    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update the parameters of one group, all of which have gradients."""
-        raise NotImplementedError
-
 
 def fuses(params: list[Any], kind: type[Optimizer]) -> bool:
     """Return whether torch's fused form of `kind` works on all of `params`."""
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
     return bool(tensors) and all(
-        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in FUSED_DEVICES and fused_works(kind, t)
+        isinstance(t, Tensor) and t.is_floating_point() and fused_here(kind, t.device.type) and fused_works(kind, t)
         for t in tensors
     )
 
@@ -139,22 +116,16 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
         return super().step(closure)
 
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        beta1, beta2 = group["betas"]
         for parameter in params:
             state, gradient = self.state[parameter], parameter.grad
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            state["step"] += 1
-            number = float(state["step"])
+            number = state.setdefault("step", torch.zeros((), dtype=torch.float32)).add_(1).item()
             if group["decoupled_weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             else:
                 gradient = gradient.add(parameter, alpha=group["weight_decay"])
-            first = state["exp_avg"].lerp_(gradient, 1 - beta1)
-            second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            bias1, bias2 = (1 - beta**number if group["bias_correction"] else 1.0 for beta in group["betas"])
-            parameter.addcdiv_(first, (second / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1)
+            corrected = group["bias_correction"]
+            bias1, bias2 = (1 - beta**number if corrected else 1.0 for beta in group["betas"])
+            parameter.add_(self._adam(group, [parameter], [gradient], (bias1, bias2))[0], alpha=-group["lr"])
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -237,32 +208,17 @@ class FusedLAMB(FusedOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def _before_step(self) -> None:
-        grads = [p.grad.float() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if grads:
-            self._norm = torch.stack([norm.to(grads[0].device) for norm in foreach.foreach_norm(grads)]).norm()
-
     def _update(self, group: dict[str, Any], params: list[Any]) -> None:
-        beta1, beta2 = group["betas"]
+        every = [p.grad.float() for each in self.param_groups for p in each["params"] if p.grad is not None]
+        norm = torch.stack([norm.to(every[0].device) for norm in foreach.foreach_norm(every)]).norm()
         decay, lr, limit = group["weight_decay"], group["lr"], group["max_grad_norm"]
-        shrink = (self._norm / limit).clamp(min=1.0) if limit and limit > 0 else torch.ones_like(self._norm)
+        shrink = (norm / limit).clamp(min=1.0) if limit and limit > 0 else torch.ones_like(norm)
         grads = [p.grad.float() / shrink.to(p.device) for p in params]
         values = [p.float() for p in params]
-        for parameter in params:
-            if not self.state[parameter]:
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         if not self.adam_w_mode and decay:
             foreach.foreach_add_(grads, values, alpha=decay)
-        foreach.foreach_mul_(first, beta1)
-        foreach.foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        foreach.foreach_mul_(second, beta2)
-        foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
-        bias1, bias2 = count_step(group)
-        below = foreach.foreach_sqrt(foreach.foreach_div(second, bias2))
-        foreach.foreach_add_(below, group["eps"])
-        updates = foreach.foreach_div(foreach.foreach_div(first, bias1), below)
+        share = None if group["grad_averaging"] else 1.0
+        updates = self._adam(group, params, grads, count_step(group), share)
         if self.adam_w_mode and decay:
             foreach.foreach_add_(updates, values, alpha=decay)
         norms = (foreach.foreach_norm(values), foreach.foreach_norm(updates))

@@ -107,13 +107,11 @@ class Reducer:
     """Average the gradients of a module, whose parameters are broadcast from the first process now, or some tensors."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module: nn.Module | None = module_or_grads_list
-            self.grads: list[Tensor] = []
-            for parameter in self.module.parameters():
-                torch.distributed.broadcast(parameter.detach(), 0)
-        else:
-            self.module, self.grads = None, list(module_or_grads_list)
+        given = module_or_grads_list
+        self.module = given if isinstance(given, nn.Module) else None
+        self.grads = [] if isinstance(given, nn.Module) else list(given)
+        for parameter in () if self.module is None else self.module.parameters():
+            torch.distributed.broadcast(parameter.detach(), 0)
 
     def reduce(self) -> None:
         """Average over all processes, in place."""

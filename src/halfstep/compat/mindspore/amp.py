@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,26 +13,17 @@ from torch import nn
 import halfstep as hs
 from halfstep.compat.mindspore import checks, precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.nn import layers
+from halfstep.compat.mindspore.nn import layers, loss_scale
 from halfstep.compat.mindspore.nn.loss import WithLossCell
-from halfstep.compat.mindspore.nn.loss_scale import (
-    DynamicLossScaleManager,
-    DynamicLossScaler,
-    FixedLossScaleManager,
-    LossScaleManager,
-    LossScaler,
-    StaticLossScaler,
-    all_finite,
-)
+from halfstep.compat.mindspore.nn.loss_scale import *  # noqa: F403  # what mindspore.amp has of them
+from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleManager, LossScaleManager
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.ops import operations
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import did_you_mean
 
 __all__ = [
-    "DynamicLossScaleManager", "DynamicLossScaler", "FixedLossScaleManager", "LossScaleManager", "LossScaler",
-    "StaticLossScaler", "all_finite", "auto_mixed_precision", "build_train_network", "custom_mixed_precision",
-    "get_black_list", "get_white_list",
+    "auto_mixed_precision", "build_train_network", "custom_mixed_precision", "get_black_list", "get_white_list",
+    *loss_scale.__all__,
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -49,17 +40,12 @@ WHITE_LIST: tuple[type, ...] = (
 BLACK_LIST: tuple[type, ...] = (layers.BatchNorm1d, layers.BatchNorm2d, layers.BatchNorm3d, layers.LayerNorm)
 
 
-class _Level(NamedTuple):
-    keep_batchnorm_fp32: bool = False
-    cast_model_type: torch.dtype = torch.float32
-    dynamic: bool = False  # whether the loss scale is a DynamicLossScaleManager()
-
-
+FP32_LEVEL = (False, torch.float32, False)
 CONFIG = {
-    "O0": _Level(), "O1": _Level(), "O2": _Level(True, torch.float16, True), "O3": _Level(False, torch.float16),
-    "auto": _Level(),
+    "O0": FP32_LEVEL, "O1": FP32_LEVEL, "O2": (True, torch.float16, True), "O3": (False, torch.float16, False),
+    "auto": FP32_LEVEL,
 }  # fmt: skip
-"""MindSpore 2.10's table of levels."""
+"""MindSpore 2.10's levels: `keep_batchnorm_fp32`, `cast_model_type`, and whether the loss scale moves."""
 
 
 def get_white_list() -> list[type]:
@@ -178,15 +164,15 @@ def build_train_network(
     if boost_level != "O0":
         why = " (MindSpore's boost is about communication and dimensions, not precision)"
         raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
-    settings = CONFIG[level]
+    keeps, low, dynamic = CONFIG[level]
     checks.check_names(where, kwargs, ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"))
-    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
+    keep = kwargs.get("keep_batchnorm_fp32", keeps)
     checks.check_bool(f"{where}: keep_batchnorm_fp32", keep)
-    cast = kwargs.get("cast_model_type", settings.cast_model_type)
+    cast = kwargs.get("cast_model_type", low)
     if cast is not torch.float32 and cast not in LOW_NAMES:
         expected = "mstype.float16, mstype.bfloat16 or mstype.float32"
         raise MindSporeValueError(f"{where}: cast_model_type={cast!r}; expected {expected}")
-    manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if settings.dynamic else None)
+    manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if dynamic else None)
     expected = "a LossScaleManager, such as DynamicLossScaleManager(), or None"
     checks.check_type(f"{where}: loss_scale_manager", manager, (LossScaleManager, NoneType), expected)
     update = None if manager is None else manager.get_update_cell()
@@ -214,7 +200,7 @@ def _check_level(where: str, level: object) -> None:
     expected = f"one of {', '.join(CONFIG)}"
     checks.check_type(where, level, str, expected)
     if level not in CONFIG:
-        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{did_you_mean(str(level), CONFIG)}")
+        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{hs.errors.did_you_mean(str(level), CONFIG)}")
 
 
 def _converted(network: nn.Module, level: str) -> bool:

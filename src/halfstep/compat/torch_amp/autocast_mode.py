@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,16 +12,17 @@ from torch import Tensor
 from torch.amp import is_autocast_available
 
 import halfstep as hs
-from halfstep.errors import PolicyError
+from halfstep.compat.torch_amp.served import installed
 from halfstep.torch_private.trees import tree_map
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+DATA_PARALLEL = "torch.nn.parallel.parallel_apply"
 
 
 class autocast(hs.autocast):
-    """`hs.autocast` with exactly torch.autocast's arguments: preset ``torch``.
+    """`hs.autocast` with exactly torch.autocast's arguments: preset ``torch``, or the policy that is installed.
 
     Args:
         device_type: "cpu", "cuda", ...
@@ -31,12 +33,27 @@ class autocast(hs.autocast):
 
     __slots__ = ()
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a region; while installed, for code of torch, one of torch: note [what stays torch's] in `install`."""
+        caller = str(sys._getframe(1).f_globals.get("__name__")) if installed else ""
+        if caller.partition(".")[0] == "torch" and caller != DATA_PARALLEL:
+            return torch.amp.autocast_mode.autocast(*args, **kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:  # fmt: skip
         _check_device_type(device_type)
         super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        if not installed:
+            return
+        policy = installed[0].policy
+        formats = [format for _, format, on in self.recipe.devices if on]
+        if formats:  # else it is off for torch's reasons, such as a machine without CUDA
+            format = formats[0] if policy.dtype == "auto" else None
+            super().__init__(device_type, format, enabled, cache_enabled, policy=policy.replace(scale="auto"))
+        installed[0].region(self)
 
 
 def autocast_decorator(autocast_instance: hs.autocast, func: F) -> F:
@@ -81,24 +98,19 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         bwd: the method; None returns the decorator.
         device_type: as for `custom_fwd`.
     """
-    return backward_in(autocast, bwd, device_type=device_type)
-
-
-def backward_in(region: Callable[..., hs.autocast], bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
-    """Do what `custom_bwd` does, in a region that ``region(device_type, dtype=, enabled=)`` makes."""
     _check_device_type(device_type)
     if bwd is None:
-        return functools.partial(backward_in, region, device_type=device_type)
+        return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         ctx = args[0]
         if not hasattr(ctx, "_fwd_used_autocast"):
-            raise PolicyError(
+            raise hs.errors.PolicyError(
                 f"custom_bwd on {bwd.__qualname__}: its forward is not decorated, so the region it ran in is unknown; "
                 f"put @custom_fwd(device_type={device_type!r}) on forward"
             )
-        with region(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
+        with autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
             return bwd(*args, **kwargs)
 
     return decorated
@@ -113,7 +125,7 @@ def _cast(device_type: str, dtype: torch.dtype, value: Any) -> Any:
 
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
-        raise PolicyError(
+        raise hs.errors.PolicyError(
             f"device_type={device_type!r} is a {type(device_type).__name__}; expected a string such as 'cuda' or 'cpu' "
             "(torch.cuda.amp's autocast(), without a device, is halfstep.compat.torch_amp.cuda.autocast())"
         )

@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.foreach import foreach_add_
 from halfstep.torch_private.modules import STEPPED, WRAPPED
 
@@ -169,7 +168,7 @@ class AmpOptimizerState:
         self._optimizer = weakref.ref(optimizer)  # no cycle: a session ends with its last optimizer
         self.session = session
         self.params_have_scaled_gradients = False  # by a pass with delay_unscale=True
-        self.scaled_with: tuple[object, int, Tensor] | None = None  # their mark; None: the flag was set by hand
+        self.scaled_with: Tensor | None = None  # the scale; None: the flag was set by hand
         self.lazy_init_called = True  # masters exist from the beginning
         self.overflow = ""  # why the next step is to be skipped
         self.skipped = False  # whether the last step was
@@ -193,14 +192,14 @@ class AmpOptimizerState:
     def master(self, parameter: Tensor) -> Tensor:
         """Return what is stepped for `parameter`: its fp32 master, or itself."""
         found = self.session.masters.get(id(parameter))
-        return found[1] if found is not None and parameter.dtype in LOW_DTYPES else parameter
+        return found[1] if found is not None and parameter.dtype in hs.formats.LOW_DTYPES else parameter
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return (low parameter, its master) for all that have one."""
         both = ((p, self.master(p)) for p in self.parameters())
         return [(parameter, master) for parameter, master in both if master is not parameter]
 
-    has_masters = property(lambda self: bool(self.session.properties.master_weights))
+    has_masters = property(lambda self: bool(getattr(self.session.properties, "master_weights", False)))
     already_patched = property(lambda self: bool(self.overflow), doc="Whether the next step will be skipped.")
 
     def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:
@@ -228,13 +227,12 @@ class AmpOptimizerState:
         """Bring gradients that an earlier pass left scaled to the scale of `scaler`, which may be another by now."""
         if not self.params_have_scaled_gradients or self.scaled_with is None:
             return
-        factor = scaler.since(self.scaled_with)
-        if factor is None:
-            return
+        scale = scaler.mark(self.scaled_with.device)
+        factor = scale / self.scaled_with
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
-        self.scaled_with = scaler.mark(factor.device)
+        self.scaled_with = scale
 
     def prepare(self) -> None:
         """Set aside gradients that are unscaled already, so that scaled ones are not added to them."""

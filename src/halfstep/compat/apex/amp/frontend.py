@@ -9,42 +9,26 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.compat.apex.amp._process_optimizer import (
-    ADDED,
-    Session,
-    _amp_state,
-    adopt,
-    attach,
-    masters_of,
-    maybe_print,
-    process_optimizer,
-    release_optimizer,
-    warn_or_err,
-)
+from halfstep.compat.apex.amp import _process_optimizer as process
+from halfstep.compat.apex.amp._process_optimizer import _amp_state, maybe_print, warn_or_err
 from halfstep.compat.apex.amp.handle import close_casts, switch_on
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import BindError
-from halfstep.formats import POLICY_DTYPES
 from halfstep.torch_private.modules import BatchNormBase, forward_hooks, forward_pre_hooks, state_dict_hooks
 
-_START: dict[str, Any] = {
-    "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
-    "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": 1.0,
-}  # fmt: skip
-"""Options before a level sets them, in the order they are printed."""
-
-_OPTIONS = tuple(_START)[2:]  # those that an argument sets
 _WORDS = {"True": True, "False": False}  # text from a command line, where "False" would count as true
-_FLAGS = "True, False, their text 'True' or 'False', or None"
+_SWITCHES = {
+    "keep_batchnorm_fp32": AssertionError, "patch_torch_functions": ValueError, "master_weights": ValueError,
+}  # fmt: skip
+"""Option that is True, False or None -> the error of another value, as in Apex."""
 
 _WITH_O1: dict[str, tuple[tuple[Any, ...], str]] = {
     "cast_model_type": (
@@ -64,23 +48,26 @@ _WITH_O1: dict[str, tuple[tuple[Any, ...], str]] = {
 """Option -> the values that go with O1, and why no others do."""
 
 
+@dataclass
 class Properties:
     """The options in force; an assignment is checked against the others."""
 
-    options: dict[str, Any]
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    patch_torch_functions: Any = False
+    keep_batchnorm_fp32: Any = None
+    master_weights: Any = None
+    loss_scale: Any = 1.0
 
-    def __init__(self) -> None:
-        object.__setattr__(self, "options", dict(_START))
+    options = property(vars, doc="The options by name, in the order they are printed.")
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(options)}")
+        raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(self.options)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.options:
-            raise AttributeError(f"Properties has no option {name!r}; it has {', '.join(self.options)}")
+        if not hasattr(Properties, name):
+            self.__getattr__(name)
         allowed, reason = _WITH_O1.get(name, ((value,), ""))
         if self.opt_level == "O1" and value not in allowed:
             warn_or_err(f"{reason}. {name} was {value}")
@@ -109,13 +96,9 @@ class Properties:
                     f"cast_model_type={value!r}; expected torch.float16, torch.bfloat16, torch.float32, or False to "
                     "leave the model's parameters as they are"
                 )
-        elif name == "keep_batchnorm_fp32":
+        elif name in _SWITCHES:
             if found not in (True, False, None):
-                raise AssertionError(f"{name}={value!r}; expected {_FLAGS}")
-            return found
-        elif name in ("patch_torch_functions", "master_weights"):
-            if found is not None and not isinstance(found, bool):
-                raise ValueError(f"{name}={value!r}; expected {_FLAGS}")
+                raise _SWITCHES[name](f"{name}={value!r}; expected True, False, their text 'True' or 'False', or None")
             if name == "patch_torch_functions" and found and self.opt_level != "O1":
                 warn_or_err(f"{name}=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
             return found
@@ -127,12 +110,11 @@ class Properties:
         return value
 
 
-@dataclass(frozen=True)
-class Level:
-    """What an opt_level means: a line about it, and the defaults of the options."""
+class Level(NamedTuple):
+    """What an opt_level means."""
 
-    brief: str
-    defaults: tuple[Any, ...]
+    brief: str  # a line about it
+    defaults: tuple[Any, ...]  # of the options
 
 
 O0 = Level("O0: everything in fp32.\n", (torch.float32, False, None, False, 1.0))
@@ -142,6 +124,7 @@ O2 = Level(
 )
 O3 = Level("O3: everything low.\n", (torch.float16, False, False, False, 1.0))
 
+_OPTIONS = tuple(Properties().options)[2:]  # those that an argument sets
 opt_levels = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
 
 
@@ -313,7 +296,7 @@ def _apply(
     inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
     _check_optimizers(inner)
 
-    session = Session(properties, loss_scalers, model_list)
+    session = process.Session(properties, loss_scalers, model_list)
     close_casts()
     policy = None
     if properties.patch_torch_functions:
@@ -322,24 +305,20 @@ def _apply(
         session.casts_on = partial(hs.autocast, policy=policy, cache_enabled=False)  # where casts_off has effect
     for model in model_list:
         _release(model)
-    done: list[Optimizer] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(close_casts)
+        for model in model_list:
+            undo.callback(_release, model)
         for optimizer in inner:
-            process_optimizer(optimizer, session)
-            done.append(optimizer)
+            process.process_optimizer(optimizer, session)
+            undo.callback(process.release_optimizer, optimizer)
         for model in model_list:
             _prepare(model, inner, session, policy, loud=loud)
             _cast_at_the_door(model, properties, cast_model_outputs)
         for optimizer in inner:
             for group in optimizer.param_groups:
-                adopt(optimizer, session, group["params"])
-    except BaseException:
-        close_casts()
-        for model in model_list:
-            _release(model)
-        for optimizer in done:
-            release_optimizer(optimizer)
-        raise
+                process.adopt(optimizer, session, group["params"])
+        undo.pop_all()
     _amp_state.begin(properties, session if inner else None, loss_scalers)
     for model in model_list:
         for scaler in loss_scalers:
@@ -348,14 +327,14 @@ def _apply(
 
 
 def _prepare(
-    model: nn.Module, optimizers: list[Optimizer], session: Session, o1: hs.Policy | None, *, loud: bool
+    model: nn.Module, optimizers: list[Optimizer], session: process.Session, o1: hs.Policy | None, *, loud: bool
 ) -> None:
     properties = session.properties
     if o1 is not None:
         # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
         # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
         if not loud and not any(p.dtype in LOW_NAMES for p in model.parameters()):
-            attach(model, optimizers, o1)
+            process.attach(model, optimizers, o1)
         return
     low = properties.low
     if low is None:
@@ -363,9 +342,9 @@ def _prepare(
             model.to(torch.float32)
         return
     names = dict(model.named_parameters())
-    attach(model, optimizers, cast_policy(model, properties, low))
+    process.attach(model, optimizers, cast_policy(model, properties, low))
     if properties.master_weights:
-        session.masters |= masters_of(model, names)
+        session.masters |= process.masters_of(model, names)
     for module in model.modules():
         module.register_state_dict_post_hook(_state_in_fp32)
 
@@ -381,16 +360,11 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
         kept = keep and isinstance(module, BatchNormBase) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
             rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
-    return hs.Policy.of(
-        "O2" if properties.opt_level == "O2" else "O3",
-        name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
-        dtype=LOW_NAMES[low],
-        master="master" if properties.master_weights else "none",
-        norms="fp32",
-        outputs="fp32",
-        scale="none",
-        modules=tuple(rules),
-    )
+    level, name = properties.opt_level, LOW_NAMES[low]
+    master = "master" if properties.master_weights else "none"
+    fields = {"norms": "fp32", "outputs": "fp32", "scale": "none", "modules": tuple(rules)}
+    preset = "O2" if level == "O2" else "O3"
+    return hs.Policy.of(preset, name=f"apex {level} {name}", dtype=name, master=master, **fields)
 
 
 def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -416,7 +390,7 @@ class _Cast:
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
     """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if tensors and value.dtype in POLICY_DTYPES else value
+        return value.to(dtype) if tensors and value.dtype in hs.formats.POLICY_DTYPES else value
     if isinstance(value, (nn.Module, type)):  # a module would be changed for good
         return value
     opened = hs.trees.opened(value)
@@ -447,7 +421,7 @@ def _release(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), _Cast) or hook is _state_in_fp32:
                     del hooks[key]
-    with contextlib.suppress(BindError):  # not prepared
+    with contextlib.suppress(hs.errors.BindError):  # not prepared
         hs.unprepare(model)
 
 
@@ -508,7 +482,7 @@ def _check_optimizers(optimizers: list[Any]) -> None:
                 "only once; make a new one for another amp.initialize"
             )
         seen.add(id(optimizer))
-        for name in ADDED:
+        for name in process.ADDED:
             if hasattr(optimizer, name):
                 raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

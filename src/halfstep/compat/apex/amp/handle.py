@@ -23,8 +23,12 @@ from halfstep.compat.apex.amp._process_optimizer import (
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.shared import LOW_NAMES
-from halfstep.errors import BannedOperatorError, PolicyError, UnbuiltError
 from halfstep.torch_private.modes import current_function_mode_stack, pop_mode, push_mode
+
+__all__ = [
+    "disable_casts", "float_function", "half_function", "init", "promote_function", "register_float_function",
+    "register_half_function", "register_promote_function", "scale_loss", "step_was_skipped",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -150,21 +154,17 @@ def step_was_skipped(optimizer: Any) -> bool:
 
 def disable_casts() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which O1 casts nothing, in this thread; models that O1 prepared included."""
-    handle = _open.handle
+    handle = getattr(_open, "handle", None)
     return hs.suspended() if handle is None else handle._disable_casts()
 
 
-class _Open(threading.local):
-    handle: AmpHandle | None = None  # whose casts are open in this thread: one that ends takes its casts along
-
-
-_open = _Open()
+_open = threading.local()  # its `handle`: whose casts are open in this thread; one that ends takes its casts along
 
 
 def close_casts() -> None:
     """Switch off the casts that this thread has switched on; refused inside a region that was entered since."""
-    if _open.handle is not None:
-        _open.handle._deactivate()
+    if (handle := getattr(_open, "handle", None)) is not None:
+        handle._deactivate()
     _amp_state.handle = None
 
 
@@ -183,11 +183,21 @@ GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add
 
 
 class _Quirks(TorchFunctionMode):
-    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors."""
+    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors.
+
+    If it is `loud`, the casts that the rules of `policy` cause are printed before they happen (verbosity=2).
+    """
+
+    def __init__(self, policy: hs.Policy, *, loud: bool) -> None:
+        super().__init__()
+        operators = hs.resolve(policy, torch.nn.Module(), "cpu").operators if loud else ()
+        self.rules = {name: decision.rule for name, decision in operators}  # to print
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.rules:
+            self._print_casts(func, hs.trees.tensors((args, kwargs)))
         if func in GIVES_FP32 or func in IN_PLACE:
             tensor: Any = args[0] if args else None
             low = isinstance(tensor, Tensor) and tensor.dtype in LOW_NAMES
@@ -195,33 +205,20 @@ class _Quirks(TorchFunctionMode):
                 if func in GIVES_FP32:
                     return func(tensor.float(), *args[1:], **(kwargs or {}))
                 how = IN_PLACE[func]
-                raise BannedOperatorError(
+                raise hs.errors.BannedOperatorError(
                     f"Cannot call in-place {how} with {str(tensor.dtype).removeprefix('torch.')} arguments: its result "
                     "is fp32 and cannot be written into them. Use the form without the underscore, or call it on "
                     "x.float()"
                 )
         return func(*args, **(kwargs or {}))
 
-
-class _Loud(TorchFunctionMode):
-    """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
-
-    def __init__(self, policy: hs.Policy) -> None:
-        super().__init__()
-        operators = hs.resolve(policy, torch.nn.Module(), "cpu").operators
-        self.rules = {name: decision.rule for name, decision in operators}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = hs.trees.tensors((args, kwargs))
+    def _print_casts(self, func: Callable[..., Any], found: list[Tensor]) -> None:
         tensors = [t for t in found if t.dtype in WORDS and torch.is_autocast_enabled(t.device.type)]
         rule = self.rules.get(hs.policy.operator_name(func) or "")
         target = hs.policy.RULE_KINDS[rule].cast_to(tensors[0].device.type, tensors) if rule and tensors else None
         for tensor in tensors:
             if target is not None and tensor.dtype is not target:
                 print(f"{WORDS[tensor.dtype]}->{WORDS[target]} ({func.__name__})")
-        return func(*args, **(kwargs or {}))
 
 
 def _nesting() -> int:
@@ -278,11 +275,10 @@ class AmpHandle:
         self._is_active = True
         self._thread = threading.get_ident()
         self._region: hs.autocast | None = hs.autocast(policy=policy, cache_enabled=False)
-        self._modes = [_Quirks(), *([_Loud(policy)] if verbose else [])]
+        quirks = _Quirks(policy, loud=verbose)
         with _lifted():
             self._region.__enter__()
-            for mode in self._modes:
-                push_mode(mode)
+            push_mode(quirks)
         self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
         for module, name, function in functions:
             setattr(module, name, function)
@@ -334,9 +330,8 @@ class AmpHandle:
                 )
             for module, name, original in self._originals:
                 setattr(module, name, original)
-            with _lifted(below=len(self._modes) + 1):
-                for _ in self._modes:
-                    pop_mode()
+            with _lifted(below=2):  # the region's mode and the quirks
+                pop_mode()
                 self._region.__exit__(None, None, None)
             self._region = _open.handle = None
         self._is_active = False
@@ -367,7 +362,6 @@ class OptimWrapper:
     ) -> None:
         self._optimizer, self._amp_handle = optimizer, amp_handle
         self._num_loss, self._loss_idx = num_loss, 0
-        self._skip_next = [False] * num_loss
         self._loss_scaler = [LossScaler(loss_scale) for _ in range(num_loss)]
         self._stash = AmpOptimizerState(optimizer, Session(None, self._loss_scaler))
 
@@ -385,23 +379,20 @@ class OptimWrapper:
         scaler = self._loss_scaler[self._loss_idx]
         with backward_pass(loss, scaler, [self._stash]) as scaled:
             yield scaled
-        scaler.clear_overflow_state()
-        scaler.unscale_and_check(self._optimizer.param_groups)
-        self._skip_next[self._loss_idx] = scaler.update_scale()
+        _unscale(scaler, [self._stash], self._loss_idx, delay_overflow_check=False)
         self._loss_idx += 1
-        self._stash.add_up()
 
     def step(self, closure: Any = None) -> Any:
         """Step the optimizer with O1's casts off, unless a loss since the last step overflowed."""
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure)
         if closure is not None:
-            raise UnbuiltError(
+            raise hs.errors.UnbuiltError(
                 "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
                 "step(), or use amp.initialize with opt_level='O1'"
             )
         self._loss_idx = 0
-        skip, self._skip_next = any(self._skip_next), [False] * self._num_loss
+        skip, self._stash.overflow = self._stash.overflow, ""
         if skip:
             maybe_print("Gradient overflow, skipping update")
             return None
@@ -478,7 +469,7 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
         title = f"{getattr(module, '__name__', type(module).__name__)}::{name}"
         try:
             functions.append((module, name, hs.operator(rule, name=title)(original)))
-        except PolicyError:  # the name is taken by a function from elsewhere
+        except hs.errors.PolicyError:  # the name is taken by a function from elsewhere
             functions.append((module, name, hs.operator(rule, name=f"{title}@{id(original):x}")(original)))
     _registered.clear()
     return rules, functions

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.shared import Gate
+from halfstep.compat.shared import unscaled
 from halfstep.torch_private.foreach import foreach_mul_
 
 FLOOR = 2.0**-14  # the smallest normal fp16 number: a scale below it cannot save an fp16 gradient
@@ -40,13 +40,13 @@ class LossScaler:
         self._has_overflow = False
         self._checked = False  # the gradients of this pass were checked
         self.delayed = False  # the last pass left the update after an overflow to the next one
-        self._updates = 0  # how often the scale may have moved, for `since`
         if self.dynamic:
             start = float(min(max_loss_scale, init_scale))
             floor = float(min_loss_scale) if min_loss_scale else min(FLOOR, start)
             rule = hs.ScaleRule(
                 init=max(start, floor), growth=float(scale_factor), backoff=1.0 / float(scale_factor),
                 interval=scale_window, floor=floor, ceiling=float(max(max_loss_scale, floor)),
+                divide=True,
             )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))
@@ -71,7 +71,6 @@ class LossScaler:
         self._scaler.host_reads = before.host_reads
         self._scaler.load_state_dict({**state, "scale": value})
         self._scaler.name_parameters(before.named_parameters())
-        self._updates += 1
 
     @property
     def _unskipped(self) -> int:
@@ -81,14 +80,9 @@ class LossScaler:
     def _unskipped(self, value: int) -> None:
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": int(value)})
 
-    def mark(self, device: torch.device) -> tuple[object, int, Tensor]:
-        """Return what `since` compares with: this scaler, how often it was updated, and a copy of the scale."""
-        return self, self._updates, self._scaler.scale_on(device).clone()
-
-    def since(self, mark: tuple[object, int, Tensor]) -> Tensor | None:
-        """Return the factor from the scale at `mark`, maybe another scaler's, to the present one; None: certainly 1."""
-        scaler, updates, scale = mark
-        return None if scaler is self and updates == self._updates else self._scaler.scale_on(scale.device) / scale
+    def mark(self, device: torch.device) -> Tensor:
+        """Return a copy of the scale."""
+        return self._scaler.scale_on(device).clone()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, multiplied by the scale."""
@@ -105,11 +99,8 @@ class LossScaler:
         """
         if all(p.grad is None for group in param_groups for p in group["params"]):
             return
-        gate: Any = Gate(param_groups, masters=masters)
-        self._scaler.unscale_(gate)
-        self._scaler.step(gate)
         self._checked = True
-        self._has_overflow |= not gate.passed
+        self._has_overflow |= not unscaled(self._scaler, param_groups, masters=masters).passed
 
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,
@@ -154,5 +145,4 @@ class LossScaler:
             self._scaler.record(torch.tensor(float(self._has_overflow)))
         self._checked = False
         self._scaler.update()
-        self._updates += 1
         return self._has_overflow

@@ -18,15 +18,11 @@ import torch
 import halfstep as hs
 from halfstep.compat.megengine.amp.lists import MEGENGINE, NO_LOW_KERNEL
 from halfstep.compat.megengine.tensor import dtype_of
-from halfstep.errors import RegionError
-from halfstep.formats import DTYPE_NAMES
-
-__all__ = ["Frame", "autocast", "change", "now"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SHORT = {name: DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat16", "float32")}
+SHORT = {name: hs.formats.DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat16", "float32")}
 """MegEngine's name of a format -> halfstep's."""
 
 
@@ -51,7 +47,7 @@ class Frame:
         """Close the region."""
         region, self.region = self.region, None
         if region is not None:
-            region.__exit__(RegionError if failing else None, None, None)
+            region.__exit__(hs.errors.RegionError if failing else None, None, None)
 
 
 class _Frames(threading.local):
@@ -87,7 +83,7 @@ def precision(dtype: object, where: str) -> str:
     """Return the name of a format, given by name or as numpy's or torch's dtype."""
     name = str(dtype_of(dtype)).removeprefix("torch.")
     if name not in SHORT:
-        raise RegionError(f"amp: {where}={dtype!r}; expected one of {', '.join(map(repr, SHORT))}")
+        raise hs.errors.RegionError(f"amp: {where}={dtype!r}; expected one of {', '.join(map(repr, SHORT))}")
     return name
 
 
@@ -95,7 +91,7 @@ def precision(dtype: object, where: str) -> str:
 def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
     """Return `policy` for two formats."""
     if high not in ("float32", low):
-        raise RegionError(
+        raise hs.errors.RegionError(
             f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
             f"or {low!r} to lower sensitive operators too"
         )
@@ -137,7 +133,7 @@ class autocast:
         if index is not None:
             stack.pop(index).close(failing=failing)
         elif not failing:
-            raise RegionError(
+            raise hs.errors.RegionError(
                 "amp.autocast was left in a thread in which it is not open; enter and leave it in one thread"
             )
 

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.compat.megengine.autodiff.grad_manager import (
-    MARK,
-    SCALE,
-    SCALED,
-    UNSCALED,
-    GradManager,
-    GradManagerGroup,
-    managers_of,
-    marked,
-)
-from halfstep.compat.shared import Gate, listed
+from halfstep.compat.megengine.autodiff import GradManagerGroup
+from halfstep.compat.megengine.autodiff.grad_manager import MARK, SCALED, UNSCALED, managers_of, mark, marked
+from halfstep.compat.shared import listed, unscaled
 from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
@@ -79,13 +71,12 @@ class GradScaler:
     backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step")
     growth_interval = _number("growth_interval", int, "Good steps in a row that make the scale grow; 0: it never moves")
 
-    @property
-    def found_non_finite(self) -> bool:
-        """Whether a gradient unscaled since the last `update` was not finite."""
-        return bool(self._found)
+    found_non_finite = property(
+        lambda self: bool(self._found), doc="Whether a gradient unscaled since the last `update` was not finite."
+    )
 
     def backward(
-        self, gm: GradManager | GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
+        self, gm: GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
         update_scale: bool | Literal["if_unscale_grad"] = "if_unscale_grad",
     ) -> None:  # fmt: skip
         """Go backward from the scaled `y`, and by default unscale the gradients and update the scale.
@@ -102,7 +93,7 @@ class GradScaler:
         """
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
-        if not isinstance(gm, (GradManager, GradManagerGroup)):
+        if not isinstance(gm, GradManagerGroup):
             raise ScaleError(f"backward(gm={gm!r}): expected the GradManager that records; scaler.backward(gm, loss)")
         for tensor in gm.attached_tensors():
             if tensor.grad is not None and not marked(tensor.grad, SCALED):
@@ -118,12 +109,11 @@ class GradScaler:
         scaled = self._core.scale([torch.ones_like(one) for one in ys] if dy is None else listed(dy))
         self._rescale(gm.attached_tensors())
         for one in scaled:
-            setattr(one, MARK, SCALED)
+            mark(one, SCALED)
         gm.backward(ys, scaled)
         for tensor in gm.attached_tensors():
             if tensor.grad is not None:
-                setattr(tensor.grad, MARK, SCALED)
-                setattr(tensor.grad, SCALE, None if unscale_grad else self._present(tensor.grad))
+                mark(tensor.grad, SCALED, None if unscale_grad else self._present(tensor.grad))
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
@@ -157,16 +147,14 @@ class GradScaler:
         if tensors:
             self._core.scale_on(tensors[0].device)
             self._rescale(tensors)
-            gate: Any = Gate([{"params": tensors}])
-            self._core.step(gate)
+            gate = unscaled(self._core, [{"params": tensors}])
             bad = not gate.passed
             gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
         for tensor in tensors:
             if bad:
                 tensor.grad = None
             else:
-                setattr(tensor.grad, MARK, UNSCALED)
-                setattr(tensor.grad, SCALE, None)
+                mark(tensor.grad, UNSCALED)
         for manager in managers_of(attached):
             manager.statistics.settle(bad=bad)
         self._found = bool(self._found) or bad
@@ -175,13 +163,12 @@ class GradScaler:
     def _rescale(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
-            made = getattr(tensor.grad, SCALE, None)
+            _, made = getattr(tensor.grad, MARK, ("", None))
             if tensor.grad is None or made is None or made[0] is self._epoch:
                 continue
             present = self._present(tensor.grad)
             tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
-            setattr(tensor.grad, MARK, SCALED)
-            setattr(tensor.grad, SCALE, present)
+            mark(tensor.grad, SCALED, present)
 
     def _present(self, gradient: Tensor) -> tuple[object, Tensor]:
         """Return what is replaced whenever the scale may move, and a copy of the scale."""

@@ -12,12 +12,11 @@ import halfstep as hs
 from halfstep.compat.megengine.amp.autocast import now, policy_for
 from halfstep.compat.megengine.autodiff.grad_manager import nested
 from halfstep.compat.shared import listed
-from halfstep.errors import StepError, UnbuiltError
 
 __all__ = ["Function"]
 
 
-class FunctionError(StepError, TypeError):
+class FunctionError(hs.errors.StepError, TypeError):
     """A Function that was called with, or returned, something else than tensors."""
 
 
@@ -40,7 +39,7 @@ class Function:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return a tensor or a tuple of tensors; every subclass defines it. What happens in it is not recorded."""
-        raise UnbuiltError(f"{type(self).__name__} has no forward; define forward(self, ...)")
+        raise hs.errors.UnbuiltError(f"{type(self).__name__} has no forward; define forward(self, ...)")
 
     def backward(self, *output_grads: Any, **named: Any) -> Any:
         """Return the gradient of the only input, or a tuple with that of each; None: it has none.
@@ -49,7 +48,7 @@ class Function:
             *output_grads: of each output; None for one that the loss does not depend on.
             **named: nothing.
         """
-        raise UnbuiltError(f"{type(self).__name__} has no backward; define backward(self, ...)")
+        raise hs.errors.UnbuiltError(f"{type(self).__name__} has no backward; define backward(self, ...)")
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Compute the outputs.

@@ -29,21 +29,26 @@ from halfstep.torch_private.modules import NormBase
 
 __all__ = ["GradManager", "GradManagerGroup"]
 
-Self = TypeVar("Self", bound="_Recorder")
+Self = TypeVar("Self", bound="GradManagerGroup")
 
 Callback = Callable[[Tensor, Any], Tensor | None]
 """(attached tensor, its gradient of this backward) -> the gradient to accumulate; None: nothing is accumulated, and
 further callbacks get None."""
 
 SCALED, UNSCALED = "scaled", "unscaled"
-MARK, SCALE = "_halfstep_gradient", "_halfstep_scale"
-"""Attributes of a gradient: `SCALED` or `UNSCALED` (adding to it keeps the mark, `clear_grad` drops both); and
-(what the scaler replaces whenever its scale may move, a copy of the scale) of one that waits to be unscaled."""
+MARK = "_halfstep_gradient"
+"""Attribute of a gradient, which adding to it keeps and `clear_grad` drops: `SCALED` or `UNSCALED`, and of one that
+waits to be unscaled (what the scaler replaces whenever its scale may move, a copy of the scale)."""
+
+
+def mark(gradient: Tensor | None, what: str, scale: tuple[object, Tensor] | None = None) -> None:
+    """Note that `gradient` is `SCALED`, by which `scale`, or `UNSCALED`."""
+    setattr(gradient, MARK, (what, scale))
 
 
 def marked(gradient: Tensor | None, what: str) -> bool:
     """Return whether `gradient` is known to be `SCALED` or `UNSCALED`."""
-    return getattr(gradient, MARK, None) == what
+    return bool(getattr(gradient, MARK, ("", None))[0] == what)
 
 
 _owners = WeakTensorKeyDictionary()
@@ -101,10 +106,13 @@ class NormBuffers:
                 self._saved[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
 
 
-class _Recorder:
-    """What a manager and a group share: they record between ``with`` and `backward`, and are joined by ``|``."""
+class GradManagerGroup:
+    """Managers that record, between ``with`` and `backward`, and go backward together: ``gm1 | gm2``, or one alone."""
 
     _members: list[GradManager]
+
+    def __init__(self, managers: Iterable[GradManager]) -> None:
+        self._members = list(managers)
 
     def attached_tensors(self) -> list[Tensor]:
         """Return the attached tensors that are still alive, in the order of their attachment."""
@@ -169,13 +177,13 @@ class _Recorder:
     ) -> None:
         self.release()
 
-    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
-        if not isinstance(other, _Recorder):
+    def __or__(self, other: GradManagerGroup) -> GradManagerGroup:
+        if not isinstance(other, GradManagerGroup):
             raise StepError(f"gm | {other!r}: expected another GradManager")
         return GradManagerGroup([*self._members, *other._members])
 
 
-class GradManager(_Recorder):
+class GradManager(GradManagerGroup):
     """Compute gradients of what happens between `record` (or ``with gm:``) and `backward`.
 
     Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
@@ -258,13 +266,6 @@ class GradManager(_Recorder):
                 gradient = torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             taken.add(gradient.untyped_storage().data_ptr())
             tensor.grad = gradient
-
-
-class GradManagerGroup(_Recorder):
-    """Several managers that record and go backward together: ``gm1 | gm2``."""
-
-    def __init__(self, managers: Iterable[GradManager]) -> None:
-        self._members = list(managers)
 
 
 def managers_of(tensors: Iterable[Tensor]) -> list[GradManager]:

@@ -34,33 +34,21 @@ def _product(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
     return inp
 
 
-def _reduction(function: Callable[..., Tensor], name: str = "") -> Callable[..., Any]:
+def _reduction(
+    function: Callable[..., Tensor], name: str, meaning: str = "", *, high: bool = False, **options: Any
+) -> Callable[..., Any]:
     def reduce(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
         axes = tuple(range(inp.dim())) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-        return function(inp, axes, keepdim=keepdims)
+        return function(_high(inp) if high else inp, axes, keepdim=keepdims, **options)
 
+    reduce.__doc__ = meaning
     return public(function, reduce, name)
 
 
-def _mean(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Return the mean, in fp32."""
-    return torch.mean(_high(inp), axes, keepdim=keepdim)
-
-
-def _variance(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Return the variance (of the population), in fp32."""
-    return torch.var(_high(inp), axes, correction=0, keepdim=keepdim)
-
-
-def _deviation(inp: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Return the standard deviation (of the population), in fp32."""
-    return torch.std(_high(inp), axes, correction=0, keepdim=keepdim)
-
-
-mean = _reduction(_mean, "mean")
-var = _reduction(_variance, "var")
-std = _reduction(_deviation, "std")
-sum = _reduction(torch.sum)
+mean = _reduction(torch.mean, "mean", "Return the mean, in fp32.", high=True)
+var = _reduction(torch.var, "var", "Return the variance (of the population), in fp32.", high=True, correction=0)
+std = _reduction(torch.std, "std", "Return the deviation (of the population), in fp32.", high=True, correction=0)
+sum = _reduction(torch.sum, "sum")
 prod = _reduction(_product, "prod")
 max = _reduction(torch.amax, "max")
 min = _reduction(torch.amin, "min")

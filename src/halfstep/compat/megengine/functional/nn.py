@@ -73,40 +73,24 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., An
     return public(function, convolve)
 
 
-conv1d = _convolution(F.conv1d, 1)
-conv2d = _convolution(F.conv2d, 2)
+def _transposed(function: Callable[..., Tensor], dims: int) -> Callable[..., Any]:
+    def convolve(
+        inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, dilation: Any = 1, groups: int = 1, conv_mode: str = "cross_correlation",
+        compute_mode: str = "default",
+    ) -> Tensor:  # fmt: skip
+        """Return the transposed convolution of images or volumes; MegEngine puts `dilation` before `groups`.
+
+        The weight is (in, out, kernel), or (groups, in / groups, out / groups, kernel); the rest is as for `conv2d`.
+        """
+        check_modes(function.__name__, compute_mode, conv_mode)
+        return function(inp, *_joined(weight, bias, dims), stride, padding, output_padding, groups, dilation)
+
+    return public(function, convolve)
 
 
-def conv3d(
-    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1, conv_mode: str = "cross_correlation",
-) -> Tensor:  # fmt: skip
-    """Return the convolution of volumes; as `conv1d`, the bias of shape (1, out, 1, 1, 1) or (out,)."""
-    check_modes("conv3d", "default", conv_mode)
-    return F.conv3d(inp, *_joined(weight, bias, 3), stride, padding, dilation, groups)
-
-
-def conv_transpose2d(
-    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, dilation: Any = 1, groups: int = 1, conv_mode: str = "cross_correlation",
-    compute_mode: str = "default",
-) -> Tensor:  # fmt: skip
-    """Return the transposed convolution of images; MegEngine puts `dilation` before `groups`.
-
-    The weight is (in, out, height, width), or (groups, in / groups, out / groups, height, width).
-    """
-    check_modes("conv_transpose2d", compute_mode, conv_mode)
-    return F.conv_transpose2d(inp, *_joined(weight, bias, 2), stride, padding, output_padding, groups, dilation)
-
-
-def conv_transpose3d(
-    inp: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> Tensor:  # fmt: skip
-    """Return the transposed convolution of volumes; as `conv_transpose2d`."""
-    return F.conv_transpose3d(inp, *_joined(weight, bias, 3), stride, padding, output_padding, groups, dilation)
-
-
+conv1d, conv2d, conv3d = _convolution(F.conv1d, 1), _convolution(F.conv2d, 2), _convolution(F.conv3d, 3)
+conv_transpose2d, conv_transpose3d = _transposed(F.conv_transpose2d, 2), _transposed(F.conv_transpose3d, 3)
 leaky_relu = public(F.leaky_relu, lambda inp, negative_slope=0.01: F.leaky_relu(inp, negative_slope))
 logsumexp = public(torch.logsumexp, lambda inp, axis, keepdims=False: torch.logsumexp(inp, axis, keepdim=keepdims))
 one_hot = public(F.one_hot, lambda inp, num_classes: F.one_hot(inp.long(), num_classes).to(inp.dtype))

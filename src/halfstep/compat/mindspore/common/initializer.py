@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import init
 
 from halfstep.compat.mindspore.checks import MindSporeValueError, check_number
+from halfstep.compat.shared import with_settings
 from halfstep.errors import did_you_mean
 
 __all__ = [
@@ -34,17 +35,16 @@ class Initializer:
 
 
 def _kind(name: str, meaning: str, function: Callable[..., object], **settings: Any) -> Any:
-    """Return a class of initializers: `function` takes a tensor and the values of the settings, which have defaults."""
-
-    def fill(self: Any, arr: Tensor) -> None:
-        function(arr, *[getattr(self, key) for key in settings])
-
-    fields = [(key, Any, dataclasses.field(default=value)) for key, value in settings.items()]
-    body = {"__doc__": meaning, "__module__": __name__, "__call__": fill}
-    return dataclasses.make_dataclass(name, fields, bases=(Initializer,), namespace=body, repr=False, eq=False)
+    return with_settings(Initializer, name, meaning, "__call__", function, **settings)
 
 
-Constant = _kind("Constant", "One number everywhere.", init.constant_, value=dataclasses.MISSING)
+def _he(function: Callable[..., object]) -> Callable[..., object]:
+    return lambda arr, negative_slope, **named: function(arr, negative_slope, **named)
+
+
+Constant = _kind(
+    "Constant", "One number everywhere.", lambda arr, value: init.constant_(arr, value), value=dataclasses.MISSING
+)
 Zero = _kind("Zero", "Zeros.", init.zeros_)
 One = _kind("One", "Ones.", init.ones_)
 Normal = _kind(
@@ -64,8 +64,8 @@ XavierUniform = _kind("XavierUniform", XAVIER.format("Uniform"), init.xavier_uni
 XavierNormal = _kind("XavierNormal", XAVIER.format("Normal"), init.xavier_normal_, gain=1)
 HE = "{} numbers of deviation ``gain / sqrt(fan)``, the gain being that of the nonlinearity."
 FAN = {"negative_slope": 0, "mode": "fan_in", "nonlinearity": "leaky_relu"}
-HeUniform = _kind("HeUniform", HE.format("Uniform"), init.kaiming_uniform_, **FAN)
-HeNormal = _kind("HeNormal", HE.format("Normal"), init.kaiming_normal_, **FAN)
+HeUniform = _kind("HeUniform", HE.format("Uniform"), _he(init.kaiming_uniform_), **FAN)
+HeNormal = _kind("HeNormal", HE.format("Normal"), _he(init.kaiming_normal_), **FAN)
 
 NAMED: dict[str, Callable[[], Initializer]] = {
     "zeros": Zero, "zero": Zero, "ones": One, "one": One, "normal": Normal, "truncatednormal": TruncatedNormal,

@@ -14,10 +14,7 @@ import halfstep as hs
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool, check_names
 from halfstep.compat.shared import public
-from halfstep.errors import UnbuiltError
 from halfstep.torch_private.modules import NormBase
-
-__all__ = ["Cell", "CellList", "SequentialCell"]
 
 Self = TypeVar("Self", bound="Cell")
 
@@ -48,14 +45,11 @@ class Cell(nn.Module):
         if flags:
             self.add_flags(**flags)
 
-    @property
-    def cls_name(self) -> str:
-        """Name of the class."""
-        return type(self).__name__
+    cls_name = property(lambda self: type(self).__name__, doc="Name of the class.")
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs; every subclass defines it."""
-        raise UnbuiltError(f"{type(self).__name__} has no construct; define construct(self, ...)")
+        raise hs.errors.UnbuiltError(f"{type(self).__name__} has no construct; define construct(self, ...)")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""

@@ -14,7 +14,7 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.mindspore.common.initializer import chosen
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.optim import NOT_DECAYED
-from halfstep.compat.mindspore.ops.shapes import Size, check_padding, convolve, pad_for, sizes, transposed
+from halfstep.compat.mindspore.ops.shapes import Size, Windowed, sizes
 from halfstep.compat.shared import alias
 from halfstep.torch_private.modules import check_input_dim
 
@@ -353,7 +353,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
 # ------------------------------------------------------------------------------------------- convolutions and pooling
 
 
-class _Conv(Layer):
+class _Conv(Layer, Windowed):
     """A convolution with MindSpore's arguments.
 
     Args:
@@ -381,18 +381,15 @@ class _Conv(Layer):
         dims = self.dims = int(self.kind.__name__[-2])  # of nn.Conv2d and nn.ConvTranspose2d: 2
         if data_format != "":
             _check_layout(name, data_format, LAYOUTS[dims])
-        self.around = check_padding(name, pad_mode, padding, dims)
-        window = sizes(f"{name}: kernel_size", kernel_size, dims)
-        self.steps, self.spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
-        settings = {"stride": self.steps, "dilation": self.spread, "groups": group, "bias": has_bias}
-        self.make(in_channels, out_channels, window, dtype=dtype, **settings)
-        self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
+        self.set_window(name, dims, kernel_size, stride, pad_mode, padding, dilation, group)
+        settings = {"stride": self.stride, "dilation": self.dilation, "groups": group, "bias": has_bias}
+        self.make(in_channels, out_channels, self.kernel_size, dtype=dtype, **settings)
+        self.has_bias = has_bias
         self.fill("weight_init", self.weight, weight_init)
         self.fill("bias_init", self.bias, bias_init)
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return the convolution of `x`, (batch, channels, size of each dimension)."""
-        return convolve(x, self.weight, self.bias, self.pad_mode, self.around, self.steps, self.spread, self.group)
+        return self.convolve(x, self.weight, self.bias)
 
 
 class Conv1d(_Conv, nn.Conv1d):
@@ -425,8 +422,7 @@ class _Transposed(_Conv):
             )
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return the transposed convolution of `x`, (batch, channels, size of each dimension)."""
-        full = transposed(x, self.weight, self.pad_mode, self.around, self.steps, self.spread, self.group)
+        full = self.input_gradient(x, self.weight)
         full = full if self.bias is None else full + self.bias.reshape(-1, *[1] * self.dims)
         return F.pad(full, [n for beyond in self.beyond[::-1] for n in (0, beyond)]) if any(self.beyond) else full
 
@@ -463,7 +459,7 @@ class Conv3dTranspose(_Transposed, nn.ConvTranspose3d):
         )  # fmt: skip
 
 
-class _Pool(Cell):
+class _Pool(Cell, Windowed):
     """A window of two dimensions. The stride is 1 unless given, as in MindSpore and not as in torch."""
 
     def __init__(
@@ -473,19 +469,16 @@ class _Pool(Cell):
         super().__init__()
         name = type(self).__name__
         _check_layout(name, data_format, LAYOUTS[2])
-        self.window = sizes(f"{name}: kernel_size", kernel_size, 2)
-        self.steps = sizes(f"{name}: stride", stride, 2)
-        self.pad_mode = str(pad_mode).lower()
-        self.around = check_padding(name, self.pad_mode, padding, 2)
-        self.both = self.around[0::2]
-        if self.pad_mode == "pad" and self.both != self.around[1::2]:
+        self.set_window(name, 2, kernel_size, stride, str(pad_mode).lower(), padding)
+        self.both = self.pad[0::2]
+        if self.pad_mode == "pad" and self.both != self.pad[1::2]:
             raise MindSporeValueError(f"{name}: padding={padding!r}; expected the same before and after")
         if self.pad_mode != "pad" and given:
             raise MindSporeValueError(f"{name}: {padded} belong to pad_mode='pad', not {pad_mode!r}")
 
     def extra_repr(self) -> str:
         """Show the settings, not MindSpore's defaults: stride is 1 unless given."""
-        return f"kernel_size={self.window}, stride={self.steps}, pad_mode={self.pad_mode!r}"
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, pad_mode={self.pad_mode!r}"
 
 
 class MaxPool2d(_Pool):
@@ -506,15 +499,15 @@ class MaxPool2d(_Pool):
         spread = sizes("MaxPool2d: dilation", dilation, 2)
         padded, given = "dilation, return_indices and ceil_mode", spread != (1, 1) or return_indices or ceil_mode
         super().__init__(kernel_size, stride, pad_mode, padding, data_format, padded, given)
-        self.spread, self.return_indices, self.ceil_mode = spread, return_indices, ceil_mode
+        self.dilation, self.return_indices, self.ceil_mode = spread, return_indices, ceil_mode
 
     def construct(self, x: Tensor) -> Any:
         """Return the pooled `x`, and with `return_indices` the places."""
         if self.pad_mode == "pad":
             pool: Any = F.max_pool2d  # its overloads are by the value of return_indices
-            return pool(x, self.window, self.steps, self.both, self.spread, self.ceil_mode, self.return_indices)
-        x = pad_for(x, self.pad_mode, self.around, self.window, self.steps, (1, 1), float("-inf"))
-        return F.max_pool2d(x, self.window, self.steps)
+            window = (self.kernel_size, self.stride, self.both, self.dilation)
+            return pool(x, *window, self.ceil_mode, self.return_indices)
+        return F.max_pool2d(self.padded(x, float("-inf")), self.kernel_size, self.stride)
 
 
 class AvgPool2d(_Pool):
@@ -541,11 +534,10 @@ class AvgPool2d(_Pool):
     def construct(self, x: Tensor) -> Tensor:
         """Return the pooled `x`."""
         if self.pad_mode == "pad":
-            return F.avg_pool2d(
-                x, self.window, self.steps, self.both, self.ceil_mode, self.count_include_pad, self.divisor_override
-            )  # fmt: skip
-        padded = pad_for(x, self.pad_mode, self.around, self.window, self.steps, (1, 1))
+            window = (self.kernel_size, self.stride, self.both, self.ceil_mode)
+            return F.avg_pool2d(x, *window, self.count_include_pad, self.divisor_override)
+        padded = self.padded(x)
+        mean = F.avg_pool2d(padded, self.kernel_size, self.stride)
         if padded is x:
-            return F.avg_pool2d(x, self.window, self.steps)
-        inside = pad_for(torch.ones_like(x), self.pad_mode, self.around, self.window, self.steps, (1, 1))
-        return F.avg_pool2d(padded, self.window, self.steps) / F.avg_pool2d(inside, self.window, self.steps)
+            return mean
+        return mean / F.avg_pool2d(self.padded(torch.ones_like(x)), self.kernel_size, self.stride)

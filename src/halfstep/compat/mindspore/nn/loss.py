@@ -150,10 +150,7 @@ class WithLossCell(Cell):
         check_network("WithLossCell", backbone, loss_fn)
         self.backbone, self.loss_fn = backbone, loss_fn
 
-    @property
-    def backbone_network(self) -> nn.Module:
-        """The network without its loss."""
-        return self.backbone
+    backbone_network = property(lambda self: self.backbone, doc="The network without its loss.")
 
     def construct(self, data: Any, label: Any) -> Tensor:
         """Return the loss."""

@@ -26,7 +26,11 @@ from halfstep.compat.mindspore import checks
 from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
-from halfstep.formats import FP32, LOW_DTYPES
+
+__all__ = [
+    "DynamicLossScaleManager", "DynamicLossScaler", "FixedLossScaleManager", "LossScaleManager", "LossScaler",
+    "StaticLossScaler", "all_finite",
+]  # fmt: skip
 
 
 def _fp32(value: float) -> float:
@@ -42,7 +46,7 @@ def _scaler(preset: str, init: float, factor: float, window: int, backoff: float
 def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
     """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
     number = checks.check_number(where, value, expected or "a number, float or int, such as 1024.0")
-    if not low <= value <= FP32.max:
+    if not low <= value <= hs.formats.FP32.max:
         raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
     return number
 
@@ -250,7 +254,7 @@ class _OnScaler(LossScaler):
 
         def divide(x: Tensor) -> Tensor:
             inverse = self._scaler.scale_on(x.device).reciprocal()
-            return (x.float() * inverse).to(x.dtype) if x.dtype in LOW_DTYPES else x * inverse.to(x.dtype)
+            return (x.float() * inverse).to(x.dtype) if x.dtype in hs.formats.LOW_DTYPES else x * inverse.to(x.dtype)
 
         return _mapped(inputs, divide, f"{type(self).__name__}.unscale")
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from halfstep.compat.mindspore import checks
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.shared import WrittenOptimizer
 from halfstep.torch_private import foreach
-
-__all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
 
 Params = Iterable[Any]
 
@@ -54,14 +53,11 @@ class Optimizer(torch.optim.Optimizer):
         place = {id(p): index for index, p in enumerate(self.__dict__.get("_order", ()))}
         return tuple(sorted(found, key=lambda p: place.get(id(p), len(place))))
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
-
     def get_lr(self) -> float:
         """Return the learning rate of the first group."""
-        return self.learning_rate
+        return float(self.param_groups[0]["lr"])
+
+    learning_rate = property(get_lr, doc="The learning rate of the first group.")
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
         """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards."""
@@ -201,7 +197,7 @@ class Adam(Optimizer, torch.optim.Adam):
         )  # fmt: skip
 
 
-class AdamWeightDecay(Optimizer):
+class AdamWeightDecay(Optimizer, WrittenOptimizer):
     """Adam with decoupled weight decay and, as in MindSpore (and BERT), without bias correction."""
 
     def __init__(
@@ -217,30 +213,8 @@ class AdamWeightDecay(Optimizer):
         torch.optim.Optimizer.__init__(self, groups, defaults)
         self._set_loss_scale(1.0)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters; return what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            beta1, beta2 = group["betas"]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            grads = [p.grad for p in params]
-            first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-            foreach.foreach_lerp_(first, grads, 1 - beta1)
-            foreach.foreach_mul_(second, beta2)
-            foreach.foreach_addcmul_(second, grads, grads, 1 - beta2)
-            below = foreach.foreach_sqrt(second)
-            foreach.foreach_add_(below, group["eps"])
-            updates = foreach.foreach_div(first, below)
-            if group["weight_decay"]:
-                foreach.foreach_add_(updates, params, alpha=group["weight_decay"])
-            foreach.foreach_add_(params, updates, alpha=-group["lr"])
-        return loss
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        updates = self._adam(group, params, [p.grad for p in params])
+        if group["weight_decay"]:
+            foreach.foreach_add_(updates, params, alpha=group["weight_decay"])
+        foreach.foreach_add_(params, updates, alpha=-group["lr"])

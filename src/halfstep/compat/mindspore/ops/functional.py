@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import Size, check_padding, convolve, sizes
+from halfstep.compat.mindspore.ops.shapes import Size, Windowed
 from halfstep.compat.shared import public
 
 __all__ = [
@@ -68,9 +68,9 @@ def conv2d(
         dilation: one number or two.
         groups: groups of channels that do not see each other.
     """
-    steps, spread = sizes("conv2d: stride", stride, 2), sizes("conv2d: dilation", dilation, 2)
-    around = check_padding("conv2d", pad_mode, padding, 2)
-    return convolve(input, weight, bias, pad_mode, around, steps, spread, groups)
+    window = Windowed()
+    window.set_window("conv2d", 2, tuple(weight.shape[2:]), stride, pad_mode, padding, dilation, groups)
+    return window.convolve(input, weight, bias)
 
 
 def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import halfstep as hs
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
 Weights = nn.Parameter | Sequence[nn.Parameter] | None
@@ -84,9 +85,10 @@ def value_and_grad(
         gradients = torch.autograd.grad(start, [*inputs, *listed], allow_unused=True, materialize_grads=True)
         of_inputs: Any = gradients[: len(inputs)] if isinstance(grad_position, Sequence) else gradients[0]
         of_weights: Any = gradients[-1] if isinstance(weights, nn.Parameter) else gradients[len(inputs) :]
+        detached = hs.trees.map_tensors(value, Tensor.detach)
         if weights is None:
-            return _detached(value), of_inputs
-        return _detached(value), of_weights if grad_position is None else (of_inputs, of_weights)
+            return detached, of_inputs
+        return detached, of_weights if grad_position is None else (of_inputs, of_weights)
 
     return call
 
@@ -146,9 +148,3 @@ class HyperMap:
         if not sequences or not isinstance(sequences[0], (tuple, list)):
             return function(*sequences)
         return tuple(HyperMap(function)(*items) for items in zip(*sequences, strict=True))
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return tuple(_detached(item) for item in value) if isinstance(value, (tuple, list)) else value

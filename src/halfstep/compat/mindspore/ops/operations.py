@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.compat.mindspore.checks import MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import Size, check_padding, convolve, pad_for, sizes, transposed
+from halfstep.compat.mindspore.ops.functional import mean, softmax
+from halfstep.compat.mindspore.ops.shapes import Size, Windowed, sizes
+from halfstep.compat.shared import with_settings
 from halfstep.errors import UnbuiltError
 
 __all__ = [
@@ -42,9 +44,25 @@ class Primitive:
         return f"{type(self).__name__}({settings})"
 
 
-def _primitive(name: str, meaning: str, function: Callable[..., Any], *operators: str) -> type[Primitive]:
-    body = {"__doc__": meaning, "__module__": __name__, "operators": operators, "_compute": staticmethod(function)}
-    return type(name, (Primitive,), body)
+def _primitive(name: str, meaning: str, function: Callable[..., Any], *operators: str, **settings: Any) -> Any:
+    made = with_settings(Primitive, name, meaning, "_compute", function, **settings)
+    made.operators = operators
+    return made
+
+
+def _product(a: Tensor, b: Tensor, *, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+
+
+def _matrix_product(a: Tensor, b: Tensor, **transposes: bool) -> Tensor:
+    if a.dim() != 2 or b.dim() != 2:
+        raise MindSporeValueError(f"MatMul takes matrices, got {a.dim()} and {b.dim()} dimensions; use BatchMatMul")
+    return _product(a, b, **transposes)
+
+
+def _sum(x: Tensor, axis: Size = (), *, keep_dims: bool, skip_mode: bool) -> Tensor:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    return x if skip_mode and not axes else torch.sum(x, axes or tuple(range(x.dim())), keep_dims)
 
 
 Add = _primitive("Add", "``(x, y)``: x + y.", torch.add, "add")
@@ -62,32 +80,25 @@ AddN = _primitive(
     "AddN", "``(xs)``: the sum of a tuple or list of tensors, in the widest of their formats.",
     lambda xs: functools.reduce(torch.add, xs), "add",
 )  # fmt: skip
+BatchMatMul = _primitive(
+    "BatchMatMul", "``(a, b)``: products of matrices in the last two dimensions.", _product, "matmul", "bmm",
+    transpose_a=False, transpose_b=False,
+)  # fmt: skip
+MatMul = _primitive(
+    "MatMul", "``(a, b)``: product of two matrices.", _matrix_product, "matmul", "mm",
+    transpose_a=False, transpose_b=False,
+)  # fmt: skip
+Softmax = _primitive("Softmax", "``(x)``: exp(x) / sum(exp(x)) along an axis.", softmax, "softmax", axis=-1)
+ReduceMean = _primitive(
+    "ReduceMean", "``(x, axis=())``: mean over axes; over all of them by default.", mean, "mean", keep_dims=False
+)
+ReduceSum = _primitive(
+    "ReduceSum", "``(x, axis=())``: sum over axes; over all of them by default, over none with `skip_mode`.", _sum,
+    "sum", keep_dims=False, skip_mode=False,
+)  # fmt: skip
 
 
-class BatchMatMul(Primitive):
-    """Products of matrices in the last two dimensions."""
-
-    operators = ("matmul", "bmm")
-
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
-
-    def _compute(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.matmul(a.mT if self.transpose_a else a, b.mT if self.transpose_b else b)
-
-
-class MatMul(BatchMatMul):
-    """Product of two matrices."""
-
-    operators = ("matmul", "mm")
-
-    def _compute(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.dim() != 2 or b.dim() != 2:
-            raise MindSporeValueError(f"MatMul takes matrices, got {a.dim()} and {b.dim()} dimensions; use BatchMatMul")
-        return super()._compute(a, b)
-
-
-class _Conv(Primitive):
+class _Conv(Primitive, Windowed):
     _dims = 2
 
     def __init__(
@@ -99,14 +110,11 @@ class _Conv(Primitive):
             raise MindSporeValueError(f"{name}: data_format={data_format!r}; channels come second here")
         if mode != 1:
             raise MindSporeValueError(f"{name}: mode={mode!r}; only 1, a plain convolution, exists")
-        self.out_channel, self.group, self.pad_mode = out_channel, group, pad_mode
-        self.kernel_size = sizes(f"{name}: kernel_size", kernel_size, dims)
-        self.stride = sizes(f"{name}: stride", stride, dims)
-        self.dilation = sizes(f"{name}: dilation", dilation, dims)
-        self.pad = check_padding(name, pad_mode, pad, dims)
+        self.out_channel = out_channel
+        self.set_window(name, dims, kernel_size, stride, pad_mode, pad, dilation, group)
 
     def _compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        return convolve(x, weight, None, self.pad_mode, self.pad, self.stride, self.dilation, self.group)
+        return self.convolve(x, weight)
 
 
 class Conv2D(_Conv):
@@ -138,8 +146,7 @@ class Conv2DTranspose(_Conv):
     def _compute(self, dout: Tensor, weight: Tensor, input_size: Sequence[int] | None = None) -> Tensor:
         if input_size is None:
             raise MindSporeValueError(f"{type(self).__name__}: pass input_size, the shape of the result")
-        size = tuple(input_size)[-2:]
-        return transposed(dout, weight, self.pad_mode, self.pad, self.stride, self.dilation, self.group, size)
+        return self.input_gradient(dout, weight, tuple(input_size)[-2:])
 
 
 class Conv2DBackpropInput(Conv2DTranspose):
@@ -164,10 +171,10 @@ class Conv3DTranspose(_Conv):
             )
 
     def _compute(self, dout: Tensor, weight: Tensor) -> Tensor:
-        return transposed(dout, weight, self.pad_mode, self.pad, self.stride, self.dilation, self.group)
+        return self.input_gradient(dout, weight)
 
 
-class MaxPool(Primitive):
+class MaxPool(Primitive, Windowed):
     """``(x)``: two-dimensional maximum pooling."""
 
     operators = ("max_pool2d",)
@@ -177,57 +184,10 @@ class MaxPool(Primitive):
     ) -> None:
         if data_format != "NCHW":
             raise MindSporeValueError(f"MaxPool: data_format={data_format!r}; channels come second here")
-        self.kernel_size = sizes("MaxPool: kernel_size", kernel_size, 2)
-        self.strides = sizes("MaxPool: strides", strides, 2)
-        self.pad_mode = pad_mode.lower()
-        self.pad = check_padding("MaxPool", self.pad_mode, 0, 2)
+        self.set_window("MaxPool", 2, kernel_size, strides, pad_mode.lower(), 0)
 
     def _compute(self, x: Tensor) -> Tensor:
-        x = pad_for(x, self.pad_mode, self.pad, self.kernel_size, self.strides, (1, 1), float("-inf"))
-        return F.max_pool2d(x, self.kernel_size, self.strides)
-
-
-class Softmax(Primitive):
-    """``(x)``: exp(x) / sum(exp(x)) along an axis."""
-
-    operators = ("softmax",)
-
-    def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return F.softmax(x, self.axis)
-
-
-class _Reduce(Primitive):
-    _reduce: ClassVar[Callable[..., Tensor]]
-
-    def __init__(self, keep_dims: bool = False) -> None:
-        self.keep_dims = keep_dims
-
-    def _compute(self, x: Tensor, axis: Size = ()) -> Tensor:
-        axes = (axis,) if isinstance(axis, int) else tuple(axis) or tuple(range(x.dim()))
-        return self._reduce(x, axes, self.keep_dims)
-
-
-class ReduceMean(_Reduce):
-    """``(x, axis=())``: mean over axes; over all of them by default."""
-
-    operators, _reduce = ("mean",), staticmethod(torch.mean)
-
-
-class ReduceSum(_Reduce):
-    """``(x, axis=())``: sum over axes; over all of them by default, over none with `skip_mode`."""
-
-    operators, _reduce = ("sum",), staticmethod(torch.sum)
-
-    def __init__(self, keep_dims: bool = False, skip_mode: bool = False) -> None:
-        super().__init__(keep_dims)
-        self.skip_mode = skip_mode
-
-    def _compute(self, x: Tensor, axis: Size = ()) -> Tensor:
-        skipped = self.skip_mode and not isinstance(axis, int) and not tuple(axis)
-        return x if skipped else super()._compute(x, axis)
+        return F.max_pool2d(self.padded(x, float("-inf")), self.kernel_size, self.stride)
 
 
 class BiasAdd(Primitive):

@@ -24,7 +24,7 @@ def sizes(name: str, value: Size, dims: int) -> tuple[int, ...]:
     return numbers
 
 
-def check_padding(where: str, pad_mode: str, padding: Size, dims: int) -> tuple[int, ...]:
+def _check_padding(where: str, pad_mode: str, padding: Size, dims: int) -> tuple[int, ...]:
     """Return the padding as (begin, end) of each dimension, first dimension first."""
     if pad_mode not in PAD_MODES:
         raise MindSporeValueError(f"{where}: pad_mode={pad_mode!r}; expected one of {', '.join(map(repr, PAD_MODES))}")
@@ -40,60 +40,68 @@ def check_padding(where: str, pad_mode: str, padding: Size, dims: int) -> tuple[
     return each
 
 
-def _same_padding(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    """Return the padding that gives ceil(size / stride) outputs, as `check_padding`; an odd rest goes to the end."""
-    amounts = []
-    for n, k, s, d in zip(size, kernel, stride, dilation, strict=True):
-        total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
-        amounts += [total // 2, total - total // 2]
-    return amounts
+class Windowed:
+    """What convolutions and poolings share: the settings of their window, checked, and what is done with them."""
 
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pad_mode: str
+    pad: tuple[int, ...]  # (begin, end) of each dimension
+    group: int
 
-def pad_for(
-    x: Tensor, pad_mode: str, padding: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
-    dilation: Sequence[int], value: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Return `x` padded so that an unpadded convolution or pooling of it is the one that is meant."""
-    if pad_mode == "same":
-        padding = _same_padding(x.shape[-len(kernel) :], kernel, stride, dilation)
-    elif not any(padding):
-        return x
-    pairs = [padding[i : i + 2] for i in range(0, len(padding), 2)][::-1]  # torch counts from the last dimension
-    return F.pad(x, [n for pair in pairs for n in pair], value=value)
+    def set_window(
+        self, where: str, dims: int, kernel_size: Size, stride: Size, pad_mode: str, padding: Size,
+        dilation: Size = 1, group: int = 1,
+    ) -> None:  # fmt: skip
+        """Set the window over `dims` dimensions; errors begin with `where`."""
+        self.group, self.pad_mode = group, pad_mode
+        self.pad = _check_padding(where, pad_mode, padding, dims)
+        self.kernel_size = sizes(f"{where}: kernel_size", kernel_size, dims)
+        self.stride = sizes(f"{where}: stride", stride, dims)
+        self.dilation = sizes(f"{where}: dilation", dilation, dims)
 
+    def _same_padding(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Return the padding that gives ceil(size / stride) outputs; an odd rest goes to the end."""
+        amounts: list[int] = []
+        for n, k, s, d in zip(size, self.kernel_size, self.stride, self.dilation, strict=True):
+            total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+            amounts += [total // 2, total - total // 2]
+        return tuple(amounts)
 
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pad_mode: str, padding: Sequence[int], stride: Sequence[int],
-    dilation: Sequence[int], groups: int,
-) -> Tensor:  # fmt: skip
-    """Return the convolution, with as many dimensions as `stride` has numbers."""
-    x = pad_for(x, pad_mode, padding, weight.shape[2:], stride, dilation)
-    return CONVOLUTIONS[len(stride) - 1](x, weight, bias, stride, 0, dilation, groups)
+    def padded(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """Return `x` padded so that an unpadded convolution or pooling of it is the one that is meant."""
+        padding = self.pad
+        if self.pad_mode == "same":
+            padding = self._same_padding(x.shape[-len(self.stride) :])
+        elif not any(padding):
+            return x
+        pairs = [padding[i : i + 2] for i in range(0, len(padding), 2)][::-1]  # torch counts from the last dimension
+        return F.pad(x, [n for pair in pairs for n in pair], value=value)
 
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the convolution of `x`, (batch, channels, size of each dimension)."""
+        function = CONVOLUTIONS[len(self.stride) - 1]
+        return function(self.padded(x), weight, bias, self.stride, 0, self.dilation, self.group)
 
-def transposed(
-    x: Tensor, weight: Tensor, pad_mode: str, padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
-    groups: int, size: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of a convolution with respect to its input: all of it, of which the padding is cut off.
+    def input_gradient(self, x: Tensor, weight: Tensor, size: Sequence[int] | None = None) -> Tensor:
+        """Return the gradient of a convolution with respect to its input: all of it, of which the padding is cut off.
 
-    `size` is that input's in space; by default "same" gives stride times as many outputs as inputs, and the other modes
-    the largest that the padding allows. A stride longer than the window leaves zeros at the end.
-    """
-    kernel = weight.shape[2:]
-    if size is None and pad_mode == "same":
-        size = [n * s for n, s in zip(x.shape[2:], stride, strict=True)]
-    elif size is None:
-        whole = zip(x.shape[2:], kernel, stride, dilation, padding[::2], padding[1::2], strict=True)
-        size = [(n - 1) * s + (k - 1) * d + 1 - begin - end for n, k, s, d, begin, end in whole]
-    if pad_mode == "same":
-        padding = _same_padding(size, kernel, stride, dilation)
-    full = TRANSPOSED[len(stride) - 1](x, weight, None, stride, 0, 0, groups, dilation)
-    for axis, (begin, length) in enumerate(zip(padding[::2], size, strict=True), -len(size)):
-        there = min(length, full.shape[axis] - begin)
-        full = full.narrow(axis, begin, there)
-        if there < length:
-            full = F.pad(full, [0, 0] * (-axis - 1) + [0, length - there])
-    return full
+        `size` is that input's in space; by default "same" gives stride times as many outputs as inputs, and the other
+        modes the largest that the padding allows. A stride longer than the window leaves zeros at the end.
+        """
+        padding, stride = self.pad, self.stride
+        if size is None and self.pad_mode == "same":
+            size = [n * s for n, s in zip(x.shape[2:], stride, strict=True)]
+        elif size is None:
+            whole = zip(x.shape[2:], self.kernel_size, stride, self.dilation, padding[::2], padding[1::2], strict=True)
+            size = [(n - 1) * s + (k - 1) * d + 1 - begin - end for n, k, s, d, begin, end in whole]
+        if self.pad_mode == "same":
+            padding = self._same_padding(size)
+        full = TRANSPOSED[len(stride) - 1](x, weight, None, stride, 0, 0, self.group, self.dilation)
+        for axis, (begin, length) in enumerate(zip(padding[::2], size, strict=True), -len(size)):
+            there = min(length, full.shape[axis] - begin)
+            full = full.narrow(axis, begin, there)
+            if there < length:
+                full = F.pad(full, [0, 0] * (-axis - 1) + [0, length - there])
+        return full

@@ -16,8 +16,6 @@ from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueE
 from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 
-__all__ = ["Model", "Progress"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
@@ -48,6 +46,9 @@ class Model:
         amp_level: as for `build_train_network`.
         boost_level: as for `build_train_network`.
         **kwargs: ``keep_batchnorm_fp32`` and ``loss_scale_manager``, as for `build_train_network`.
+
+    Attributes:
+        train_network, eval_network, predict_network: what `train`, `eval` and `predict` call, or None.
     """
 
     def __init__(
@@ -68,34 +69,15 @@ class Model:
             expected = "the places of loss, output and label"
             raise MindSporeValueError(f"Model: eval_indexes={eval_indexes!r}; expected {expected}")
         self._indexes = [0, 1, 2] if eval_indexes is None else [int(index) for index in eval_indexes]
-        self._network, self._manager = network, kwargs.get("loss_scale_manager")
-        self._train_network: nn.Module | None = None
+        self.predict_network, self._manager = network, kwargs.get("loss_scale_manager")
+        self.train_network: nn.Module | None = None
         if optimizer is not None:
-            self._train_network = build_train_network(network, optimizer, loss_fn, amp_level, boost_level, **kwargs)
+            self.train_network = build_train_network(network, optimizer, loss_fn, amp_level, boost_level, **kwargs)
         else:
             auto_mixed_precision(network, amp_level)
-        self._eval_network = eval_network
+        self.eval_network = eval_network
         if eval_network is None and loss_fn is not None:
-            self._eval_network = WithEvalCell(network, loss_fn, add_cast_fp32=True)
-
-    @property
-    def train_network(self) -> nn.Module:
-        """The cell that does a training step."""
-        if self._train_network is None:
-            raise MindSporeValueError("Model: no optimizer was given; Model(network, loss_fn, optimizer) can train")
-        return self._train_network
-
-    @property
-    def predict_network(self) -> nn.Module:
-        """The network that `predict` calls."""
-        return self._network
-
-    @property
-    def eval_network(self) -> nn.Module:
-        """The cell that `eval` calls."""
-        if self._eval_network is None:
-            raise MindSporeValueError("Model: eval needs a loss_fn or an eval_network; give one to Model")
-        return self._eval_network
+            self.eval_network = WithEvalCell(network, loss_fn, add_cast_fp32=True)
 
     def train(
         self, epoch: int, train_dataset: Iterable[Any],
@@ -117,6 +99,8 @@ class Model:
             expected = f"an int from 0 and below epoch={epoch}"
             raise MindSporeValueError(f"Model.train: initial_epoch={initial_epoch!r}; expected {expected}")
         called = _callbacks("Model.train", train_dataset, callbacks, dataset_sink_mode, sink_size)
+        if self.train_network is None:
+            raise MindSporeValueError("Model: no optimizer was given; Model(network, loss_fn, optimizer) can train")
         cell = self.train_network.train()
         count = 0
         for number in range(initial_epoch + 1, epoch + 1):
@@ -146,7 +130,8 @@ class Model:
             dataset_sink_mode: must be False.
         """
         called = _callbacks("Model.eval", valid_dataset, callbacks, dataset_sink_mode, -1)
-        cell = self.eval_network
+        if (cell := self.eval_network) is None:
+            raise MindSporeValueError("Model: eval needs a loss_fn or an eval_network; give one to Model")
         totals: dict[str, float] = {}
         count = 0
         with _evaluating(cell):
@@ -176,8 +161,8 @@ class Model:
         """
         if backend is not None or config is not None:
             raise MindSporeValueError(f"Model.predict: backend={backend!r}, config={config!r}; torch runs the network")
-        with _evaluating(self._network):
-            return self._network(*predict_data)
+        with _evaluating(self.predict_network):
+            return self.predict_network(*predict_data)
 
 
 @contextmanager
