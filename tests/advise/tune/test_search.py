@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 import halfstep as hs
-from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.calibration import Calibration
-from halfstep.advise.tune.race import Reference
+from halfstep.advise.tune.lab import Reference
 from halfstep.advise.tune.result import Tried
-from halfstep.advise.tune.search import Search
+from halfstep.advise.tune.search import Board, Search, Weights
 from halfstep.tasks.candidates import Candidate
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from torch import nn
 
 import halfstep as hs
-from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
-from halfstep.advise.tune.page import size
-from halfstep.advise.tune.result import TuneError, Tuning
-from halfstep.advise.tune.search import Search
+from halfstep.advise.tune.result import TuneError, Tuning, size
+from halfstep.advise.tune.search import Board, Search, Weights
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
 from halfstep.tasks.compare import started
