@@ -25,8 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
-from halfstep.lens.audit.rows import Hidden, Tally, added_masks, form_of
-from halfstep.lens.audit.signs import SUMS, Integers, is_index, note_signs
+from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
 from halfstep.lens.calls import copied, place, weak_storage
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torch_regions, region_of
 from halfstep.advise.lint.static.script import Script, argument, method, walked
+from halfstep.advise.lint.static.values import PRODUCTS
 
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
 CROSS_ENTROPIES = frozenset({"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"})

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.low_values import ROUNDS_TO_ZERO
 from halfstep.advise.lint.static.regions import Site, all_sites, sites
 from halfstep.advise.lint.static.scaling import assigned_in, is_call
 from halfstep.advise.lint.static.script import Script, argument, method, parameters_of, walked
+from halfstep.advise.lint.static.values import ROUNDS_TO_ZERO
 
 PRECISE_BEHIND = re.compile(
     r"hs\.|halfstep|apex|master_?(param|weight|cop)|deepspeed|peft|get_peft_model|lora|bitsandbytes|8bit|kahan|stochastic_round|FSDP|fully_shard"
