@@ -106,8 +106,7 @@ def tag(tensor: Tensor, site: Site) -> None:
         todo += [following for following, _ in node.next_functions]
 
 
-PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)
-"""Types of values that are kept as they are."""
+PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)  # types of values that are kept as they are
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
@@ -263,8 +262,7 @@ NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention
 REDUCING = frozenset("mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss median".split())
 """Operators without a value for no elements."""
 
-NOTHING = "of no values"
-"""What is remarked on them then."""
+NOTHING = "of no values"  # what is remarked on them then
 
 SPREADING = frozenset({"std", "var", "std_mean", "var_mean", "cov", "corrcoef"})
 """Operators that divide by the number of elements less one."""

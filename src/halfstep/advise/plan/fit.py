@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 TOLERANCE = 0.1  # share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it
-
-MOST_PLANS = 12
-"""Plans made in the search for the largest batch; four are enough where bytes are affine in the batch."""
-
+MOST_PLANS = 12  # plans made in the search for the largest batch; four are enough where bytes are affine in the batch
 MOST = 1 << 20  # the largest batch that is tried
 
 CONTEXT = 0.6

@@ -36,8 +36,7 @@ NAMES: Mapping[str, str] = {
 
 SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
-FIRST, CAP = 2**20, 25 * 2**20
-"""Bytes of DistributedDataParallel's first bucket and of the others: torch's defaults."""
+FIRST, CAP = 2**20, 25 * 2**20  # bytes of DistributedDataParallel's first bucket and of the others: torch's defaults
 
 DDP = "(DistributedDataParallel)"  # in the place of a module's name
 

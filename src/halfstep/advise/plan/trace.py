@@ -100,8 +100,7 @@ def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable
     return known if known is None or share == 1 else Workspace(known.most * share, ())
 
 
-_KNOWN: dict[str, Workspace | None] = {}
-"""Call, without values -> its workspace on this machine."""
+_KNOWN: dict[str, Workspace | None] = {}  # call, without values -> its workspace on this machine
 
 
 def _run(func: Any, args: Any, kwargs: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:

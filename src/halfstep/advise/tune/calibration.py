@@ -44,9 +44,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of a policy that cost time or memory, and the values to try."""
 
-BEHIND_LOW = ("norms", "master", "grads")
-"""Fields that do nothing under ``params="fp32"``."""
-
+BEHIND_LOW = ("norms", "master", "grads")  # fields that do nothing under ``params="fp32"``
 MOST = 16  # changes that are tried at once
 NAMED = 6  # modules that are tried one by one, the most expensive ones
 

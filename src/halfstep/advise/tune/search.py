@@ -212,9 +212,7 @@ LADDER = (1, 2, 4, 8)
 LOW_START = "megengine"  # the loss-scale rule that begins at 16: torch's begins at 65,536 and skips steps until it fits
 MENDED = 2  # presets that are given exceptions at most, the cheapest ones
 ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
-
-CHANGED = 2
-"""Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
+CHANGED = 2  # candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested
 
 PROOF = 9
 """Short trainings of a proof with the fewest seeds, five pairs of which three of fp32 are there, and a little more."""

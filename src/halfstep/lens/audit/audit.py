@@ -54,16 +54,13 @@ META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
 SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and named arguments of one micro-batch."""
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments of one micro-batch
 
-SAME = 1e-3
-"""Relative difference of losses that order of summation alone does not make in fp32."""
+SAME = 1e-3  # relative difference of losses that order of summation alone does not make in fp32
 
 LAZY = "parameters that are created by the first batch were created in the copy: the model's own will differ"
 
-ATTEMPTS = 40
-"""Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
+ATTEMPTS = 40  # steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38
 
 
 def audit(

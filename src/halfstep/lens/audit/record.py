@@ -61,8 +61,7 @@ CANCELLED = 2.0**-9
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 """A function, what it was given, in its place and by name, and the states of random generators; None: it draws none."""
 
-Key = tuple[str, str, int]
-"""Module, operator, which call of it in that module."""
+Key = tuple[str, str, int]  # module, operator, which call of it in that module
 
 
 def floats_of(values: Any) -> list[Tensor]:

@@ -34,8 +34,7 @@ MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
 """Largest finite numbers: what overflows becomes inf, so a number that is exactly this was written on purpose."""
 
-HUGE = 1e30
-"""From here on a constant is a mask also where it is not the end of a format."""
+HUGE = 1e30  # from here on a constant is a mask also where it is not the end of a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +388,7 @@ def cells(row: AuditRow) -> tuple[str, ...]:
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 
-NEAR_ONE = 2.0**-12
-"""A number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be."""
+NEAR_ONE = 2.0**-12  # a number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be
 
 
 def is_index(tensor: Tensor) -> bool:
@@ -422,11 +420,8 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
     tally.add_share("saturated", int(hit.sum()), found.numel())
 
 
-NOTABLE = 0.1
-"""In a smaller share of a sum's elements a lost term is not counted."""
-
-MASK = -1e4
-"""A term from here down is a mask."""
+NOTABLE = 0.1  # in a smaller share of a sum's elements a lost term is not counted
+MASK = -1e4  # a term from here down is a mask
 
 
 def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> None:

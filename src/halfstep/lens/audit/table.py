@@ -21,11 +21,8 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.report import strict_json, write_page
 
-SHOWN = 16
-"""Rows of a printed audit: what loses most."""
-
-PLACES = 4
-"""Places named of each group of findings."""
+SHOWN = 16  # rows of a printed audit: what loses most
+PLACES = 4  # places named of each group of findings
 
 
 def _columns(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -283,17 +280,10 @@ def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
 
 # ------------------------------------------------------------------ the page
 
-STRIPS = 24
-"""Rows of one heat map: what fits on a page beside another one."""
-
-WORST = 30
-"""Rows of the table that is open from the start."""
-
-FEW = 0.01
-"""Share of a row's numbers whose loss counts."""
-
-PAGE_PLACES = 6
-"""Places named of each group of findings on a page."""
+STRIPS = 24  # rows of one heat map: what fits on a page beside another one
+WORST = 30  # rows of the table that is open from the start
+FEW = 0.01  # share of a row's numbers whose loss counts
+PAGE_PLACES = 6  # places named of each group of findings on a page
 
 QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})

@@ -289,8 +289,7 @@ def _format_name(dtype: torch.dtype) -> str:
     return "fp32" if found is None and dtype is torch.float64 else found or str(dtype).removeprefix("torch.")
 
 
-MOST_RECORDS = 512
-"""Records of which the largest gradient and weight are remembered."""
+MOST_RECORDS = 512  # records of which the largest gradient and weight are remembered
 
 
 class Monitor:

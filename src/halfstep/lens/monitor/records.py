@@ -230,8 +230,7 @@ def _opened(folder: str | Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
-"""What has run away -> the role of a finding."""
+ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}  # what has run away -> the role of a finding
 
 AROUND, SPARSE = 6, 0.05
 """So many binades around the end of a format's full precision are searched for a gap: two in a row with so few numbers,
@@ -241,23 +240,15 @@ SUBNORMAL = 0.25
 """Of the numbers that are left: a gradient spreads over some ten bits, so much in the last ones means many below."""
 
 SUBNORMAL_BESIDE_ZEROS = 0.1
-ZEROS = 0.5
-"""Where half of a gradient is zero, which dropout and ReLU do too, less of the rest has to be subnormal."""
+ZEROS = 0.5  # where half of a gradient is zero, which dropout and ReLU do too, less of the rest has to be subnormal
 
 SWALLOWED = 0.5
 """Half of the updates changed nothing. In fp32 that is rare; bf16 weights without masters reach it in fine-tuning."""
 
-ENDING = 0.1
-"""A schedule that ends near zero ends with updates that even fp32 swallows, and nothing is wrong with that."""
-
-FROZEN = 0.5
-"""Half of the entries of a low state stay as they are although there is a gradient."""
-
-SLACK = 64
-"""Averages over ranks and micro-batches divide numbers of a format by so much at most."""
-
-SILENT = 0.5
-"""Share of the parameters without a gradient from which on the loss, not the model, is the reason."""
+ENDING = 0.1  # a schedule that ends near zero ends with updates that even fp32 swallows, and nothing is wrong with that
+FROZEN = 0.5  # half of the entries of a low state stay as they are although there is a gradient
+SLACK = 64  # averages over ranks and micro-batches divide numbers of a format by so much at most
+SILENT = 0.5  # share of the parameters without a gradient from which on the loss, not the model, is the reason
 
 AGAIN = 2
 """Samples in a row: what begins as zero on purpose (a gate, an adapter) lets gradients through after an update."""

@@ -11,14 +11,9 @@ import ast
 from collections.abc import Mapping
 from copy import deepcopy
 
-DEPTH = 4
-"""Functions in functions that are followed."""
-
-MOST_NODES = 8000
-"""Nodes of the syntax tree of a function that is put in place."""
-
-BUDGET = 100_000
-"""Nodes that are put in place in one file."""
+DEPTH = 4  # functions in functions that are followed
+MOST_NODES = 8000  # nodes of the syntax tree of a function that is put in place
+BUDGET = 100_000  # nodes that are put in place in one file
 
 ODD = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 """What a function that is put in place does not have."""

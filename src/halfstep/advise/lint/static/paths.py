@@ -100,14 +100,9 @@ Verdicts = Iterator[tuple[Op, str]]
 
 Judge = Callable[[Sequence[Op]], Verdicts]
 
-VARYING = re.compile(r"[%<>]|==|!=|\(")
-"""Conditions whose truth is another one in the next iteration of a loop."""
-
-LIMIT = 256
-"""The most paths of a function; one with more is left undecided."""
-
-FEW = 16
-"""A loop with more paths than this runs once."""
+VARYING = re.compile(r"[%<>]|==|!=|\(")  # conditions whose truth is another one in the next iteration of a loop
+LIMIT = 256  # the most paths of a function; one with more is left undecided
+FEW = 16  # a loop with more paths than this runs once
 
 
 class _TooManyError(Exception):

@@ -215,8 +215,7 @@ OTHER_SCALING = re.compile(
 )
 """Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
-FEW_STEPS = 20
-"""With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
+FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 
 
 @check_of("HS011")

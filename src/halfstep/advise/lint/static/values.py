@@ -16,8 +16,7 @@ from halfstep.advise.lint.static.regions import Placed, expressions, placed, val
 from halfstep.advise.lint.static.script import Function, Script, argument, method, stored, targets, walked
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
-FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
-"""Names of values that have no gradient."""
+FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")  # names of values that have no gradient
 
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
@@ -204,11 +203,8 @@ BY_INDEX = re.compile(r"torch\.nn\.(functional\.)?(cross_entropy|nll_loss|CrossE
 """Losses whose target is an index: they have the format of their first operand. Others promote it to the target's."""
 
 LARGEST_FP16 = 65504.0
-ROUNDS_TO_ZERO = 2.0**-25
-"""The largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24."""
-
-ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}
-"""Format -> the smallest number that it rounds to 1."""
+ROUNDS_TO_ZERO = 2.0**-25  # the largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24
+ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}  # format -> the smallest number that it rounds to 1
 
 
 class _Formats:

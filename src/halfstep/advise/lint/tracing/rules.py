@@ -18,8 +18,7 @@ from halfstep.lens import raised_at
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-LOST = 0.25
-"""Share of weights that have a gradient and do not move, from which it is reported."""
+LOST = 0.25  # share of weights that have a gradient and do not move, from which it is reported
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

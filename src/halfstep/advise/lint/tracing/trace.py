@@ -46,12 +46,10 @@ CAST_OVERFLOW = "cast overflow"  # a cast to a low format that makes inf of fini
 ROUNDED_INTEGERS = "rounded integers"  # whole numbers, as positions, of which a low format makes different ones equal
 
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
-BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}
-"""Operator -> magnitude at which its derivative is infinite."""
+BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}  # operator -> magnitude at which its derivative is infinite
 MASKS = frozenset({"masked_fill", "masked_scatter", "where", "pad", "to", "cat", "stack", "full_like"})
 OF_POSITIONS = frozenset({"matmul", "mm", "bmm", "mul", "einsum", "outer", "linear", "to"})
-MOST_ELEMENTS = 1 << 22
-"""Elements up to which values are examined: a reading costs a pass over memory."""
+MOST_ELEMENTS = 1 << 22  # elements up to which values are examined: a reading costs a pass over memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
