@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -37,35 +38,21 @@ from halfstep.kernels.reference import exponents as layout
 
 
 def packed(counts: Mapping[int, int]) -> str:
-    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
+    """Return the first exponent, and compressed the counts from there to the last that is not zero."""
     if not counts:
         return ""
-    written = bytearray()
-    for exponent in range(min(counts), max(counts) + 1):
-        rest = counts.get(exponent, 0)
-        while rest > 127:
-            written.append(rest & 127 | 128)
-            rest >>= 7
-        written.append(rest)
-    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
+    listed = " ".join(str(counts.get(exponent, 0)) for exponent in range(min(counts), max(counts) + 1))
+    return f"{min(counts)} {base64.b85encode(zlib.compress(listed.encode())).decode()}"
 
 
 def unpacked(text: str) -> dict[int, int]:
     """Return the counts that `packed` has written; ValueError if it has not, or if the text is cut off."""
-    if not text:
-        return {}
     first, _, coded = text.partition(" ")
-    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
-    for byte in base64.b85decode(coded):
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            if value:
-                counts[exponent] = value
-            exponent, value, shift = exponent + 1, 0, 0
-    if shift:
-        raise ValueError("a table of counts is cut off")
-    return counts
+    try:
+        listed = zlib.decompress(base64.b85decode(coded)).split() if text else []
+    except zlib.error as error:
+        raise ValueError(f"no table of counts: {error}") from error
+    return {exponent: int(count) for exponent, count in enumerate(listed, int(first or 0)) if int(count)}
 
 
 TWO = Fraction(2)
@@ -352,8 +339,7 @@ class ExponentSketch:
     def to_dict(self) -> dict[str, Any]:
         """Return the sketch as JSON's values; under 3 KB as JSON, some hundred bytes as a rule.
 
-        Tables of counts are text, because a table of all of fp32's exponents in digits would be larger: the first
-        exponent, and the counts from there on in base85, 7 bits a byte (`from_dict` reads it).
+        Tables of counts are text: the first exponent, and the counts from there on, compressed (`from_dict` reads it).
         """
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         tables = {name: packed(value) for name, value in values.items() if isinstance(value, dict)}

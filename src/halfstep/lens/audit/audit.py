@@ -165,16 +165,9 @@ class Run:
     """One audit while it runs; `settings` are those of its `TrainStep`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        loss_fn: Callable[..., Any],
-        policy: Policy,
-        settings: Mapping[str, Any],
-        *,
-        shadow: torch.dtype,
-        reference: bool,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: Callable[..., Any], policy: Policy,
+        settings: Mapping[str, Any], *, shadow: torch.dtype, reference: bool,
+    ) -> None:  # fmt: skip
         self.loss_fn, self.policy = loss_fn, policy
         self.plan = plan = resolve(policy, model)
         self.notes: list[str] = []

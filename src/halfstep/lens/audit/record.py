@@ -160,14 +160,9 @@ class AuditRecorder(OperatorSink):
     """Receives the operators of the audited run; `simulated`: operator -> format, where the policy simulates one."""
 
     def __init__(
-        self,
-        closed: frozenset[str],
-        *,
-        shadow: torch.dtype,
-        parameters: Mapping[int, str],
-        simulated: Mapping[str, Format],
-        devices: tuple[str, ...],
-    ) -> None:
+        self, closed: frozenset[str], *, shadow: torch.dtype, parameters: Mapping[int, str],
+        simulated: Mapping[str, Format], devices: tuple[str, ...],
+    ) -> None:  # fmt: skip
         super().__init__(closed)
         self.shadow, self.parameters, self.simulated, self.devices = shadow, parameters, simulated, devices
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}

@@ -53,7 +53,7 @@ from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put
 from halfstep.step.parts.record import MicroBatch, put_random
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, engine_run_backward
 from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
-from halfstep.trees import map_tensors, tensors
+from halfstep.trees import graph_of, map_tensors, tensors
 from halfstep.update.updater import Deferral
 
 SILENT = frozenset(
@@ -301,8 +301,7 @@ class Replay:
         """
         modules = Modules(self.model)  # and other models that the loss function calls: a critic, a teacher
         with ExitStack() as stack:
-            if hasattr(torch.compiler, "set_stance"):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
@@ -381,20 +380,9 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    found: dict[Tensor, None] = {}
-    reentrant = False
-    seen, todo = set[Any](), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found[variable] = None
-        reentrant = reentrant or node.name() == REENTRANT
-        todo += [following for following, _ in node.next_functions]
-    return list(found), reentrant
+    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
+    variables = [variable for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)]
+    return list(dict.fromkeys(variables)), any(node.name() == REENTRANT for node in nodes)
 
 
 def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:

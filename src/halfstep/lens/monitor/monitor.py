@@ -77,15 +77,9 @@ class Sampler:
     """Gathers samples of one model and its optimizer, without a wait, and makes records of them."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        store: WeightStore | None,
-        format: Format,
-        *,
-        weights: bool,
+        self, model: nn.Module, optimizer: Optimizer, store: WeightStore | None, format: Format, *, weights: bool,
         activations: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = [*named], [*named.values()]
         self.leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
