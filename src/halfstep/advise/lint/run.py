@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import halfstep as hs
 from halfstep.advise.lint.rule import RULES, Hit, LintFinding, rule_of
-from halfstep.advise.lint.static import apex, region_rules, scaling, values, weights  # noqa: F401
+from halfstep.advise.lint.static import models, scaling, values  # noqa: F401
 from halfstep.advise.lint.static.script import Script
 from halfstep.arguments import PATH, TEXT, Kind, check, listed
 from halfstep.errors import LintError
