@@ -320,7 +320,6 @@ def remarked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return how many rows hold nothing but -inf, and which is the first."""
     if op == "scaled_dot_product_attention":
         mask: Tensor = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
         dim, values = -1, mask.logical_not() if mask.dtype is torch.bool else torch.isneginf(mask)

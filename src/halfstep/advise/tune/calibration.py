@@ -206,7 +206,6 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
 
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Change]]:
-    """Yield (share of the time concerned, rule)."""
     modules: dict[str, float] = {}
     for spot in calibration.spots:
         if spot.module and spot.op != "to":

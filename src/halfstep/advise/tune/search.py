@@ -220,13 +220,14 @@ PROOF = 9
 COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
 
-class Search:
+class Search(Board):
     """One search while it runs; `bound`, `dtypes` and `seeds` as `tune` takes them."""
 
     def __init__(
-        self, board: Board, *, bound: float | None, dtypes: Sequence[str], seeds: int, compile: bool
+        self, lab: Lab, weights: Weights, steps: int, *, bound: float | None, dtypes: Sequence[str], seeds: int,
+        compile: bool,
     ) -> None:  # fmt: skip
-        self.board, self.lab, self.steps = board, board.lab, board.steps
+        super().__init__(lab, weights, steps)
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
         self.notes: list[str] = []  # what was left out and what is missing
         self.proofs: list[tuple[str, Proof]] = []  # of a label, in order
@@ -234,8 +235,8 @@ class Search:
 
     def run(self, reference: Reference) -> None:
         """Search until the end or until the time is up."""
-        self.board.bound = reference.noise if self.given is None else self.given
-        self.board.set(SAFE, error=0.0)
+        self.bound = reference.noise if self.given is None else self.given
+        self.set(SAFE, error=0.0)
         stages: tuple[tuple[str, float, Callable[[], bool]], ...] = (
             ("the presets", 8.0 * len(self.dtypes), self.presets),
             ("exceptions for presets that are not sound", 20.0, self.repair),
@@ -248,7 +249,7 @@ class Search:
             names = ", ".join(name for name, _ in missed)
             self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
-        if not self.board.repeatable:
+        if not self.repeatable:
             self.notes.append(
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
                 "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
@@ -256,21 +257,19 @@ class Search:
 
     def presets(self) -> bool:
         """Race all presets in all formats."""
-        board = self.board
-        made = [board.add(hs.Policy.of(name, dtype=dtype), name) for name in PRESETS[1:] for dtype in self.dtypes]
+        made = [self.add(hs.Policy.of(name, dtype=dtype), name) for name in PRESETS[1:] for dtype in self.dtypes]
         labels = [SAFE, *(tried.label for tried in made)]
-        limit = math.inf if board.weights.memory else TOO_SLOW
-        found = board.race(labels, self.steps, limit=limit, phase="presets")
+        limit = math.inf if self.weights.memory else TOO_SLOW
+        found = self.race(labels, self.steps, limit=limit, phase="presets")
         for label in labels:
             self._settle(label)
         return found
 
     def repair(self) -> bool:
         """Give presets that are cheaper than the best and not sound exceptions, until they are."""
-        board = self.board
-        judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
-        beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
-        for tried in sorted(beyond, key=board.cost)[:MENDED]:
+        judged = [t for t in self.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
+        beyond = [t for t in judged if not self.sound(t) and self.cheaper(t, self[self.best])]
+        for tried in sorted(beyond, key=self.cost)[:MENDED]:
             calibration = self._calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
             probed = [
@@ -278,7 +277,7 @@ class Search:
                 for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
             found = probed or listed
-            skipped = board.laps[tried.label].skipped
+            skipped = self.laps[tried.label].skipped
             if tried.policy.dtype == "fp16" and skipped:  # the scale had to come down first
                 why = f"{counted(skipped, 'step')} skipped until the scale fits"
                 found = [Change(field="scale", value=LOW_START, why=why), *found]
@@ -286,7 +285,7 @@ class Search:
             rungs = counts if probed else sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
-            passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
+            passed = [n for n in rungs if self.sound(self.changed(tried, found[:n]))]
             few = found[: passed[0]] if passed else []
             fewer = [[change for change in few if change is not left] for left in few]
             if len(few) > 1 and not self._excepted(tried, fewer):
@@ -294,7 +293,7 @@ class Search:
         return True
 
     def _calibration(self, label: str) -> Calibration:
-        found = self.lab.calibration(self.board.candidate(label), self.steps)
+        found = self.lab.calibration(self.candidate(label), self.steps)
         note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
         if found.failed and note not in self.notes:
             self.notes.append(note)
@@ -304,54 +303,52 @@ class Search:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
-        board = self.board
-        made = [board.changed(tried, changes) for changes in exceptions]
+        made = [self.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
-        whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
+        whole = self.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
                            phase=f"exceptions for {tried.label}")  # fmt: skip
         for label in labels:
-            if board[label].time is not None:
-                self._explain(label, board[tried.label])
+            if self[label].time is not None:
+                self._explain(label, self[tried.label])
             self._settle(label)
         return whole
 
     def improve(self) -> bool:
         """Try changes one by one beside the best low candidate, then the good ones together."""
-        board = self.board
-        low = [t for t in board.tried.values() if board.sound(t) and t.preset != SAFE]
-        base = min(low, key=board.cost, default=None)
+        low = [t for t in self.tried.values() if self.sound(t) and t.preset != SAFE]
+        base = min(low, key=self.cost, default=None)
         whole = True
         for _ in range(ROUNDS):
             if base is None:
                 break
-            found = savings(self._calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            found = savings(self._calibration(base.label), base.policy, memory=self.weights.memory > 0.0)
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
-            new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            limit = math.inf if board.weights.memory else 1.0 - board.resolution  # beyond it nothing is saved
-            whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+            new = [t.label for t in (self.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
+            limit = math.inf if self.weights.memory else 1.0 - self.resolution  # beyond it nothing is saved
+            whole &= self.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
                                 reserve=self._reserve(), phase="changes that save")  # fmt: skip
-            timed = [self._explain(label, base) for label in new if board[label].time is not None]
-            together = self._together(board[base.label], timed)
+            timed = [self._explain(label, base) for label in new if self[label].time is not None]
+            together = self._together(self[base.label], timed)
             reserve = self._reserve()
-            whole &= board.race(together, self.steps, base=base.label, reserve=reserve, phase="changes together")
-            base = board[base.label]
-            better = [x for x in together if board[x].verdict == "within" and board.saves(board[x], base)]
+            whole &= self.race(together, self.steps, base=base.label, reserve=reserve, phase="changes together")
+            base = self[base.label]
+            better = [x for x in together if self[x].verdict == "within" and self.saves(self[x], base)]
             for label in better:
                 self._settle(label)
-            base = min((board[x] for x in better if board.sound(board[x])), key=board.cost, default=None)
+            base = min((self[x] for x in better if self.sound(self[x])), key=self.cost, default=None)
         return whole
 
     def prove(self) -> bool:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
-        board, decided = self.board, True
+        decided = True
         for tried in self._finalists():
-            if tried.label == SAFE or not board.cheaper(tried, board[SAFE]):
+            if tried.label == SAFE or not self.cheaper(tried, self[SAFE]):
                 continue
             if self._proven(tried.label):
-                board.best = tried.label
+                self.best = tried.label
                 return True
-            decided &= board[tried.label].verdict != "undecided"
+            decided &= self[tried.label].verdict != "undecided"
         self.fall_back()
         return decided
 
@@ -359,42 +356,39 @@ class Search:
         """Try the best candidate and fp32 with compiled steps; their losses are those of eager ones until the proof."""
         if not self.compiling:
             return True
-        board = self.board
-        eager = list(dict.fromkeys((board.best, SAFE)))
-        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
-        whole = board.race([*eager, *labels], WARM_UP + LOOKS, judged=False, base=eager[0],
+        eager = list(dict.fromkeys((self.best, SAFE)))
+        labels = [self.add(t.policy, t.preset, t.changes, compile=True).label for t in (self[x] for x in eager)]
+        whole = self.race([*eager, *labels], WARM_UP + LOOKS, judged=False, base=eager[0],
                            reserve=self._reserve() + COMPILING, phase="compiled steps")  # fmt: skip
-        for label, alike in zip(labels, map(board.__getitem__, eager), strict=True):
-            if board[label].time is not None and board[label].verdict == "unmeasured":
-                board.set(label, verdict=alike.verdict, loss_rise=alike.loss_rise, error=alike.error,
+        for label, alike in zip(labels, (self[x] for x in eager), strict=True):
+            if self[label].time is not None and self[label].verdict == "unmeasured":
+                self.set(label, verdict=alike.verdict, loss_rise=alike.loss_rise, error=alike.error,
                           reason=f"its loss is taken for that of {alike.label}")  # fmt: skip
-            board.prefer(label)
+            self.prefer(label)
         return whole
 
     def _proven(self, label: str) -> bool:
-        proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
+        proof = self.lab.prove(self.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
         self.proofs.append((label, proof))
         self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
         if not proof.holds:
             verdict = proof.verdict if proof.verdict == "undecided" else "worse"
             words = proof.reason if verdict == proof.verdict else f"{proof.verdict}: {proof.reason}"
-            self.board.set(label, verdict=verdict, reason=words)
+            self.set(label, verdict=verdict, reason=words)
         return proof.holds
 
     def fall_back(self) -> None:
         """Make the best preset the choice that no training has shown to be worse."""
-        board = self.board
-        plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
-        board.best = SAFE
+        plain = [t for t in self.tried.values() if not t.changes and not t.compile and t.label != FP32]
+        self.best = SAFE
         for tried in plain:
             safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
-            if safe and board.cheaper(tried, board[board.best]):
-                board.best = tried.label
+            if safe and self.cheaper(tried, self[self.best]):
+                self.best = tried.label
 
     def reason(self, proof: Proof | None) -> str:
         """Return why the choice was chosen, in one sentence."""
-        board = self.board
-        best = board[board.best]
+        best = self[self.best]
         if best.preset == SAFE and not best.compile:
             return "no cheaper candidate was shown to be as good as fp32"
         shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
@@ -402,32 +396,31 @@ class Search:
 
     def _finalists(self) -> list[Tried]:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
-        board = self.board
-        within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=board.rank)
+        within = [t for t in self.tried.values() if t.verdict == "within" and t.label != FP32]
+        order = sorted(within, key=self.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
-        again = [label for label in labels if not board[label].compile]  # others would be compiled again
+        again = [label for label in labels if not self[label].compile]  # others would be compiled again
         seed = self.lab.seed + SEEDS
-        if again and again != [SAFE] and board.race(
-            again, WARM_UP + 2 * LOOKS, judged=False, base=again[0], limit=math.inf if board.weights.memory else 1.0,
+        if again and again != [SAFE] and self.race(
+            again, WARM_UP + 2 * LOOKS, judged=False, base=again[0], limit=math.inf if self.weights.memory else 1.0,
             seed=seed, reserve=self._reserve(), phase="the finalists",
         ):  # fmt: skip
-            board.best = SAFE
-            finalists = map(board.__getitem__, labels)
+            self.best = SAFE
+            finalists = [self[x] for x in labels]
             for tried in sorted(finalists, key=lambda t: (t.compile, PRESETS.index(t.preset), len(t.changes))):
-                board.prefer(tried.label)
-        return sorted((board[x] for x in labels), key=board.rank)
+                self.prefer(tried.label)
+        return sorted((self[x] for x in labels), key=self.rank)
 
     def _settle(self, label: str) -> None:
-        tried = self.board[label]
+        tried = self[label]
         if tried.verdict in {"within", "worse"} and label != SAFE:
-            self.board.set(label, error=self._probe(tried.policy))
-        self.board.prefer(label)
+            self.set(label, error=self._probe(tried.policy))
+        self.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
-        board, tried = self.board, self.board[label]
-        saved = (1.0 - board.beside(label)) * board[base.label].milliseconds
+        tried = self[label]
+        saved = (1.0 - self.beside(label)) * self[base.label].milliseconds
         words = f"saves {saved:.2g} ms" if saved > 0 else f"costs {-saved:.2g} ms"
         new = len(tried.changes) - len(base.changes)
         if new != 1:
@@ -436,15 +429,14 @@ class Search:
         if tried.bytes and memory:
             words += f", {size(abs(memory))} {'more' if memory > 0 else 'less'}"
         last = replace(tried.changes[-1], why=f"{tried.changes[-1].why}; {words}")
-        return board.set(label, changes=(*tried.changes[:-1], last))
+        return self.set(label, changes=(*tried.changes[:-1], last))
 
     def _together(self, base: Tried, singles: Sequence[Tried]) -> list[str]:
         """Return candidates with the changes that save: the best one, the best two, ...; one rule a place."""
-        board = self.board
-        good = sorted((t for t in singles if board.saves(t, base)), key=lambda t: board.beside(t.label))
+        good = sorted((t for t in singles if self.saves(t, base)), key=lambda t: self.beside(t.label))
         for tried in singles:
             if tried.verdict == "unmeasured":
-                board.set(tried.label, verdict="saves" if tried in good else "slower")
+                self.set(tried.label, verdict="saves" if tried in good else "slower")
         first: dict[tuple[str, str], Tried] = {}
         for tried in good:
             first.setdefault((tried.changes[-1].field, tried.changes[-1].pattern), tried)
@@ -453,11 +445,11 @@ class Search:
         predicted, bytes_ = 1.0 if base.time is None else base.time.median, base.bytes
         for count, tried in enumerate(first.values(), 1):
             chosen.append(tried.changes[-1])
-            predicted *= board.beside(tried.label)
+            predicted *= self.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
             if count in LADDER or count == len(first):
-                label = board.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
-                board.set(label, predicted=predicted, predicted_bytes=bytes_)
+                label = self.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
+                self.set(label, predicted=predicted, predicted_bytes=bytes_)
                 labels.append(label)
         return labels
 

@@ -289,7 +289,6 @@ class Run:
         return loss
 
     def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the loss of the fp32 twin that a second run is compared with; nan if there is none."""
         self._follow(twin)
         try:
             with Snapshot(noted()).returning(), suspended(), torch.no_grad():

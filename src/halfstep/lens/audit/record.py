@@ -387,7 +387,6 @@ class AuditRecorder(OperatorSink):
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
 
     def _compare_backward(self, pair: Pair, gradient: Tensor) -> None:
-        """Compare what the backward pass of an operator makes of `gradient` with what its shadow makes of it."""
         form = self.simulated.get(pair.tally.op) or form_of(pair.low)
         lows, wides, names = zip(*pair.leaves, strict=True)
         low = torch.autograd.grad(pair.low, lows, gradient.to(pair.low.dtype), allow_unused=True)
@@ -481,7 +480,6 @@ class _Casts(Sink):
         self.made: list[tuple[torch.dtype, int]] = []
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel, and count it if it is such a cast."""
         result = func(*args, **kwargs)
         if func is CONVERSION and result.dtype is not args[0].dtype:
             if args[0].is_floating_point() and place(args[0]) in self.places:

@@ -379,7 +379,6 @@ def _strip(row: AuditRow, name: str) -> doc.Strip:
 
 
 def _largest_loss(row: AuditRow) -> str:
-    """Return the worst number of a row, for beside its strip."""
     if row.nonfinite and not row.sketch.nonzero and not row.sketch.zeros:
         return ", all nan" if row.sketch.nans and not row.sketch.infs else ", all inf or nan"
     if row.overflow > 0:

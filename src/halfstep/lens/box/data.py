@@ -251,7 +251,6 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
 
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
-    """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
     seen = () if subject.signals is None else subject.signals.read().inputs
     first = subject.step - subject.dropped - len(subject.replay.window)
     earlier = [maxima for number, maxima in seen if number <= first]

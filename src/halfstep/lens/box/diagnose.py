@@ -405,7 +405,6 @@ def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
 
 
 def _change(rows: list[CallRecord], index: int) -> float:
-    """Return by how many powers of e a call changed the magnitude of what it was given."""
     before = rows[index - 1].made if index else rows[index].largest
     return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
 

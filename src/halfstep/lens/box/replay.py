@@ -386,7 +386,6 @@ def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
 
 
 def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:
-    """Return the gradients of all leaves, and leave their ``.grad`` as it is."""
     leaves, reentrant = _leaves_of(loss)
     if not leaves and not reentrant:
         return {}

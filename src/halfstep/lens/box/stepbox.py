@@ -597,7 +597,6 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
 
 
 def _recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of the policy that `model` is bound to now: in a trial that is the policy under trial."""
     binding = binding_of(model)
     assert binding is not None
     return binding.recipe

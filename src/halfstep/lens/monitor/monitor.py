@@ -195,7 +195,6 @@ class Sampler:
         return found
 
     def _rates(self) -> dict[int, Any]:
-        """Return learning rates by parameter, and note `paces`."""
         rates: dict[int, Any] = {}
         self.paces = {}
         for group in self._optimizer.param_groups:

@@ -116,7 +116,6 @@ class _Inliner:
         self.left = BUDGET
 
     def block(self, body: list[ast.stmt], inside: set[str]) -> list[ast.stmt]:
-        """Return the statements of a block with calls replaced; `inside`: the functions that it is part of."""
         return [part for statement in body for part in self.statement(statement, inside)]
 
     def statement(self, node: ast.stmt, inside: set[str]) -> list[ast.stmt]:
@@ -174,7 +173,6 @@ class _Inliner:
 
 
 def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | None:
-    """Return parameter -> argument or default; None if that is not known."""
     places = [p.arg for p in (*declared.posonlyargs, *declared.args)]
     others = [p.arg for p in declared.kwonlyargs]
     found = dict(zip(reversed(places), reversed(declared.defaults), strict=False))

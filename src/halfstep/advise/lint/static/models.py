@@ -136,7 +136,6 @@ def _device(script: Script) -> Iterator[Hit]:
 
 
 def _on_cuda(script: Script, name: str) -> bool:
-    """Return whether the file moves a model to CUDA and nowhere else."""
     places = [
         "cuda" if method(call) == "cuda" else ast.unparse(call.args[0]).strip("'\"") if call.args else ""
         for call in (script.methods_of(name) if name in script.models else ())

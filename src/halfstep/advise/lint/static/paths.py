@@ -267,7 +267,6 @@ class _Walk:
                 state.ops += (Op("new_scaler", value, Place(), key),)
 
     def rebind(self, target: ast.expr, state: State) -> None:
-        """Note that names are assigned anew: they are other objects from here on."""
         keys = {self.script.key(n) for n in walked(target) if isinstance(n, (ast.Name, ast.Attribute))}
         for name in stored(target):
             state.versions[name] = state.versions.get(name, 0) + 1

@@ -465,7 +465,6 @@ def _cleared_if_finite(script: Script) -> Iterator[Hit]:
 
 
 def _finite(test: ast.expr) -> bool:
-    """Return whether a condition is true where values are finite."""
     text = ast.unparse(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return "isfinite" not in text and bool(re.search("isnan|isinf", text))

@@ -300,7 +300,6 @@ class _Run:
         self.start = {name: t.detach().clone() for name, t in _state(self.model).items()}
 
     def describe(self, trace: Trace, low: frozenset[str] = frozenset()) -> None:
-        """Write down optimizer and weights, `low` being those that the policy lowers."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self.optimizer.param_groups
         trace.optimizer = type(self.optimizer).__name__
@@ -325,7 +324,6 @@ class _Run:
         trace.weights = tuple(found)
 
     def step(self, trace: Trace | None = None, sink: StepSink | None = None) -> None:
-        """Train the step; with a `trace`, watch it by the `sink`."""
 
         def loss_fn(model: nn.Module, *batch: Any) -> Any:
             with Tracer(sink, self.model) if sink is not None else nullcontext():
@@ -364,7 +362,6 @@ class _Run:
             self.gradients[name] = gradient.detach() != 0
 
     def differs(self, again: _Run) -> str:
-        """Return what of the same step is different in another run that was made and not stepped; "" if nothing is."""
         for name, value in self.start.items():
             if name not in again.start or not _same(value, again.start[name]):
                 return f"weight {name!r} of a second model"
