@@ -232,8 +232,7 @@ def autocasting() -> list[str]:
     """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
     if not is_any_autocast_enabled():
         return []
-    kinds = (*TYPES, get_privateuse1_backend_name(), "cpu")
-    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return [kind for kind in (*TYPES, get_privateuse1_backend_name(), "cpu") if torch.is_autocast_enabled(kind)]
 
 
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ import base64
 import math
 import struct
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -241,15 +242,10 @@ class ExponentSketch:
         most = _floor_log2(top / Fraction(self.largest))
         if closed and Fraction(self.largest) * TWO**most == top:
             most -= 1
-        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
+        powers = range(min(most, 0), most + 1)  # the larger the scale, the fewer are lost: find the least as good
         wanted = self._lost(format, most)
-        while low < high:
-            middle = (low + high) // 2
-            if self._lost(format, middle) > wanted:
-                low = middle + 1
-            else:
-                high = middle
-        return math.ldexp(1.0, max(min(high, 1023), -1074))
+        best = powers[bisect_left(powers, True, key=lambda power: self._lost(format, power) <= wanted)]
+        return math.ldexp(1.0, max(min(best, 1023), -1074))
 
     def relative_error(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return bounds on the mean of ``|rounded - x| / |x|`` over the finite numbers that are not zero.

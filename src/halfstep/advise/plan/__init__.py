@@ -1,6 +1,6 @@
 """Plan: count the bytes of a training step before training, and without its memory."""
 
-from halfstep.advise.plan.ledger import PARTS, PHASES, PlanError
+from halfstep.advise.plan.ledger import PARTS, PHASES, PlanError, Sent
 from halfstep.advise.plan.memory import (
     Fit,
     Gpu,
@@ -14,7 +14,6 @@ from halfstep.advise.plan.memory import (
     largest_batch,
 )
 from halfstep.advise.plan.planner import plan, plan_each
-from halfstep.advise.plan.ranks import Sent
 
 __all__ = [
     "PARTS", "PHASES", "Fit", "Gpu", "Largest", "MemoryPlan", "Moment", "PlanError", "Row", "Sent", "fit_of",

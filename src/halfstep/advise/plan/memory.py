@@ -15,8 +15,7 @@ from typing import Any
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.advise.plan.ledger import PARTS, PHASES, PlanError
-from halfstep.advise.plan.ranks import Sent
+from halfstep.advise.plan.ledger import PARTS, PHASES, PlanError, Sent
 from halfstep.errors import did_you_mean
 from halfstep.report import write_page
 from halfstep.schema import packaged_toml

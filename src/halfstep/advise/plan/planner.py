@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.advise.plan.elsewhere import attempt, elsewhere
-from halfstep.advise.plan.ledger import PARTS, Block, Ledger, PlanError
+from halfstep.advise.plan.ledger import PARTS, Block, Ddp, Ledger, PlanError, fake_ranks, sent
 from halfstep.advise.plan.memory import Gpu, MemoryPlan, Moment, Row, fit_of, gpu_named, largest_batch
-from halfstep.advise.plan.ranks import Ddp, fake_ranks, sent
 from halfstep.advise.plan.trace import LARGEST, MemorySink, local
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.formats import DTYPE_NAMES

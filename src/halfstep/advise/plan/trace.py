@@ -34,8 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.advise.plan.ledger import Block, Ledger, PlanError
-from halfstep.advise.plan.ranks import collective
+from halfstep.advise.plan.ledger import Block, Ledger, PlanError, collective
 from halfstep.lens import Sink, user_line
 from halfstep.torch_private.autograd import (
     current_autograd_node,

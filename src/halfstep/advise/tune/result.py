@@ -476,8 +476,7 @@ def _runs(proof: Proof) -> doc.Table:
     if len(proof.fp32) > 1:
         spread = statistics.stdev(proof.fp32) if all(map(math.isfinite, proof.fp32)) else math.nan
         rows.append(("spread", f"{spread:.3g}", "", "", ""))
-    headers = ("seed", "fp32", "policy", "difference", "steps skipped")
-    return doc.table(f"{proof.measure} at the end", headers, rows)
+    return doc.table(f"{proof.measure} at the end", ("seed", "fp32", "policy", "difference", "steps skipped"), rows)
 
 
 # ------------------------------------------------------------------ tables

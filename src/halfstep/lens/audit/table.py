@@ -149,8 +149,7 @@ class Audit:
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise AuditError(f"worst({count!r}): expected a whole number of rows from 0")
-        ranked = sorted(self.rows, key=badness, reverse=True)
-        return dataclasses.replace(self, rows=tuple(ranked[:count]))
+        return dataclasses.replace(self, rows=tuple(sorted(self.rows, key=badness, reverse=True)[:count]))
 
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.

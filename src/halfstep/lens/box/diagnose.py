@@ -98,8 +98,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
             assert attempt.index is not None
-            detail = _of_input(subject.replay.window[attempt.index], verdict.parameter)
-            verdict = replace(verdict, detail=detail)
+            verdict = replace(verdict, detail=_of_input(subject.replay.window[attempt.index], verdict.parameter))
         elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
             verdict = cast
         elif verdict.kind == "bad_state":

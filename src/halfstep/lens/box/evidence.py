@@ -313,8 +313,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, content: Mapping[str,
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if name in kept["state"] and id(parameter) in stepped:
-            move = partial(_beside, parameter)
-            optimizer.state[parameter] = map_tensors(kept["state"][name], move)
+            optimizer.state[parameter] = map_tensors(kept["state"][name], partial(_beside, parameter))
 
 
 def _beside(parameter: Tensor, value: Tensor) -> Tensor:

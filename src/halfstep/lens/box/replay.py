@@ -408,5 +408,4 @@ def _run_backward(loss: Tensor, seed: Tensor, *leaves: Tensor) -> tuple[Tensor |
 
     torch's public functions for this pass modes as one operator, which would hide the operators inside.
     """
-    found = engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves)
-    return found or ()
+    return engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves) or ()

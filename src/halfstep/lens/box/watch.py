@@ -220,8 +220,7 @@ class Watch(Sink):
         for tensor in tensors([(call.args, call.kwargs) for call in first]):
             if id(tensor) not in made and not isinstance(tensor, nn.Parameter):
                 outside[id(tensor)] = tensor
-        parameters = {own[key]: key for key in own.keys() & needed}
-        return Program(used, loss, [*outside.values()], parameters, self)
+        return Program(used, loss, [*outside.values()], {own[key]: key for key in own.keys() & needed}, self)
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:
