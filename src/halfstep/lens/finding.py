@@ -34,34 +34,23 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: one of `KINDS`.
-        role: what the numbers are: loss, activation, activation gradient, weight, weight gradient, update or state.
-        module: dotted name of the module, "" for the root.
         op: operator, public short name; the optimizer's class for updates, "Adam.exp_avg_sq" for a state; "" where
             Monitor samples a module as a whole.
-        parameter: dotted name of the parameter or buffer, or "".
-        line: the user's line, "file.py:12 source text".
-        step: updates made when Monitor saw it first; 0 in an audit.
-        severity: from 0 to 1: how much is lost.
-        cause: what happens in this place, with its numbers.
-        remedy: what to do, in words.
-        policy: the audited policy with the remedy made, or None where no policy is the remedy.
-        diff: ``audited.diff(policy)``: what to change.
         also: more places with the same finding, the worst first; Monitor has one finding of each kind.
     """
 
-    kind: str
-    role: str
-    module: str = ""
+    kind: str  # one of `KINDS`
+    role: str  # what the numbers are: loss, activation, activation gradient, weight, weight gradient, update or state
+    module: str = ""  # dotted name of the module, "" for the root
     op: str = ""
-    parameter: str = ""
-    line: str = ""
-    step: int = 0
-    severity: float
-    cause: str
-    remedy: str
-    policy: Policy | None = None
-    diff: str = ""
+    parameter: str = ""  # dotted name of the parameter or buffer, or ""
+    line: str = ""  # the user's line, "file.py:12 source text"
+    step: int = 0  # updates made when Monitor saw it first; 0 in an audit
+    severity: float  # from 0 to 1: how much is lost
+    cause: str  # what happens in this place, with its numbers
+    remedy: str  # what to do, in words
+    policy: Policy | None = None  # the audited policy with the remedy made, or None where no policy is the remedy
+    diff: str = ""  # ``audited.diff(policy)``: what to change
     also: tuple[str, ...] = ()
 
     @property

@@ -258,82 +258,65 @@ class AuditRow:
     there. nan: unknown.
 
     Attributes:
-        module: dotted name, "" for the root or code outside of it.
         op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
             ("Adam.exp_avg_sq"), "buffer" for a low buffer.
-        role: one of `ROLES`: what the operator gives, what comes back to it, and so on.
-        parameter: dotted name of the parameter, or "".
-        calls: tensors seen in all steps.
-        dtype: torch's, as in "bfloat16"; several with a comma where calls differ.
-        format: the format of the numbers; differs from dtype where a format is simulated.
         rule, reason: the policy's rule for the operator, "" for none, and why it has it.
-        line: the user's line that calls it, "file.py:12 source text".
         numel, bytes: elements and bytes a step.
         casts, cast_bytes: casts of its arguments a step, and bytes that these write.
-        time: share of the time of all operators, forward (activation) or backward (activation gradient).
         amax, smallest: largest finite magnitude, smallest one that is not zero.
-        headroom: bits between amax and the largest number of the format.
         zeros, subnormal: shares of zeros, and of numbers below the format's smallest normal one.
-        underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
-        overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
-        nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
         masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
             what has been added to them. No other number of the row counts them.
         error, worst: against the same operator in the shadow format on the same inputs: what this operator alone loses,
             in all calls, and the largest of one. Of an activation gradient: of what its backward pass makes of it.
-        accumulated: against the fp32 run of the whole model.
-        given: the same of its inputs, the worst of them; nan where they come from nowhere.
         summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
-        missing: share of elements that are zero and are not in the fp32 run.
         swallowed, swallowed_mass: share of changes smaller than half an ulp of what they change, of an update or a
             state, and of their size. Of a sum: of the elements of one term that are too small to change the other.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
-        decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
-        scale: the loss scale that gradients carry.
         sketch, wide: of the numbers as stored; as they would be without the format and the loss scale, or None.
     """
 
-    module: str
+    module: str  # dotted name, "" for the root or code outside of it
     op: str
-    role: str
-    parameter: str = ""
-    calls: int
-    dtype: str
-    format: str
+    role: str  # one of `ROLES`: what the operator gives, what comes back to it, and so on
+    parameter: str = ""  # dotted name of the parameter, or ""
+    calls: int  # tensors seen in all steps
+    dtype: str  # torch's, as in "bfloat16"; several with a comma where calls differ
+    format: str  # the format of the numbers; differs from dtype where a format is simulated
     rule: str = ""
     reason: str = ""
-    line: str = ""
+    line: str = ""  # the user's line that calls it, "file.py:12 source text"
     numel: int
     bytes: int
     casts: int = 0
     cast_bytes: int = 0
-    time: float = 0.0
+    time: float = 0.0  # share of the time of all operators, forward (activation) or backward (activation gradient)
     amax: float
     smallest: float
-    headroom: float
+    headroom: float  # bits between amax and the largest number of the format
     zeros: float
     subnormal: float
-    underflow: float = 0.0
-    overflow: float = 0.0
-    nonfinite: float = 0.0
+    underflow: float = 0.0  # share of elements that are zero and would not be in a wide format, on the same inputs
+    overflow: float = 0.0  # share of elements that are not finite, or saturated, and would not be in a wide format
+    nonfinite: float = 0.0  # share of elements that are inf or nan, deliberate ones (masks) included
     masked: float = 0.0
     error: float = math.nan
     worst: float = math.nan
-    accumulated: float = math.nan
-    given: float = math.nan
+    accumulated: float = math.nan  # against the fp32 run of the whole model
+    given: float = math.nan  # the same of its inputs, the worst of them; nan where they come from nowhere
     summed: float = math.nan
-    missing: float = 0.0
+    missing: float = 0.0  # share of elements that are zero and are not in the fp32 run
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
     pace: float = 0.0
     cancels: bool = False
-    decides: bool = False
+    decides: bool = False  # whether it is given integers or booleans, which may have come out otherwise in fp32
     otherwise: float = math.nan
     saturated: float = math.nan
-    scale: float = 1.0
+    scale: float = 1.0  # the loss scale that gradients carry
     sketch: ExponentSketch = field(repr=False, compare=False)
     wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
 

@@ -44,9 +44,6 @@ class WhatIf:
 
     Attributes:
         underflow, subnormal: shares that would become zero, and have less than full precision.
-        overflow: share beyond the format's largest number.
-        headroom: bits below it; negative beyond.
-        best_scale: the power of two that suits these numbers best in this format.
     """
 
     module: str
@@ -55,9 +52,9 @@ class WhatIf:
     parameter: str
     underflow: tuple[float, float]
     subnormal: tuple[float, float]
-    overflow: tuple[float, float]
-    headroom: float
-    best_scale: float
+    overflow: tuple[float, float]  # share beyond the format's largest number
+    headroom: float  # bits below it; negative beyond
+    best_scale: float  # the power of two that suits these numbers best in this format
 
     def record(self) -> dict[str, Any]:
         """Return plain values."""

@@ -30,37 +30,29 @@ class ParameterRecord:
     """One parameter over the samples of a record. nan: not sampled, or not available.
 
     Attributes:
-        name: dotted name.
         dtype: format its weight is stored in, e.g. "bf16".
         precise: format of the value that the optimizer moves: "fp32" where masters or halves stand behind low weights.
-        gradient: sketch of the gradient as the backward pass left it, with the loss scale in it.
-        weight: sketch of the precise value before the update; None if weights are not watched.
-        format: the low format of shares.
-        update_ratio: norm of the update over norm of the weight, mean over samples.
         swallowed: share of elements with a gradient whose precise value an update did not change: it was smaller than
             half an ulp. nan under stochastic rounding, which makes up for it, and at a learning rate of 0.
         frozen_state: share of elements with a gradient for which a low optimizer state stayed as it was; the largest
             over its states. nan without low states, or where halfstep rounds them stochastically.
         decay: what an update takes off a weight relative to it, learning rate times weight decay (decoupled or not).
-        pace: its learning rate over the largest it has had, 1 if that is a tensor.
-        drift: bits by which the largest gradient grew since the record before.
-        stochastic: whether the weight is rounded stochastically.
         silent: samples in a row, over records, in which all of its gradient was zero, though updates were applied.
     """
 
-    name: str
+    name: str  # dotted name
     dtype: str
     precise: str
-    gradient: ExponentSketch
-    weight: ExponentSketch | None
-    format: Format
-    update_ratio: float = math.nan
+    gradient: ExponentSketch  # sketch of the gradient as the backward pass left it, with the loss scale in it
+    weight: ExponentSketch | None  # sketch of the precise value before the update; None if weights are not watched
+    format: Format  # the low format of shares
+    update_ratio: float = math.nan  # norm of the update over norm of the weight, mean over samples
     swallowed: float = math.nan
     frozen_state: float = math.nan
     decay: float = 0.0
-    pace: float = 1.0
-    drift: float = math.nan
-    stochastic: bool = False
+    pace: float = 1.0  # its learning rate over the largest it has had, 1 if that is a tensor
+    drift: float = math.nan  # bits by which the largest gradient grew since the record before
+    stochastic: bool = False  # whether the weight is rounded stochastically
     silent: int = 0
 
     @property
@@ -102,35 +94,24 @@ class ActivationRecord:
     """What one leaf module has returned over the samples of a record.
 
     Attributes:
-        module: dotted path.
-        kind: name of its class.
         dtype: format of its last output's dtype, e.g. "fp16".
-        sketch: of all floating tensors it returned.
     """
 
-    module: str
-    kind: str
+    module: str  # dotted path
+    kind: str  # name of its class
     dtype: str
-    sketch: ExponentSketch
+    sketch: ExponentSketch  # of all floating tensors it returned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorRecord:
-    """What was sampled since the record before.
+    """What was sampled since the record before."""
 
-    Attributes:
-        step: updates made when the last sample was taken.
-        samples: updates sampled.
-        scale: loss scale of the last sample.
-        parameters: those that had a gradient.
-        activations: modules that ran, if activations are watched.
-    """
-
-    step: int
-    samples: int
-    scale: float
-    parameters: tuple[ParameterRecord, ...]
-    activations: tuple[ActivationRecord, ...] = field(default=())
+    step: int  # updates made when the last sample was taken
+    samples: int  # updates sampled
+    scale: float  # loss scale of the last sample
+    parameters: tuple[ParameterRecord, ...]  # those that had a gradient
+    activations: tuple[ActivationRecord, ...] = field(default=())  # modules that ran, if activations are watched
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the record but `step`, by name: ``scale``, ``underflow/NAME``, ``zeros/NAME``, ..."""
