@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.policy.policy import Policy
+from halfstep.report import plain
 
 KINDS = {
     "bad_state": "weights are inf or nan",
@@ -78,7 +78,5 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """Return plain values; the policy as TOML."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["policy"] = None if self.policy is None else self.policy.to_toml()
-        values["also"] = list(self.also)
-        return values
+        record: dict[str, Any] = plain(self)
+        return record

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from halfstep import report as doc
 from halfstep.errors import FormatError, few
 from halfstep.formats import FP32, format_of
-from halfstep.report import SarifResult, sarif_log, strict_json, write_page
+from halfstep.report import SarifResult, plain, sarif_log, strict_json, write_page
 
 SHOWN = 4  # samples and indices are listed up to this number
 
@@ -249,12 +248,7 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """Return plain values: the fields, policies as TOML, and the headline."""
-        values = {**dataclasses.asdict(dataclasses.replace(self, cures=())), "headline": self.headline}
-        values["cures"] = [
-            {"text": c.text, "verified": c.verified, "outcome": c.outcome, "policy": c.policy and c.policy.to_toml()}
-            for c in self.cures
-        ]
-        return {**values, "page": self.page}
+        return {**plain(self), "headline": self.headline, "page": self.page}
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the report line by line, each with its style: "title", "good", "bad", "dim" or ""."""

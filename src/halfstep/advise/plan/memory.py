@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -17,7 +16,7 @@ import halfstep as hs
 from halfstep import report as doc
 from halfstep.advise.plan.ledger import PARTS, PHASES, PlanError, Sent
 from halfstep.errors import did_you_mean
-from halfstep.report import write_page
+from halfstep.report import plain, write_page
 from halfstep.schema import packaged_toml
 
 GIB = 2**30
@@ -280,8 +279,7 @@ class MemoryPlan:
                 "peak_formats": self.by_format(),
                 "phase_peaks": self.phase_peaks(),
             },
-            **dataclasses.asdict(self),
-            "policy": self.policy.to_toml(),
+            **plain(self),
         }
 
     def _sums(self, name_of: Callable[[Row], str], peak: bool) -> Counter[str]:

@@ -165,20 +165,16 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the results of an operator that ran on fake tensors their values, if they have any."""
-        if isinstance(result, Tensor):
-            large = result.numel() > (LARGEST if not result.is_floating_point() else LARGEST_FLOAT)
-            changed = schema_of(func).is_mutable
-            if large and not changed:
-                return
-            value = self.compute(func, args, kwargs)
-            if isinstance(value, Tensor):
-                self.give(result, value)
-            elif changed and (old := getattr(result, NAME, None)) is not None:
+        made, changed = tensors(result), schema_of(func).is_mutable
+        most = LARGEST_FLOAT if any(t.is_floating_point() for t in made) else LARGEST
+        if not made or (sum(t.numel() for t in made) > most and not changed):
+            return
+        values = tensors(self.compute(func, args, kwargs))
+        for tensor, value in zip(made, values, strict=False):
+            self.give(tensor, value)
+        for tensor in made if changed and not values else ():
+            if (old := getattr(tensor, NAME, None)) is not None:
                 self._lost.add(storage_key(old.untyped_storage()))  # of all tensors that share its memory
-        elif isinstance(result, (tuple, list)) and all(isinstance(t, Tensor) for t in result):
-            if sum(t.numel() for t in result) <= LARGEST_FLOAT or not any(t.is_floating_point() for t in result):
-                for tensor, value in zip(result, self.compute(func, args, kwargs) or (), strict=False):
-                    self.give(tensor, value)
 
     def dense_index(self, args: Any) -> Any:
         """Return arguments of `aten::index` with masks of known values as lists of places; None if one is unknown."""

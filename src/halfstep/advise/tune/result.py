@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import textwrap
@@ -14,7 +13,7 @@ from typing import Any
 import halfstep as hs
 from halfstep import report as doc
 from halfstep.advise.tune.proof import Proof
-from halfstep.report import write_page
+from halfstep.report import plain, write_page
 from halfstep.report.document import UNITS
 from halfstep.tasks.candidates import FP32
 from halfstep.timing import Ratio
@@ -150,25 +149,12 @@ class Tuning:
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain values; a policy is its TOML text."""
-        made: dict[str, Any] = plain(self)
-        return made
+        record: dict[str, Any] = plain(self)
+        return record
 
     def __str__(self) -> str:
         """Return the choice, what was tried, and the notes, as text."""
         return summary(self)
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as plain values: dataclasses as dicts, policies as TOML, tuples as lists."""
-    if isinstance(value, hs.Policy):
-        return value.to_toml()
-    if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
 
 
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}

@@ -232,7 +232,6 @@ class Run:
             self.recorder.tallies = before
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
-        self.meter.begin()
         args, kwargs = window[0]
         with Snapshot(noted()).returning():
             self._run_twin(args, kwargs)

@@ -92,10 +92,6 @@ class TwinResult:
     version: int
     gradient: Tensor | None = None
 
-    def arrive(self, gradient: Tensor) -> None:
-        """Keep the gradient; the hook that is given it."""
-        self.gradient = gradient.detach()
-
 
 class Reference(OperatorSink):
     """Receives the operators of the fp32 run: low formats in the user's code are fp32 in it, and results are kept."""
@@ -133,7 +129,7 @@ class Reference(OperatorSink):
             kept = TwinResult(found[0].detach(), found[0]._version)
             self.kept[call.module, call.op, call.nth] = kept
             if found[0].requires_grad:
-                found[0].register_hook(kept.arrive)
+                found[0].register_hook(lambda gradient: setattr(kept, "gradient", gradient.detach()))
         return result
 
     def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

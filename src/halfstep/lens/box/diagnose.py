@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +195,7 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     )  # fmt: skip
 
 
-def _place(call: CallRecord) -> dict[str, str]:
+def _place(call: CallRecord) -> dict[str, Any]:
     return {name: getattr(call.site, name) for name in ("op", "module", "line", "phase")}
 
 

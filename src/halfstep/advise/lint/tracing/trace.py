@@ -25,7 +25,7 @@ from halfstep.lens import OperatorCall, OperatorSink, Tracer, user_frame
 from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
 from halfstep.torch_private.modes import DisableTorchFunction
-from halfstep.trees import graph_of, tensors
+from halfstep.trees import tensors
 
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ is_nonzero nonzero equal allclose masked_select unique "
@@ -223,7 +223,13 @@ def place_of(target: Any, what: str) -> Hit:
 def _functions_of(loss: Tensor) -> dict[str, tuple[Hit, bool]]:
     """Return the user's autograd Functions without a rule in the graph of `loss`: name -> (place, has a low output)."""
     found: dict[str, tuple[Hit, bool]] = {}
-    for node in () if loss.grad_fn is None else graph_of(loss):
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
         made = getattr(node, "_forward_cls", None)
         if made is None or made.__module__.startswith(("torch.", "halfstep.")):
             continue
