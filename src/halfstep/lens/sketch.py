@@ -273,8 +273,6 @@ class ExponentSketch:
             upper += beyond[1] * _cut(format, Fraction(self.largest) * factor)
         return lower / self.nonzero, upper / self.nonzero
 
-    # ------------------------------------------------------------------ counting between thresholds
-
     def _zeroed(self, format: Format, scale: Fraction) -> tuple[int, int]:
         return self._below(Fraction(format.smallest_subnormal) / 2 / scale, closed=True)
 

@@ -178,9 +178,6 @@ def fake_ranks(devices: int, device_type: str) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------ collectives
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
     """Collectives of one kind in a step.
@@ -221,9 +218,6 @@ def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
     names = [argument.name for argument in schema_of(func).arguments]
     place = next((n for n, argument in enumerate(names[: len(args)]) if argument.startswith("input")), 0)
     return name, sum(tensor.nbytes for tensor in tensors(args[place]))
-
-
-# ------------------------------------------------------------------ DistributedDataParallel
 
 
 class Ddp:

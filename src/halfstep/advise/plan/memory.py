@@ -425,9 +425,6 @@ def gib(size: float) -> str:
     return f"{number:,.{digits}f} {unit}"
 
 
-# ------------------------------------------------------------------ the drawing
-
-
 def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
     """Return the step as lines of text: time to the right in stretches at their highest, bytes upwards, by part."""
     columns = _columns(plan.timeline, width)
@@ -497,8 +494,6 @@ def _axis(columns: Sequence[Moment]) -> str:
             line = f"{line[: max(first - 1, 0)]:<{first}}{phase}"
     return line
 
-
-# ------------------------------------------------------------------ the page
 
 MODULES = 20  # rows of the table of modules: a screen
 

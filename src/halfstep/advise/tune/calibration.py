@@ -170,9 +170,6 @@ def applied(policy: hs.Policy, changes: Iterable[Change]) -> hs.Policy:
     return policy
 
 
-# ------------------------------------------------------------------ changes that are worth a try
-
-
 def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
     """Return changes that bring the error down: the audit's own remedies, then the operators that lose most."""
     found = list(calibration.remedies)

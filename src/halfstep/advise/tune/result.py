@@ -269,9 +269,6 @@ def _rejected(tuning: Tuning) -> Iterator[str]:
         yield f"  {tried.label}: {time}{error}{tried.verdict}{f': {why}' if why != tried.verdict else ''}"
 
 
-# ------------------------------------------------------------------ the page
-
-
 def tuning_page(tuning: Tuning) -> doc.Document:
     """Return the report of a search."""
     rows = ((str(change), doc.sentence(change.why)) for change in tuning.chosen.changes)
@@ -293,9 +290,6 @@ def tuning_page(tuning: Tuning) -> doc.Document:
         ),
         "halfstep tune",
     )
-
-
-# ------------------------------------------------------------------ conclusion
 
 
 def _conclusion(tuning: Tuning) -> doc.Section:
@@ -355,9 +349,6 @@ def _result_fact(tuning: Tuning) -> doc.Fact:
     return _fact("Beside fp32", proof.verdict, more, doc.TONES[proof.verdict])
 
 
-# ------------------------------------------------------------------ the front
-
-
 def _front(tuning: Tuning) -> doc.Section:
     fp32 = tuning.fp32.bytes
     figures = (
@@ -399,9 +390,6 @@ def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], 
     without = f", without {missing} whose loss was not measured" if missing else ""
     alt = f"{x_label} and loss rise of every candidate."
     return doc.Figure(heading, f"{len(points)} candidates{without}.", alt, chart)
-
-
-# ------------------------------------------------------------------ the proof
 
 
 def _proof(tuning: Tuning) -> doc.Section:
@@ -463,9 +451,6 @@ def _runs(proof: Proof) -> doc.Table:
         spread = statistics.stdev(proof.fp32) if all(map(math.isfinite, proof.fp32)) else math.nan
         rows.append(("spread", f"{spread:.3g}", "", "", ""))
     return doc.table(f"{proof.measure} at the end", ("seed", "fp32", "policy", "difference", "steps skipped"), rows)
-
-
-# ------------------------------------------------------------------ tables
 
 
 def _tried(tuning: Tuning) -> doc.Section:

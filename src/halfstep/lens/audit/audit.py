@@ -402,9 +402,6 @@ def _widened(model: nn.Module) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------ before it runs
-
-
 def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:
     if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
         raise AuditError(

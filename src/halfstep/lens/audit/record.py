@@ -194,8 +194,6 @@ class AuditRecorder(OperatorSink):
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
         return self.tally(OperatorCall(module, op, 0, line), role, parameter)
 
-    # ------------------------------------------------------------------ forward
-
     def operator(
         self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -337,8 +335,6 @@ class AuditRecorder(OperatorSink):
             return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves)
         return None
 
-    # ------------------------------------------------------------------ backward
-
     def _hook(self, call: OperatorCall, output: Tensor, kept: TwinResult | None, pair: Pair | None) -> None:
         tally = self.tally(call, "activation gradient")
 
@@ -429,9 +425,6 @@ def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tenso
     if not low.requires_grad:
         return None
     return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
-
-
-# ------------------------------------------------------------------ as if nothing had run
 
 
 def _unseen_by_checkpointing() -> AbstractContextManager[Any]:

@@ -274,8 +274,6 @@ def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
     )
 
 
-# ------------------------------------------------------------------ the page
-
 STRIPS = 24  # rows of one heat map: what fits on a page beside another one
 WORST = 30  # rows of the table that is open from the start
 FEW = 0.01  # share of a row's numbers whose loss counts

@@ -126,9 +126,6 @@ def _inputs(micro: MicroBatch) -> Given:
     return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
 
 
-# ---------------------------------------------------------------------- values that are not finite
-
-
 def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
     if source is None or source.kind != "batch":
         return
@@ -147,9 +144,6 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
             is_target = set(call.shapes) == {tuple(tensor.shape)}
         what = f"{name}{TARGET}{call.site.op}," if is_target and call is not None else name
         yield f"{what} holds {value} in {place(tensor, flat)}: {count} of {size} values are not finite"
-
-
-# ---------------------------------------------------------------------- what an operator was given
 
 
 def _earlier(subject: Subject, micro: MicroBatch) -> tuple[bool, bool]:
@@ -245,9 +239,6 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
             everywhere = "" if rows.shape[1] == 1 else " everywhere"
             found.append(f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample")
     return found
-
-
-# ---------------------------------------------------------------------- outliers
 
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:

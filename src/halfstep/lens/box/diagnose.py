@@ -373,9 +373,6 @@ def _reasons(subject: Subject) -> Iterator[str]:
     )
 
 
-# ------------------------------------------------------------------ what led to the place
-
-
 def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
     """Return the calls from the first to the place, each the argument of the next that matters most.
 

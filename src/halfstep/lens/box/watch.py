@@ -139,8 +139,6 @@ class Watch(Sink):
         for box in self._boxes.values():
             box.read()
 
-    # ------------------------------------------------------------------ what the loop calls
-
     def entering(self, module: nn.Module) -> None:
         """Begin a step where a model with parameters to train is called first."""
         if torch.compiler.is_compiling() or self._box is not None or self._tracer.running or self.replaying:
@@ -178,8 +176,6 @@ class Watch(Sink):
         self._calls.append(Noted(func, args, kwargs, made, regions_here(), place))
         if getattr(func, "__name__", "") in PRODUCTS and in_scaler(sys._getframe()):
             self._scaled[id(result)] = tensors(args)[0]
-
-    # ------------------------------------------------------------------ the step
 
     def _box_of(self, called: nn.Module) -> BlackBox:
         whole = self._model

@@ -418,8 +418,6 @@ class Monitor:
             self._sampler.after(bad)
         self._arm()
 
-    # ------------------------------------------------------------------ reading
-
     def poll(self) -> list[MonitorRecord]:
         """Return the records that have arrived since the last call, oldest first; never waits.
 

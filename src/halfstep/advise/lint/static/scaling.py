@@ -207,8 +207,6 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             yield op, what if op.place.loops == step.place.loops and not told else ""
 
 
-# ------------------------------------------------------------------ the scaler's life
-
 OTHER_SCALING = re.compile(
     r"scaler|loss_?scal|grad_?scal|\.scale\(|accelerat|deepspeed|lightning|\bapex\b|fabric|TrainStep|hs\.prepare",
     re.IGNORECASE,
@@ -338,9 +336,6 @@ def _read(path: Sequence[Op]) -> Verdicts:
     for op in path:
         if op.kind == "read":
             yield op, "" if divided else f"`{op.target}` is the loss times the scale of `{plain(op.scaler)}`"
-
-
-# ------------------------------------------------------------------ windows, and gradients that are still scaled
 
 
 @check_of("HS051")

@@ -147,8 +147,6 @@ def _raises(trace: Trace) -> Iterator[Hit]:
     yield Hit(line.lineno or 0, what, line.filename) if line else place_of(trace.task.loss_fn, what)
 
 
-# ------------------------------------------------------------------ operators
-
 Found = Iterator[tuple[TracedCall, str]]
 
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
@@ -336,9 +334,6 @@ for code, word, text in (
     ("HS125", traced.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
 ):
     by_line(code)(partial(_shows, word=word, text=text))
-
-
-# ------------------------------------------------------------------ a task
 
 
 def task_of(target: str | Path | Task) -> Task:

@@ -146,9 +146,6 @@ def _floating(tree: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors(tree) if t.is_floating_point() and t.layout is torch.strided)
 
 
-# ------------------------------------------------------------------ what numbers show
-
-
 def _shown(
     op: str, args: Any, kwargs: Any, outputs: tuple[Tensor, ...] = (), before: frozenset[str] = frozenset()
 ) -> frozenset[str]:
