@@ -261,7 +261,7 @@ class Verdict:
             ("shown by", self.shown, ""),
             ("place", place if self.op else "", ""),
             ("" if self.op else "place", self.line, ""),
-            ("inputs", _inputs(self), ""),
+            ("inputs", ", ".join(f"{d} {list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True)), ""),
             ("", f"largest {self.value:.6g}{limit}" if self.shapes else "", ""),
             ("value of", self.parameter, ""),
             ("ranks", ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else "", ""),
@@ -287,10 +287,6 @@ class Verdict:
 
 def _cause(verdict: Verdict) -> str:
     return f"{verdict.cause} ({'shown' if verdict.sure == 'shown' else 'most likely'})"
-
-
-def _inputs(verdict: Verdict) -> str:
-    return ", ".join(f"{d} {list(s)}" for d, s in zip(verdict.dtypes, verdict.shapes, strict=True))
 
 
 def _fact(name: str, text: str) -> str:
@@ -326,10 +322,12 @@ def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> st
 
 def _page(verdict: Verdict) -> doc.Document:
     rank = f" on rank {verdict.rank}" if verdict.rank or verdict.ranks else ""
+    notes = (doc.Bullets(verdict.notes),) if verdict.notes else ()
+    details = (doc.hidden("The whole report", str(verdict)), *notes)
     return doc.page(
         f"halfstep black box: step {verdict.step}{rank}",
         doc.sentence(verdict.what),
-        (_summary(verdict), _magnitudes(verdict), _history(verdict), _cures(verdict), _place(verdict)),
+        (_summary(verdict), _magnitudes(verdict), _history(verdict), _cures(verdict), doc.Section("Details", details)),
     )
 
 
@@ -405,13 +403,3 @@ def _cures(verdict: Verdict) -> doc.Section:
         if rest:
             blocks.append(doc.Code("\n".join(rest)))
     return doc.Section("What to change", blocks)
-
-
-def _place(verdict: Verdict) -> doc.Section:
-    facts = {
-        "operator": verdict.op, "module": verdict.module, "phase": verdict.phase, "line": verdict.line,
-        "inputs": _inputs(verdict), "largest input": f"{verdict.value:.6g}" if verdict.shapes else "",
-        "value of": verdict.parameter, "read": verdict.page,
-    }  # fmt: skip
-    table = doc.table("The place", ("", ""), ((name, text) for name, text in facts.items() if text))
-    return doc.Section("Details", (table, *([doc.Bullets(verdict.notes)] if verdict.notes else [])))
