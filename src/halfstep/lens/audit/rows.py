@@ -260,11 +260,6 @@ class AuditRow:
     Attributes:
         op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
             ("Adam.exp_avg_sq"), "buffer" for a low buffer.
-        rule, reason: the policy's rule for the operator, "" for none, and why it has it.
-        numel, bytes: elements and bytes a step.
-        casts, cast_bytes: casts of its arguments a step, and bytes that these write.
-        amax, smallest: largest finite magnitude, smallest one that is not zero.
-        zeros, subnormal: shares of zeros, and of numbers below the format's smallest normal one.
         masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
             what has been added to them. No other number of the row counts them.
         error, worst: against the same operator in the shadow format on the same inputs: what this operator alone loses,
@@ -276,7 +271,6 @@ class AuditRow:
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
-        sketch, wide: of the numbers as stored; as they would be without the format and the loss scale, or None.
     """
 
     module: str  # dotted name, "" for the root or code outside of it
@@ -286,19 +280,19 @@ class AuditRow:
     calls: int  # tensors seen in all steps
     dtype: str  # torch's, as in "bfloat16"; several with a comma where calls differ
     format: str  # the format of the numbers; differs from dtype where a format is simulated
-    rule: str = ""
-    reason: str = ""
+    rule: str = ""  # the policy's rule for the operator, "" for none
+    reason: str = ""  # why it has this rule
     line: str = ""  # the user's line that calls it, "file.py:12 source text"
-    numel: int
-    bytes: int
-    casts: int = 0
-    cast_bytes: int = 0
+    numel: int  # elements a step
+    bytes: int  # bytes a step
+    casts: int = 0  # casts of its arguments a step
+    cast_bytes: int = 0  # bytes that these write in a step
     time: float = 0.0  # share of the time of all operators, forward (activation) or backward (activation gradient)
-    amax: float
-    smallest: float
+    amax: float  # largest finite magnitude
+    smallest: float  # smallest magnitude that is not zero
     headroom: float  # bits between amax and the largest number of the format
-    zeros: float
-    subnormal: float
+    zeros: float  # share of zeros
+    subnormal: float  # share of numbers below the format's smallest normal one
     underflow: float = 0.0  # share of elements that are zero and would not be in a wide format, on the same inputs
     overflow: float = 0.0  # share of elements that are not finite, or saturated, and would not be in a wide format
     nonfinite: float = 0.0  # share of elements that are inf or nan, deliberate ones (masks) included
@@ -317,8 +311,8 @@ class AuditRow:
     otherwise: float = math.nan
     saturated: float = math.nan
     scale: float = 1.0  # the loss scale that gradients carry
-    sketch: ExponentSketch = field(repr=False, compare=False)
-    wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
+    sketch: ExponentSketch = field(repr=False, compare=False)  # of the numbers as stored
+    wide: ExponentSketch | None = field(default=None, repr=False, compare=False)  # without format and loss scale
 
     @property
     def form(self) -> Format:

@@ -40,18 +40,14 @@ SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What a format would do to one row; shares, of numbers that are not zero, as (lower, upper) bounds.
-
-    Attributes:
-        underflow, subnormal: shares that would become zero, and have less than full precision.
-    """
+    """What a format would do to one row; shares, of numbers that are not zero, as (lower, upper) bounds."""
 
     module: str
     op: str
     role: str
     parameter: str
-    underflow: tuple[float, float]
-    subnormal: tuple[float, float]
+    underflow: tuple[float, float]  # share that would become zero
+    subnormal: tuple[float, float]  # share that would have less than full precision
     overflow: tuple[float, float]  # share beyond the format's largest number
     headroom: float  # bits below it; negative beyond
     best_scale: float  # the power of two that suits these numbers best in this format

@@ -30,7 +30,6 @@ class ParameterRecord:
     """One parameter over the samples of a record. nan: not sampled, or not available.
 
     Attributes:
-        dtype: format its weight is stored in, e.g. "bf16".
         precise: format of the value that the optimizer moves: "fp32" where masters or halves stand behind low weights.
         swallowed: share of elements with a gradient whose precise value an update did not change: it was smaller than
             half an ulp. nan under stochastic rounding, which makes up for it, and at a learning rate of 0.
@@ -41,7 +40,7 @@ class ParameterRecord:
     """
 
     name: str  # dotted name
-    dtype: str
+    dtype: str  # format its weight is stored in, e.g. "bf16"
     precise: str
     gradient: ExponentSketch  # sketch of the gradient as the backward pass left it, with the loss scale in it
     weight: ExponentSketch | None  # sketch of the precise value before the update; None if weights are not watched
@@ -91,15 +90,11 @@ class ParameterRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationRecord:
-    """What one leaf module has returned over the samples of a record.
-
-    Attributes:
-        dtype: format of its last output's dtype, e.g. "fp16".
-    """
+    """What one leaf module has returned over the samples of a record."""
 
     module: str  # dotted path
     kind: str  # name of its class
-    dtype: str
+    dtype: str  # format of its last output's dtype, e.g. "fp16"
     sketch: ExponentSketch  # of all floating tensors it returned
 
 
