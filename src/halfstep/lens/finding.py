@@ -8,7 +8,7 @@ from typing import Any
 from halfstep.policy.policy import Policy
 from halfstep.report import plain
 
-KINDS = {
+KINDS = {  # kind of a finding -> what it means, the gravest first
     "bad_state": "weights are inf or nan",
     "divergence": "training runs away: loss, gradients or weights grow without coming back, in any format",
     "bad_gradient": "gradients are inf or nan although no loss scale can have made them so",
@@ -22,7 +22,6 @@ KINDS = {
     "its largest one",
     "overflow_risk": "the largest number is near the end of the format",
 }
-"""Kind of a finding -> what it means, the gravest first."""
 
 ROOM = 0.5
 """Bits below the largest number of a format that are a risk. From a few steps to a long run the largest of many numbers

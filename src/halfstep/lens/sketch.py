@@ -447,9 +447,8 @@ def number_of(bits: int) -> float:
     return value
 
 
-_READ: Mapping[str, Callable[[Any], Any]] = {
+_READ: Mapping[str, Callable[[Any], Any]] = {  # type of a field -> what makes its value of JSON's
     "dict[int, int]": unpacked,
     "int": int,
     "float": lambda value: math.inf if value is None else float(value),
 }
-"""Type of a field -> what makes its value of JSON's."""

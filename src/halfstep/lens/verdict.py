@@ -20,7 +20,7 @@ from halfstep.report import SarifResult, plain, sarif_log, strict_json, write_pa
 
 SHOWN = 4  # samples and indices are listed up to this number
 
-KINDS = {
+KINDS = {  # kind of a verdict -> what happened at the place
     "overflow": "a result is larger than the largest number of its format",
     "invalid": "the operator has no finite value there, in any format",
     "bad_batch": "the batch holds values that are not finite",
@@ -29,9 +29,8 @@ KINDS = {
     "loop": "the training loop wrote values, or left values, that it should not have",
     "not_reproducible": "the replay is finite, or there was none",
 }
-"""Kind of a verdict -> what happened at the place."""
 
-CAUSES = {
+CAUSES = {  # root cause of a verdict -> what it means
     "precision": "the low format: in fp32 the same steps are finite and train",
     "scale": "the setting of the loss scale",
     "divergence": "training ran away before this step: in fp32 it is lost too, now or a few steps later",
@@ -39,7 +38,6 @@ CAUSES = {
     "model": "the code has no finite value or gradient there, in any format",
     "loop": "the order of calls in the training loop",
 }
-"""Root cause of a verdict -> what it means."""
 
 WIDTH = 160  # characters of a headline
 LEAST = 30  # of its remedy, where what happened needs the room: its numbers matter more
@@ -48,14 +46,13 @@ MODULE = 30  # characters of a module's name in a headline: its end
 BETWEEN, CUT = " | ", "..."
 HEADERS = ("operator", "module", "phase", "format", "largest", "limit")  # of a story
 
-NAMES = {
+NAMES = {  # largest number of a format -> its name
     3.4028234663852886e38: "float32",
     3.3895313892515355e38: "bfloat16",
     65504.0: "float16",
     57344.0: "float8_e5m2",
     448.0: "float8_e4m3",
 }
-"""Largest number of a format -> its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

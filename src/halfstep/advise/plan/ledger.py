@@ -140,13 +140,12 @@ class Ledger:
             self._event(~number)
 
 
-NAMES: Mapping[str, str] = {
+NAMES: Mapping[str, str] = {  # operator of torch.distributed -> the collective it is
     **dict.fromkeys(("_allgather_base_", "allgather_", "all_gather_into_tensor"), "all-gather"),
     **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce-scatter"),
     **dict.fromkeys(("allreduce_", "all_reduce"), "all-reduce"),
     "broadcast_": "broadcast",
 }
-"""Operator of torch.distributed -> the collective it is."""
 
 SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 

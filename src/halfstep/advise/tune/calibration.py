@@ -33,7 +33,7 @@ FORWARD = ("activation", "activation gradient")
 
 LOW_BITS = 32  # a format with fewer bits rounds what fp32 keeps
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
+FIELDS: Mapping[str, tuple[str, ...]] = {  # fields of a policy that cost time or memory, and the values to try
     "residual": ("low", "fp32"),
     "params": ("low",),
     "norms": ("low", "fp32"),
@@ -42,7 +42,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "state": ("low",),
     "grads": ("param",),
 }
-"""Fields of a policy that cost time or memory, and the values to try."""
 
 BEHIND_LOW = ("norms", "master", "grads")  # fields that do nothing under ``params="fp32"``
 MOST = 16  # changes that are tried at once

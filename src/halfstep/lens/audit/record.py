@@ -39,18 +39,16 @@ BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their names do not end in an underscore."""
 
-CHOOSING = frozenset(
+CHOOSING = frozenset(  # operators that integers choose numbers in
     "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
     "scatter_add scatter_reduce".split()
 )
-"""Operators that integers choose numbers in."""
 
-RANDOM = frozenset(
+RANDOM = frozenset(  # operators that may draw random numbers: their shadows draw the same
     "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
     "multinomial poisson gumbel_softmax multi_head_attention_forward scaled_dot_product_attention lstm gru rnn_tanh "
     "rnn_relu fractional_max_pool2d fractional_max_pool3d uniform random exponential cauchy geometric".split()
 )
-"""Operators that may draw random numbers: their shadows draw the same."""
 
 SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hstack vstack".split())
 """Operators that choose and copy: their backward passes round nothing."""

@@ -46,7 +46,7 @@ def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 PRECISE = frozenset({"master", "split", "kahan", "stochastic"})
 """Strategies under which an optimizer steps fp32 values behind low weights."""
 
-AVERAGES = {
+AVERAGES = {  # state of torch's optimizers -> the option of its group that sets how slowly it moves
     "exp_avg_sq": ("betas", 1),
     "max_exp_avg_sq": ("betas", 1),
     "exp_avg": ("betas", 0),
@@ -54,7 +54,6 @@ AVERAGES = {
     "square_avg": ("alpha", None),
     "momentum_buffer": ("momentum", None),
 }
-"""State of torch's optimizers -> the option of its group that sets how slowly it moves."""
 
 
 class Change(NamedTuple):

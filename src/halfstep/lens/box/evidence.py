@@ -55,7 +55,7 @@ def _is_tree(value: Any) -> bool:
 TENSOR = Kind("a tensor of the CPU", lambda value: isinstance(value, Tensor) and value.device.type == "cpu")
 TREE = Kind("plain containers of tensors and values", _is_tree)
 REAL = Kind("a float", lambda value: type(value) is float)
-EVIDENCE = {
+EVIDENCE = {  # what a file holds
     "halfstep_blackbox": whole(VERSION, VERSION),
     "torch": str,
     "verdict": Each(str, Any),
@@ -84,7 +84,6 @@ EVIDENCE = {
     "model": Each(str, TENSOR),
     "optimizer": {"groups": [Each(str, TREE), ...], "state": Each(str, Each(str, TREE))},
 }  # fmt: skip
-"""What a file holds."""
 
 
 def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:

@@ -50,10 +50,9 @@ GROWS = frozenset(
 )
 """Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
 
-POLES = frozenset(
+POLES = frozenset(  # operators whose infinity is taken for a pole where a call cannot be computed again in float64
     "div true_divide reciprocal log log2 log10 log1p rsqrt atanh acos asin logit xlogy sqrt tan digamma lgamma".split()
 )
-"""Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
 SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear", "matmul", "lerp", "addcmul"})
 """Operators of which an infinite argument is a factor, and no mask."""

@@ -56,13 +56,12 @@ from halfstep.torch_private.modes import DisableTorchFunction, disable_current_m
 from halfstep.trees import graph_of, map_tensors, tensors
 from halfstep.update.updater import Deferral
 
-SILENT = frozenset(
+SILENT = frozenset(  # queries and bookkeeping: no result of theirs is a tensor that the program computes with
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
     "storage_offset untyped_storage is_contiguous register_hook requires_grad_ retain_grad item tolist __len__ "
     "__bool__ __float__ __int__ __format__ __repr__ numpy is_same_size get_device type_as_ nelement ndimension "
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
-"""Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 

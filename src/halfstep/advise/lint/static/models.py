@@ -179,11 +179,10 @@ PRECISE_BEHIND = re.compile(
 WITH_EPS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "FusedAdam"})
 """Classes of optimizers that divide by a root plus eps, 1e-8 unless it is given."""
 
-REPLACES = re.compile(
+REPLACES = re.compile(  # functions that give a model parameters that an optimizer made before does not have
     r"(.*\.)?get_peft_model|torch\.nn\.utils\.weight_norm"
     r"|torch\.distributed\.(_composable\.)?fsdp\.(fully_shard|FullyShardedDataParallel)"
 )
-"""Functions that give a model parameters that an optimizer made before does not have."""
 
 WRAPPERS = re.compile(r"(torch\.nn|apex)\.(parallel\.)?(DistributedDataParallel|DataParallel)")
 AVERAGE_NAME = re.compile(r"(^|[._])(ema|avg|average|averaged|shadow|swa)(_\w+)?$|_(ema|avg|shadow)$", re.IGNORECASE)

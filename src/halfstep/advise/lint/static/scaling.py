@@ -207,11 +207,10 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             yield op, what if op.place.loops == step.place.loops and not told else ""
 
 
-OTHER_SCALING = re.compile(
+OTHER_SCALING = re.compile(  # words in a file that has another way to scale a loss than a GradScaler that is visible
     r"scaler|loss_?scal|grad_?scal|\.scale\(|accelerat|deepspeed|lightning|\bapex\b|fabric|TrainStep|hs\.prepare",
     re.IGNORECASE,
 )
-"""Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
 FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 

@@ -174,21 +174,19 @@ def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
     return None
 
 
-PRODUCTS = re.compile(
+PRODUCTS = re.compile(  # functions that autocast runs in the low format
     r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
     r"|torch\.nn\.functional\.(linear|conv\w*|bilinear)"
 )
-"""Functions that autocast runs in the low format."""
 
 MAKING = re.compile(r"torch\.(zeros|ones|full|empty|tensor|arange|rand|randn|linspace|as_tensor)(_like)?")
 ZEROS = re.compile(r"torch\.(zeros|tensor|full|as_tensor)(_like)?")
 VIEWS = frozenset({"T", "mT", "data"})
 
-KEEPING = frozenset(
+KEEPING = frozenset(  # methods and functions whose result has the format of their first operand
     "sigmoid tanh relu abs view reshape transpose permute squeeze unsqueeze contiguous clone detach masked_fill expand "
     "flatten mul div add sub neg clamp clamp_min t chunk gather".split()
 )
-"""Methods and functions whose result has the format of their first operand."""
 
 REDUCING = frozenset("mean var std pow sqrt square sum norm vector_norm rsqrt softmax".split())
 """The same, where nothing in the file autocasts: a region computes some of them in fp32."""

@@ -27,11 +27,10 @@ from halfstep.tasks.machine import generators_kept
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
-READS = frozenset(
+READS = frozenset(  # functions for whose result, or its shape, the host waits
     "item tolist numpy __bool__ __float__ __int__ __index__ is_nonzero nonzero equal allclose masked_select unique "
     "unique_consecutive".split()
 )
-"""Functions for whose result, or its shape, the host waits."""
 
 MAKES = frozenset(
     "to float double half bfloat16 type type_as contiguous clone detach unsqueeze squeeze view reshape expand "
