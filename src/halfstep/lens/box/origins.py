@@ -269,19 +269,10 @@ class Origins:
         everything = call.record.parents, call.record.outside
         divides = op in DIVIDING and not writes(call.func)
         source = Source(
-            "operator",
-            self.order,
-            name,
-            call.record,
-            invalid or written,
-            limit,
-            written,
-            over=over,
-            samples=_where(call, 0),
-            features=_where(call, -1),
-            remark=words,
+            "operator", self.order, name, call.record, invalid or written, limit, written, over=over,
+            samples=_where(call, 0), features=_where(call, -1), remark=words,
             needs=self.made_by(remarked(op, call.args, call.kwargs)) if divides else everything,
-        )
+        )  # fmt: skip
         self.sources.append(source)
         return source
 

@@ -232,12 +232,9 @@ class Sampler:
                 (path, leaf), dtype = self.leaves[number], self.dtypes[number]
                 activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
         return MonitorRecord(
-            step=load.step,
-            samples=load.samples,
-            scale=scale,
-            parameters=tuple(parameters[n] for n in sorted(parameters)),
-            activations=tuple(activations),
-        )
+            step=load.step, samples=load.samples, scale=scale,
+            parameters=tuple(parameters[n] for n in sorted(parameters)), activations=tuple(activations),
+        )  # fmt: skip
 
     def _parameter(
         self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
