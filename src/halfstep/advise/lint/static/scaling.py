@@ -31,28 +31,6 @@ UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
 
 
-@on_paths("HS001")
-def _clip_scaled(path: Sequence[Op]) -> Verdicts:
-    scaler, known, waiting = "", False, []
-    unscaled: set[str] = set()
-    for op in path:
-        if op.kind == "scaled_backward":
-            scaler, known, unscaled = op.scaler, True, set()
-        elif op.kind in UNKNOWN or op.kind == "plain_backward":
-            known = False
-        elif op.kind == "unscale":
-            unscaled.add(plain(op.target))
-        elif op.kind == "clip" and scaler:
-            waiting.append((op, known and (not unscaled or bool(op.of) and op.of not in unscaled)))
-        elif op.kind == "scaler_step":
-            for clip, bad in waiting:
-                what = f"gradients are clipped while they are multiplied by the scale of `{plain(scaler)}`"
-                yield clip, f"{what}: no `{plain(scaler)}.unscale_` since the backward pass" if bad else ""
-            waiting = []
-        elif op.kind in ("update", "zero"):
-            scaler, known, waiting = "", False, []
-
-
 @on_paths("HS002", library="torch")
 def _update_twice(path: Sequence[Op]) -> Verdicts:
     state: dict[str, str] = {}
@@ -379,21 +357,28 @@ def _raises_instead(script: Script) -> Iterator[Hit]:
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
     """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
     scaler = ""
+    unscaled: set[str] = set()
     waiting: list[tuple[Op, bool]] = []
+    behind = UNKNOWN if kind == "clip" else UNKNOWN - {"grads"}
     for op in path:
         if op.kind == "scaled_backward":
-            scaler = op.scaler
-        elif op.kind in ("unscale", "plain_backward", "zero", "update", *UNKNOWN - {"grads"}):
+            scaler, unscaled = op.scaler, set()
+        elif op.kind == "unscale" and kind == "clip":
+            unscaled.add(plain(op.target))
+        elif op.kind in ("unscale", "plain_backward", "zero", "update", *behind):
             scaler = ""
-        elif op.kind == kind and (kind == "grads_read" or _is_shift(op.call)):
-            waiting.append((op, bool(scaler)))
+        elif op.kind == kind and (kind != "grads" or _is_shift(op.call)):
+            others = not unscaled or (bool(op.of) and op.of not in unscaled)  # not unscaled, as far as it is known
+            waiting.append((op, bool(scaler) and others))
         elif op.kind == "scaler_step":
             yield from ((each, what.format(plain(op.scaler)) if bad else "") for each, bad in waiting)
             scaler, waiting = "", []
 
 
-CHANGED = "gradients are changed while they are multiplied by the scale of `{}`"
-on_paths("HS054")(partial(_while_scaled, kind="grads", what=CHANGED))
+WHILE = "while they are multiplied by the scale of `{0}`"
+CLIPPED = f"gradients are clipped {WHILE}: no `{{0}}.unscale_` since the backward pass"
+on_paths("HS001")(partial(_while_scaled, kind="clip", what=CLIPPED))
+on_paths("HS054")(partial(_while_scaled, kind="grads", what=f"gradients are changed {WHILE}"))
 on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
 
 
