@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -428,24 +430,18 @@ def _peaks(ledger: Ledger) -> dict[str, Any]:
     sums = (0,) * len(PARTS)
     highest: dict[tuple[str, int], tuple[int, int, tuple[int, ...]]] = {}  # phase, stretch -> total, event, parts
     peaks = dict.fromkeys((-2, -1, 0, 1), (0, 0, sums))  # step -> total, event, parts
-    marks, mark = iter(ledger.marks), ledger.marks[0]
-    following = next(marks, None)
-    for number, event in enumerate(ledger.events):
-        while following is not None and following.event <= number:
-            mark, following = following, next(marks, None)
-        if mark.step > 1:
-            break
-        before = sum(sums), max(number - 1, 0), sums
-        block = blocks[event if event >= 0 else ~event]
-        place, amount = parts[block.part], block.bytes if event >= 0 else -block.bytes
-        sums = (*sums[:place], sums[place] + amount, *sums[place + 1 :])
-        now = sum(sums), number, sums
-        if now[0] > peaks[mark.step][0]:
-            peaks[mark.step] = now
-        if mark.step == 1:
-            key = mark.phase, (ledger.times[number] - begins[1]) // stretch
-            if now[0] > highest.setdefault(key, before)[0]:
-                highest[key] = now
+    for mark, following in pairwise(ledger.marks):  # the last one is the end
+        for number in range(mark.event, following.event):
+            event = ledger.events[number]
+            before = sum(sums), max(number - 1, 0), sums
+            block = blocks[event if event >= 0 else ~event]
+            place, amount = parts[block.part], block.bytes if event >= 0 else -block.bytes
+            sums = (*sums[:place], sums[place] + amount, *sums[place + 1 :])
+            now = sum(sums), number, sums
+            peaks[mark.step] = max(peaks[mark.step], now, key=itemgetter(0))
+            if mark.step == 1:
+                key = mark.phase, (ledger.times[number] - begins[1]) // stretch
+                highest[key] = max(highest.get(key, before), now, key=itemgetter(0))
     step = 0 if peaks[0][0] > peaks[1][0] else 1
     _, at, alive = peaks[step]
     until = ledger.events[: at + 1]
