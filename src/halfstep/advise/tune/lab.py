@@ -89,15 +89,12 @@ class RaceResult:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RaceResult:
         """Return what `dataclasses.asdict` made plain."""
+        laps = {label: Lap(**_with_ratios(lap, "time", "beside")) for label, lap in values["laps"].items()}
+        return cls(**_with_ratios(values, "control") | {"laps": laps})
 
-        def ratio(found: Mapping[str, Any] | None) -> Ratio | None:
-            return None if found is None else Ratio(**found)
 
-        laps = {
-            label: Lap(**{**lap, "time": ratio(lap["time"]), "beside": ratio(lap["beside"])})
-            for label, lap in values["laps"].items()
-        }
-        return cls(**{**values, "laps": laps, "control": ratio(values["control"])})
+def _with_ratios(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {**values, **{name: values[name] and Ratio(**values[name]) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
