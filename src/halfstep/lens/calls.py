@@ -33,6 +33,9 @@ from halfstep.trees import map_tensors, tensors
 
 TAG = "halfstep.site"
 
+Args = tuple[Any, ...]  # of a call
+Kwargs = dict[str, Any]
+
 RUNS_BACKWARD = frozenset({"backward", "grad"})
 """Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 

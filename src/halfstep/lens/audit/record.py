@@ -26,7 +26,7 @@ from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
 from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
-from halfstep.lens.calls import copied, place, weak_storage
+from halfstep.lens.calls import Args, Kwargs, copied, place, weak_storage
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
@@ -72,9 +72,7 @@ def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
     return call.module, "integers", sink.nth(call.module, "integers")
 
 
-def widened_dtypes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def widened_dtypes(args: Args, kwargs: Kwargs, wide: torch.dtype) -> tuple[Args, Kwargs]:
     """Return arguments in which low dtypes are `wide`."""
     return (
         tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
@@ -109,9 +107,7 @@ class Reference(OperatorSink):
         """Return "": results are found by module, operator and number."""
         return ""
 
-    def operator(
-        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Keep the first floating result."""
         if call.in_place:
             written = {place(t) for t in tensors(args[:1])}
@@ -130,7 +126,7 @@ class Reference(OperatorSink):
                 found[0].register_hook(lambda gradient: setattr(kept, "gradient", gradient.detach()))
         return result
 
-    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run it with fp32 in place of low formats."""
         if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
             return args[0].to(torch.float32)
@@ -192,9 +188,7 @@ class AuditRecorder(OperatorSink):
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
         return self.tally(OperatorCall(module, op, 0, line), role, parameter)
 
-    def operator(
-        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
         with DisableTorchFunction():  # measurements do not follow the region's rules, and cost less without them
             random = torch_states() if call.op in RANDOM else None
@@ -249,7 +243,7 @@ class AuditRecorder(OperatorSink):
             self._hook(call, output, kept, pair)
         return result
 
-    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Follow numbers through indexing, which copies them."""
         result = func(*args, **kwargs)
         with DisableTorchFunction():
@@ -466,7 +460,7 @@ class _Casts(Sink):
         self.places = {place(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
-    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def kernel(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func(*args, **kwargs)
         if func is CONVERSION and result.dtype is not args[0].dtype:
             if args[0].is_floating_point() and place(args[0]) in self.places:

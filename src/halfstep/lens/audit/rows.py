@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
-from halfstep.lens.calls import place, weak_storage
+from halfstep.lens.calls import Args, Kwargs, place, weak_storage
 from halfstep.lens.sketch import ExponentSketch, Sketches, number_of
 from halfstep.trees import graph_of, tensors
 
@@ -373,9 +373,7 @@ def is_index(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def note_signs(
-    tally: Tally, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, wide: Tensor
-) -> None:
+def note_signs(tally: Tally, op: str, args: Args, kwargs: Kwargs, output: Tensor, wide: Tensor) -> None:
     """Count in `tally` the faults in `output`, the result of one call in a low format; `wide` is its shadow's."""
     if op in {"softmax", "sigmoid", "tanh"}:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
