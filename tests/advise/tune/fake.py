@@ -43,7 +43,7 @@ def proof(verdict: str, more: int = 0) -> Proof:
 
 @dataclass
 class FakeLab:
-    """What `Search` and `Board` ask of a lab.
+    """What `Search` asks of a lab.
 
     Attributes:
         time: policy, compile -> step time over fp32's.
