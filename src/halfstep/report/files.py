@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.policy.policy import Policy
-
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -72,7 +70,7 @@ def strict_json(value: Any, path: str | Path | None = None) -> str:
 
 def plain(value: Any, *, finite: bool = False) -> Any:
     """Return dataclasses as dicts, policies as TOML, tuples as lists, all they hold too; `finite`: nan, inf as None."""
-    if isinstance(value, Policy):
+    if hasattr(value, "to_toml") and not hasattr(value, "record"):  # a policy, without an import of torch
         return value.to_toml()
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
