@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -61,12 +60,8 @@ CONVOLUTIONS = {"aten::convolution": 1, "aten::convolution_backward": 2}
 """Operator -> how many of its first arguments have a dimension of samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """What a kernel allocates, bytes."""
-
-    most: int  # at one time, results included
-    results: tuple[int, ...]  # the memory of each result that is a tensor, in the order of `trees.tensors`
+Workspace = tuple[int, tuple[int, ...]]
+"""Bytes that a kernel allocates: at one time, results included; for each result in the order of `trees.tensors`."""
 
 
 def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:
@@ -96,7 +91,7 @@ def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable
     if key not in _KNOWN:
         _KNOWN[key] = _run(func, args, kwargs, bytes_of)
     known = _KNOWN[key]
-    return known if known is None or share == 1 else Workspace(known.most * share, ())
+    return known if known is None or share == 1 else (known[0] * share, ())
 
 
 _KNOWN: dict[str, Workspace | None] = {}  # call, without values -> its workspace on this machine
@@ -117,8 +112,7 @@ def _run(func: Any, args: Any, kwargs: Any, bytes_of: Callable[[Tensor], int]) -
             found = cpu_allocations(lambda: results.extend(tensors(func(*args, **kwargs))))
         except Exception:  # a kernel that refuses zeros, such as for lengths
             return None
-        most = max(accumulate(found, initial=0))
-        return Workspace(most, tuple(t.untyped_storage().nbytes() for t in results))
+        return max(accumulate(found, initial=0)), tuple(t.untyped_storage().nbytes() for t in results)
 
 
 LARGEST = 1 << 22  # elements of integers
@@ -278,12 +272,13 @@ class MemorySink(Sink):
             return self._read(func, args[0])
         result = self._run(func, name, args, kwargs)
         taken = workspace(func, args, kwargs, result, self._bytes_of) if self.device == "cpu" else None
+        kept = () if taken is None else taken[1]
         if taken is not None:
-            ledger.passing(taken.most, tensors((args, kwargs))[0].dtype, module, name, self.phase)
+            ledger.passing(taken[0], tensors((args, kwargs))[0].dtype, module, name, self.phase)
         for number, item in enumerate(tensors(result)):
             block = self._note(item, module, name, args, backward)
-            if block is not None and taken is not None and number < len(taken.results):
-                block.bytes = max(block.bytes, taken.results[number])
+            if block is not None and number < len(kept):
+                block.bytes = max(block.bytes, kept[number])
         if func.namespace in RANKS:
             self._shared(func, name, args, kwargs, result)
         if name.startswith("aten::resize") or name == "aten::set_":
