@@ -19,7 +19,7 @@ import halfstep as hs
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
-from halfstep.advise.plan.ranks import fake_ranks
+from halfstep.advise.plan.ledger import fake_ranks
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.images import LeNet5
 from halfstep.testing.count import ResNet18

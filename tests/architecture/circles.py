@@ -25,7 +25,10 @@ TASKS = "optional library: the extra halfstep[tasks]"
 
 LATE: Mapping[tuple[str, str], str] = {
     ("advise.lint.run", "halfstep.advise"): TRACED,
-    ("advise.plan.ranks", "torch"): "start, and builds of torch without distributed: a process group without processes",
+    (
+        "advise.plan.ledger",
+        "torch",
+    ): "start, and builds of torch without distributed: a process group without processes",
     ("binding.shard", "torch"): FSDP,
     ("checkpoints.save", "halfstep.checkpoints"): SHARDS,
     ("cli", "halfstep.advise"): "start: files are checked without typer and rich",

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import tune as bench
 from benchmarks.tune_tasks import TASKS
-from halfstep.advise.tune.probe import gradient_error, gradients
+from halfstep.advise.tune.calibration import gradient_error, gradients
 from halfstep.policy import Policy
 from halfstep.timing import Ratio
 

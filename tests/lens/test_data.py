@@ -271,8 +271,8 @@ def test_healthy_data_has_no_outliers(name: str) -> None:
 
 
 def outlying(batch: Tensor, earlier: list[float] | None = None) -> str | None:
-    found = outlier(0, "input 0", batch, earlier or [])
-    return None if found is None else found.text
+    found = outlier("input 0", batch, earlier or [])
+    return None if found is None else found[1]
 
 
 @pytest.mark.parametrize("name", ["normal", "log-normal", "Cauchy", "images with padding", "loud and quiet clips"])

@@ -12,7 +12,7 @@ from tests.snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "lens.md"
-SYMPTOMS = ROOT / "src" / "halfstep" / "lens" / "monitor" / "symptoms.py"
+RECORDS = ROOT / "src" / "halfstep" / "lens" / "monitor" / "records.py"
 
 
 def test_snippets_keep_their_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_snippets_keep_their_promises(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_kinds_of_findings_are_those_of_the_audit() -> None:
     table = PAGE.read_text(encoding="utf-8").partition("| kind |")[2].partition("\n\n")[0]
     seen = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    said = set(re.findall(r'"(\w+)", (?:"\w|role|1)', SYMPTOMS.read_text(encoding="utf-8"))) & set(KINDS)
+    said = set(re.findall(r'"(\w+)", (?:"\w|role|1)', RECORDS.read_text(encoding="utf-8"))) & set(KINDS)
     assert seen == said
 
 

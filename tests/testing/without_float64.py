@@ -20,7 +20,7 @@ from halfstep.kernels.choose import check_norms, norms_for
 from halfstep.kernels.reference import exponents
 from halfstep.lens.audit.updates import intended
 from halfstep.lens.calls import in_float64
-from halfstep.lens.monitor.sampler import Sampler
+from halfstep.lens.monitor.monitor import Sampler
 from halfstep.policy import SCALE_RULES
 from halfstep.scale.finite import unscale_
 from halfstep.scale.rule import advance, initial_state

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.advise.plan import MemoryPlan, gpu_named, page, plan_each
+from halfstep.advise.plan import MemoryPlan, gpu_named, memory, plan_each
 from halfstep.cli.options import split
 from halfstep.cli.terminal import STYLES, Files, console, item, record, say, show
 from halfstep.report import TONES, write_page
@@ -48,7 +48,7 @@ def carry_out(
     files.write(
         out,
         json=record(plans=[plan.record() for plan in plans]),
-        html=lambda path: write_page(page.plan_page(plans), path),
+        html=lambda path: write_page(memory.plan_page(plans), path),
     )
     return 0
 
@@ -69,19 +69,19 @@ def _print(out: Console, plans: Sequence[MemoryPlan]) -> None:
     style = "" if plan.fit is None else STYLES[TONES[plan.fit.verdict]]
     size = f", batch {plan.batch_size:,}" if plan.batch_size else ""
     each = f", {plan.devices} devices under {plan.shard}" if plan.devices > 1 else ""
-    say(out, f"{plan.name}, {page.label(plan)}{size}{each}: {page.verdict(plan)}", style=f"bold {style}")
+    say(out, f"{plan.name}, {memory.label(plan)}{size}{each}: {memory.verdict(plan)}", style=f"bold {style}")
     if plan.fit is None:
-        say(out, f"of the GPUs that are known: {page.gpus_line(plan)}")
+        say(out, f"of the GPUs that are known: {memory.gpus_line(plan)}")
     for note in plan.notes:
         item(out, note, style="yellow")
     say(out)
-    show(out, page.part_table(plan))
+    show(out, memory.part_table(plan))
     say(out)
-    for line in page.drawing(plan):
+    for line in memory.drawing(plan):
         say(out, line)
-    tables = [page.module_table(plan, MODULES)]
-    tables += [page.sent_table(plan.sent)] if plan.sent else []
-    tables += [page.preset_table(plans)] if len(plans) > 1 else []
+    tables = [memory.module_table(plan, MODULES)]
+    tables += [memory.sent_table(plan.sent)] if plan.sent else []
+    tables += [memory.preset_table(plans)] if len(plans) > 1 else []
     for table in tables:
         say(out)
         show(out, table)

@@ -33,6 +33,9 @@ from halfstep.trees import map_tensors, tensors
 
 TAG = "halfstep.site"
 
+Args = tuple[Any, ...]  # of a call
+Kwargs = dict[str, Any]
+
 RUNS_BACKWARD = frozenset({"backward", "grad"})
 """Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 
@@ -106,8 +109,7 @@ def tag(tensor: Tensor, site: Site) -> None:
         todo += [following for following, _ in node.next_functions]
 
 
-PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)
-"""Types of values that are kept as they are."""
+PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)  # types of values that are kept as they are
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
@@ -233,8 +235,7 @@ def autocasting() -> list[str]:
     """Return the device types whose autocast, torch's or a region's, is on in this thread; the CPU last."""
     if not is_any_autocast_enabled():
         return []
-    kinds = (*TYPES, get_privateuse1_backend_name(), "cpu")
-    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return [kind for kind in (*TYPES, get_privateuse1_backend_name(), "cpu") if torch.is_autocast_enabled(kind)]
 
 
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -263,8 +264,7 @@ NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention
 REDUCING = frozenset("mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss median".split())
 """Operators without a value for no elements."""
 
-NOTHING = "of no values"
-"""What is remarked on them then."""
+NOTHING = "of no values"  # what is remarked on them then
 
 SPREADING = frozenset({"std", "var", "std_mean", "var_mean", "cov", "corrcoef"})
 """Operators that divide by the number of elements less one."""
@@ -322,7 +322,6 @@ def remarked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return how many rows hold nothing but -inf, and which is the first."""
     if op == "scaled_dot_product_attention":
         mask: Tensor = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
         dim, values = -1, mask.logical_not() if mask.dtype is torch.bool else torch.isneginf(mask)

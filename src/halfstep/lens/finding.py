@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.policy.policy import Policy
+from halfstep.report import plain
 
-KINDS = {
+KINDS = {  # kind of a finding -> what it means, the gravest first
     "bad_state": "weights are inf or nan",
     "divergence": "training runs away: loss, gradients or weights grow without coming back, in any format",
     "bad_gradient": "gradients are inf or nan although no loss scale can have made them so",
@@ -22,7 +22,6 @@ KINDS = {
     "its largest one",
     "overflow_risk": "the largest number is near the end of the format",
 }
-"""Kind of a finding -> what it means, the gravest first."""
 
 ROOM = 0.5
 """Bits below the largest number of a format that are a risk. From a few steps to a long run the largest of many numbers
@@ -34,34 +33,23 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: one of `KINDS`.
-        role: what the numbers are: loss, activation, activation gradient, weight, weight gradient, update or state.
-        module: dotted name of the module, "" for the root.
         op: operator, public short name; the optimizer's class for updates, "Adam.exp_avg_sq" for a state; "" where
             Monitor samples a module as a whole.
-        parameter: dotted name of the parameter or buffer, or "".
-        line: the user's line, "file.py:12 source text".
-        step: updates made when Monitor saw it first; 0 in an audit.
-        severity: from 0 to 1: how much is lost.
-        cause: what happens in this place, with its numbers.
-        remedy: what to do, in words.
-        policy: the audited policy with the remedy made, or None where no policy is the remedy.
-        diff: ``audited.diff(policy)``: what to change.
         also: more places with the same finding, the worst first; Monitor has one finding of each kind.
     """
 
-    kind: str
-    role: str
-    module: str = ""
+    kind: str  # one of `KINDS`
+    role: str  # what the numbers are: loss, activation, activation gradient, weight, weight gradient, update or state
+    module: str = ""  # dotted name of the module, "" for the root
     op: str = ""
-    parameter: str = ""
-    line: str = ""
-    step: int = 0
-    severity: float
-    cause: str
-    remedy: str
-    policy: Policy | None = None
-    diff: str = ""
+    parameter: str = ""  # dotted name of the parameter or buffer, or ""
+    line: str = ""  # the user's line, "file.py:12 source text"
+    step: int = 0  # updates made when Monitor saw it first; 0 in an audit
+    severity: float  # from 0 to 1: how much is lost
+    cause: str  # what happens in this place, with its numbers
+    remedy: str  # what to do, in words
+    policy: Policy | None = None  # the audited policy with the remedy made, or None where no policy is the remedy
+    diff: str = ""  # ``audited.diff(policy)``: what to change
     also: tuple[str, ...] = ()
 
     @property
@@ -89,7 +77,5 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """Return plain values; the policy as TOML."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["policy"] = None if self.policy is None else self.policy.to_toml()
-        values["also"] = list(self.also)
-        return values
+        record: dict[str, Any] = plain(self)
+        return record

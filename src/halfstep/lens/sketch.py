@@ -21,6 +21,8 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -37,35 +39,21 @@ from halfstep.kernels.reference import exponents as layout
 
 
 def packed(counts: Mapping[int, int]) -> str:
-    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
+    """Return the first exponent, and compressed the counts from there to the last that is not zero."""
     if not counts:
         return ""
-    written = bytearray()
-    for exponent in range(min(counts), max(counts) + 1):
-        rest = counts.get(exponent, 0)
-        while rest > 127:
-            written.append(rest & 127 | 128)
-            rest >>= 7
-        written.append(rest)
-    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
+    listed = " ".join(str(counts.get(exponent, 0)) for exponent in range(min(counts), max(counts) + 1))
+    return f"{min(counts)} {base64.b85encode(zlib.compress(listed.encode())).decode()}"
 
 
 def unpacked(text: str) -> dict[int, int]:
     """Return the counts that `packed` has written; ValueError if it has not, or if the text is cut off."""
-    if not text:
-        return {}
     first, _, coded = text.partition(" ")
-    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
-    for byte in base64.b85decode(coded):
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            if value:
-                counts[exponent] = value
-            exponent, value, shift = exponent + 1, 0, 0
-    if shift:
-        raise ValueError("a table of counts is cut off")
-    return counts
+    try:
+        listed = zlib.decompress(base64.b85decode(coded)).split() if text else []
+    except zlib.error as error:
+        raise ValueError(f"no table of counts: {error}") from error
+    return {exponent: int(count) for exponent, count in enumerate(listed, int(first or 0)) if int(count)}
 
 
 TWO = Fraction(2)
@@ -254,15 +242,10 @@ class ExponentSketch:
         most = _floor_log2(top / Fraction(self.largest))
         if closed and Fraction(self.largest) * TWO**most == top:
             most -= 1
-        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
+        powers = range(min(most, 0), most + 1)  # the larger the scale, the fewer are lost: find the least as good
         wanted = self._lost(format, most)
-        while low < high:
-            middle = (low + high) // 2
-            if self._lost(format, middle) > wanted:
-                low = middle + 1
-            else:
-                high = middle
-        return math.ldexp(1.0, max(min(high, 1023), -1074))
+        best = powers[bisect_left(powers, True, key=lambda power: self._lost(format, power) <= wanted)]
+        return math.ldexp(1.0, max(min(best, 1023), -1074))
 
     def relative_error(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
         """Return bounds on the mean of ``|rounded - x| / |x|`` over the finite numbers that are not zero.
@@ -289,8 +272,6 @@ class ExponentSketch:
         if beyond[1]:
             upper += beyond[1] * _cut(format, Fraction(self.largest) * factor)
         return lower / self.nonzero, upper / self.nonzero
-
-    # ------------------------------------------------------------------ counting between thresholds
 
     def _zeroed(self, format: Format, scale: Fraction) -> tuple[int, int]:
         return self._below(Fraction(format.smallest_subnormal) / 2 / scale, closed=True)
@@ -352,8 +333,7 @@ class ExponentSketch:
     def to_dict(self) -> dict[str, Any]:
         """Return the sketch as JSON's values; under 3 KB as JSON, some hundred bytes as a rule.
 
-        Tables of counts are text, because a table of all of fp32's exponents in digits would be larger: the first
-        exponent, and the counts from there on in base85, 7 bits a byte (`from_dict` reads it).
+        Tables of counts are text: the first exponent, and the counts from there on, compressed (`from_dict` reads it).
         """
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         tables = {name: packed(value) for name, value in values.items() if isinstance(value, dict)}
@@ -467,9 +447,8 @@ def number_of(bits: int) -> float:
     return value
 
 
-_READ: Mapping[str, Callable[[Any], Any]] = {
+_READ: Mapping[str, Callable[[Any], Any]] = {  # type of a field -> what makes its value of JSON's
     "dict[int, int]": unpacked,
     "int": int,
     "float": lambda value: math.inf if value is None else float(value),
 }
-"""Type of a field -> what makes its value of JSON's."""

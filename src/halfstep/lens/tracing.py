@@ -288,9 +288,6 @@ def named(func: Callable[..., Any]) -> tuple[str, bool]:
     return (stem, True) if stem != name and not stem.endswith("_") and stem in known() else ("", False)
 
 
-# ------------------------------------------------------------------ the line of the user's program
-
-
 def user_frame(start: FrameType | None = None, outside: tuple[str, ...] = ()) -> FrameType | None:
     """Return the innermost frame of the user's program, None if there is none.
 

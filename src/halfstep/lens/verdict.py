@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ import torch
 from halfstep import report as doc
 from halfstep.errors import FormatError
 from halfstep.formats import FP32, format_of
-from halfstep.report import SarifResult, sarif_log, strict_json, write_page
+from halfstep.report import SarifResult, plain, sarif_log, strict_json, write_page
 
 SHOWN = 4  # samples and indices are listed up to this number
 
-KINDS = {
+KINDS = {  # kind of a verdict -> what happened at the place
     "overflow": "a result is larger than the largest number of its format",
     "invalid": "the operator has no finite value there, in any format",
     "bad_batch": "the batch holds values that are not finite",
@@ -30,9 +29,8 @@ KINDS = {
     "loop": "the training loop wrote values, or left values, that it should not have",
     "not_reproducible": "the replay is finite, or there was none",
 }
-"""Kind of a verdict -> what happened at the place."""
 
-CAUSES = {
+CAUSES = {  # root cause of a verdict -> what it means
     "precision": "the low format: in fp32 the same steps are finite and train",
     "scale": "the setting of the loss scale",
     "divergence": "training ran away before this step: in fp32 it is lost too, now or a few steps later",
@@ -40,7 +38,6 @@ CAUSES = {
     "model": "the code has no finite value or gradient there, in any format",
     "loop": "the order of calls in the training loop",
 }
-"""Root cause of a verdict -> what it means."""
 
 WIDTH = 160  # characters of a headline
 LEAST = 30  # of its remedy, where what happened needs the room: its numbers matter more
@@ -49,14 +46,13 @@ MODULE = 30  # characters of a module's name in a headline: its end
 BETWEEN, CUT = " | ", "..."
 HEADERS = ("operator", "module", "phase", "format", "largest", "limit")  # of a story
 
-NAMES = {
+NAMES = {  # largest number of a format -> its name
     3.4028234663852886e38: "float32",
     3.3895313892515355e38: "bfloat16",
     65504.0: "float16",
     57344.0: "float8_e5m2",
     448.0: "float8_e4m3",
 }
-"""Largest number of a format -> its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,12 +245,7 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """Return plain values: the fields, policies as TOML, and the headline."""
-        values = {**dataclasses.asdict(dataclasses.replace(self, cures=())), "headline": self.headline}
-        values["cures"] = [
-            {"text": c.text, "verified": c.verified, "outcome": c.outcome, "policy": c.policy and c.policy.to_toml()}
-            for c in self.cures
-        ]
-        return {**values, "page": self.page}
+        return {**plain(self), "headline": self.headline, "page": self.page}
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the report line by line, each with its style: "title", "good", "bad", "dim" or ""."""
@@ -267,7 +258,7 @@ class Verdict:
             ("shown by", self.shown, ""),
             ("place", place if self.op else "", ""),
             ("" if self.op else "place", self.line, ""),
-            ("inputs", _inputs(self), ""),
+            ("inputs", ", ".join(f"{d} {list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True)), ""),
             ("", f"largest {self.value:.6g}{limit}" if self.shapes else "", ""),
             ("value of", self.parameter, ""),
             ("ranks", ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else "", ""),
@@ -293,10 +284,6 @@ class Verdict:
 
 def _cause(verdict: Verdict) -> str:
     return f"{verdict.cause} ({'shown' if verdict.sure == 'shown' else 'most likely'})"
-
-
-def _inputs(verdict: Verdict) -> str:
-    return ", ".join(f"{d} {list(s)}" for d, s in zip(verdict.dtypes, verdict.shapes, strict=True))
 
 
 def _fact(name: str, text: str) -> str:
@@ -334,10 +321,12 @@ def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> st
 
 def _page(verdict: Verdict) -> doc.Document:
     rank = f" on rank {verdict.rank}" if verdict.rank or verdict.ranks else ""
+    notes = (doc.Bullets(verdict.notes),) if verdict.notes else ()
+    details = (doc.hidden("The whole report", str(verdict)), *notes)
     return doc.page(
         f"halfstep black box: step {verdict.step}{rank}",
         doc.sentence(verdict.what),
-        (_summary(verdict), _magnitudes(verdict), _history(verdict), _cures(verdict), _place(verdict)),
+        (_summary(verdict), _magnitudes(verdict), _history(verdict), _cures(verdict), doc.Section("Details", details)),
     )
 
 
@@ -413,13 +402,3 @@ def _cures(verdict: Verdict) -> doc.Section:
         if rest:
             blocks.append(doc.Code("\n".join(rest)))
     return doc.Section("What to change", blocks)
-
-
-def _place(verdict: Verdict) -> doc.Section:
-    facts = {
-        "operator": verdict.op, "module": verdict.module, "phase": verdict.phase, "line": verdict.line,
-        "inputs": _inputs(verdict), "largest input": f"{verdict.value:.6g}" if verdict.shapes else "",
-        "value of": verdict.parameter, "read": verdict.page,
-    }  # fmt: skip
-    table = doc.table("The place", ("", ""), ((name, text) for name, text in facts.items() if text))
-    return doc.Section("Details", (table, *([doc.Bullets(verdict.notes)] if verdict.notes else [])))

@@ -5,6 +5,7 @@ Source of SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.htm
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -60,16 +61,21 @@ def _location(result: SarifResult) -> dict[str, Any]:
 
 
 def strict_json(value: Any, path: str | Path | None = None) -> str:
-    """Return dicts, lists, tuples and plain values as JSON, nan and inf as null; also write it to `path`, if given."""
-    text = json.dumps(_plain(value), indent=1) + "\n"
+    """Return what `plain` makes of a value as JSON, nan and inf as null; also write it to `path`, if given."""
+    text = json.dumps(plain(value, finite=True), indent=1) + "\n"
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any, *, finite: bool = False) -> Any:
+    """Return dataclasses as dicts, policies as TOML, tuples as lists, all they hold too; `finite`: nan, inf as None."""
+    if hasattr(value, "to_toml") and not hasattr(value, "record"):  # a policy, without an import of torch
+        return value.to_toml()
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item, finite=finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(item, finite=finite) for item in value]
+    return None if finite and isinstance(value, float) and not math.isfinite(value) else value

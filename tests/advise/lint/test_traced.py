@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.advise.lint.registry import RULES
-from halfstep.advise.lint.registry import task as example
-from halfstep.advise.lint.rule import LintFinding, Rule
+from halfstep.advise.lint.rule import RULES, LintFinding, Rule
+from halfstep.advise.lint.rule import task as example
 from halfstep.advise.lint.tracing.rules import check_task as run_checks
 from halfstep.tasks import load_task
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from halfstep.advise.plan import MemoryPlan, PlanError, fit_of, gpu_named, gpu_names, largest_batch
-from halfstep.advise.plan.fit import MOST_PLANS
-from halfstep.advise.plan.page import gib
+from halfstep.advise.plan.memory import MOST_PLANS, gib
 from tests.advise.plan.plans import GIB, made
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.advise.plan import MemoryPlan
-from halfstep.advise.plan.ranks import Ddp, sent
+from halfstep.advise.plan.ledger import Ddp, sent
 from tests.advise.plan import counted_ranks
 from tests.distributed.strategies import Net, batches, loss_of, policy
 from tests.two_processes import in_two_processes

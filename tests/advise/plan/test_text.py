@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halfstep.advise.plan import PARTS, Largest, MemoryPlan, Moment, Row, fit_of
-from halfstep.advise.plan.page import (
+from halfstep.advise.plan.memory import (
     LETTERS,
     drawing,
     figure,

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 import halfstep as hs
 from benchmarks.counts import allocations
-from halfstep.advise.plan import workspaces
+from halfstep.advise.plan import trace
 
 CLOSE = 0.02  # of the counted peak: the profiler counts what Python's objects of a step allocate too
 
@@ -86,8 +86,8 @@ def test_the_planned_peak_is_the_counted_one(name: str, policy: str) -> None:
 def test_a_large_convolution_is_run_on_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for largest in (1 << 30, 1 << 22):  # all samples and, as torch chooses kernels by their number, at least 16 of 64
-        monkeypatch.setattr(workspaces, "LARGEST", largest)
-        monkeypatch.setattr(workspaces, "_KNOWN", {})
+        monkeypatch.setattr(trace, "LARGEST_KERNEL", largest)
+        monkeypatch.setattr(trace, "_KNOWN", {})
         plan = hs.plan(depthwise, (torch.empty(64, 96, 16, 16),), loss_fn, adam, policy="O0", device="cpu")
         peaks.append(plan.peak_bytes)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

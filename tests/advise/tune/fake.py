@@ -9,8 +9,8 @@ from typing import Any
 
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
+from halfstep.advise.tune.lab import Lap, RaceResult, Reference
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import Lap, RaceResult, Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 from tests.tasks.small import small_task
@@ -43,7 +43,7 @@ def proof(verdict: str, more: int = 0) -> Proof:
 
 @dataclass
 class FakeLab:
-    """What `Search` and `Board` ask of a lab.
+    """What `Search` asks of a lab.
 
     Attributes:
         time: policy, compile -> step time over fp32's.

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.advise.tune import TuneError
 from halfstep.advise.tune.calibration import applied, calibration_of, differences, exceptions, savings
-from halfstep.advise.tune.lab import Lab
-from halfstep.advise.tune.race import RaceResult, Reference, race
+from halfstep.advise.tune.lab import Lab, RaceResult, Reference, race
 from halfstep.errors import TaskError
 from halfstep.tasks.candidates import FP32, Candidate
 from tests.advise.tune.clocks import WorkClock, batches, loss_fn, work_task

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import halfstep as hs
-from halfstep.advise.tune.page import tuning_page
 from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.result import Change, Tried, Tuning
+from halfstep.advise.tune.result import Change, Tried, Tuning, tuning_page
 from halfstep.report import Code, Facts, Figure, Gallery, Note, Paragraph, PointChart, Table, render
 from halfstep.tasks.measure import difference
 from halfstep.timing import Ratio

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.advise.tune.calibration import Calibration
-from halfstep.advise.tune.probe import chain, gradient_error, gradients, options
+from halfstep.advise.tune.calibration import Calibration, chain, gradient_error, gradients, options
 from halfstep.advise.tune.result import Change
 from halfstep.tasks.task import Task
 from tests.advise.tune.fake import spot

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 import halfstep as hs
-from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.calibration import Calibration
-from halfstep.advise.tune.race import Reference
+from halfstep.advise.tune.lab import Reference
 from halfstep.advise.tune.result import Tried
-from halfstep.advise.tune.search import Search
+from halfstep.advise.tune.search import Search, Weights
 from halfstep.tasks.candidates import Candidate
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot
 
@@ -28,13 +27,13 @@ def searched(
     lab: Any, weights: Weights = TIME, *, compile: bool = False, bound: float | None = 0.01,
     dtypes: tuple[str, ...] = ("bf16",), reference: Reference = REFERENCE,
 ) -> Search:  # fmt: skip
-    search = Search(Board(lab, weights, 40), bound=bound, dtypes=dtypes, seeds=0, compile=compile)
+    search = Search(lab, weights, 40, bound=bound, dtypes=dtypes, seeds=0, compile=compile)
     search.run(reference)
     return search
 
 
 def best(search: Search) -> Tried:
-    return search.board[search.board.best]
+    return search[search.best]
 
 
 def test_the_fastest_preset_within_the_bound_is_proven_and_taken() -> None:
@@ -54,8 +53,8 @@ def test_where_nothing_is_faster_it_stays_in_fp32_and_nothing_is_proven() -> Non
 
 def test_a_preset_beyond_the_bound_is_not_taken_however_fast() -> None:
     search = searched(FakeLab(time=preset_time, rise=lambda p: 0.02 if p.params == "low" else 0.0))
-    assert best(search).label == "mixed bf16" and search.board["O2 bf16"].verdict == "worse"
-    assert "+2.00 %" in search.board["O2 bf16"].reason and "+1.00 % allowed" in search.board["O2 bf16"].reason
+    assert best(search).label == "mixed bf16" and search["O2 bf16"].verdict == "worse"
+    assert "+2.00 %" in search["O2 bf16"].reason and "+1.00 % allowed" in search["O2 bf16"].reason
 
 
 def test_an_audit_that_failed_is_in_the_notes_once() -> None:
@@ -71,7 +70,7 @@ def test_an_audit_that_failed_is_in_the_notes_once() -> None:
 def test_without_a_bound_the_spread_of_fp32_is_the_bound() -> None:
     lab = FakeLab(time=preset_time, rise=lambda p: 0.03 if p.name == "pure" else 0.01)
     search = searched(lab, bound=None)
-    assert search.board.bound == pytest.approx(0.02) and best(search).label == "O2 bf16"
+    assert search.bound == pytest.approx(0.02) and best(search).label == "O2 bf16"
 
 
 def test_a_fast_preset_beyond_the_bound_gets_the_most_sensitive_exceptions() -> None:
@@ -99,7 +98,7 @@ def test_exceptions_that_are_not_needed_are_dropped() -> None:
 
     lab = FakeLab(time=lambda p, c: PRESET_TIMES[p.name] + 0.02 * len(p.modules), rise=rise, spots=spots)
     search = searched(lab)
-    assert best(search).policy.modules == (("b", "fp32"),) and "pure bf16 + a fp32, b fp32" in search.board.tried
+    assert best(search).policy.modules == (("b", "fp32"),) and "pure bf16 + a fp32, b fp32" in search.tried
 
 
 def test_a_scale_that_begins_too_high_gets_a_rule_that_begins_low() -> None:
@@ -121,7 +120,7 @@ def test_gradients_that_are_far_off_get_exceptions_though_the_loss_is_within_the
     search = searched(lab)
     assert best(search).label == "pure bf16 + matmul fp32"
     assert [label for label, _ in search.proofs] == [best(search).label]
-    (plain,) = (tried for tried in search.board.measured() if tried.label == "pure bf16")
+    (plain,) = (tried for tried in search.measured() if tried.label == "pure bf16")
     assert plain.reason.endswith("; its gradients are off by 80 %")
 
 
@@ -165,7 +164,7 @@ def test_changes_that_save_are_found_one_by_one_and_taken_together() -> None:
     assert found.time is not None and found.time.median == pytest.approx(0.69 * 0.9 * 0.95)
     assert found.predicted == pytest.approx(0.69 * 0.9 * 0.95)
     assert [c.why.partition("; ")[2] for c in found.changes] == ["saves 0.69 ms", "saves 0.34 ms"]
-    rejected = search.board["pure bf16 + linear fp32"]
+    rejected = search["pure bf16 + linear fp32"]
     assert rejected.verdict == "slower" and "1.300 of pure bf16's time" in rejected.reason
 
 
@@ -177,7 +176,7 @@ def test_changes_that_save_and_harm_are_not_taken() -> None:
 def test_a_candidate_that_fails_is_noted_and_the_search_goes_on() -> None:
     failing = lambda p: "OutOfMemoryError: no memory" if p.name == "pure" else ""  # noqa: E731
     search = searched(FakeLab(time=preset_time, failing=failing))
-    assert search.board["pure bf16"].verdict == "failed" and "no memory" in search.board["pure bf16"].reason
+    assert search["pure bf16"].verdict == "failed" and "no memory" in search["pure bf16"].reason
     assert best(search).label == "O2 bf16"
 
 
@@ -188,7 +187,7 @@ def test_where_the_proof_fails_the_next_one_is_tested(verdict: str) -> None:
     assert [(label, found.verdict) for label, found in search.proofs] == [
         ("pure bf16", verdict), ("O2 bf16", "equivalent"),
     ]  # fmt: skip
-    assert best(search).label == "O2 bf16" and search.board["pure bf16"].verdict == "worse"
+    assert best(search).label == "O2 bf16" and search["pure bf16"].verdict == "worse"
 
 
 def test_where_nothing_is_decided_the_best_preset_is_taken_and_not_a_changed_one() -> None:
@@ -204,7 +203,7 @@ def test_where_all_proofs_fail_it_stays_in_fp32() -> None:
 
 def test_a_slow_candidate_leaves_only_where_time_alone_counts() -> None:
     slow = lambda p, c: 2.0 if p.name == "lean" else 1.0  # noqa: E731
-    assert searched(FakeLab(time=slow)).board["lean bf16"].verdict == "slower"
+    assert searched(FakeLab(time=slow))["lean bf16"].verdict == "slower"
     lab = FakeLab(time=slow, size=lambda p: 300 if p.name == "lean" else 1000)
     assert best(searched(lab, MEMORY)).label == "lean bf16"
     assert best(searched(lab, Weights(time=0.9, memory=0.1))).label == "O0"
@@ -213,7 +212,7 @@ def test_a_slow_candidate_leaves_only_where_time_alone_counts() -> None:
 def test_compiled_steps_are_candidates_too() -> None:
     search = searched(FakeLab(time=lambda p, c: 0.5 if c else preset_time(p)), compile=True)
     assert best(search).compile and best(search).preset in {"O0", "pure"}
-    assert not any("compiled" in label for label in searched(FakeLab(time=preset_time)).board.tried)
+    assert not any("compiled" in label for label in searched(FakeLab(time=preset_time)).tried)
 
 
 def test_without_time_it_is_fp32_and_what_is_missing_is_said() -> None:

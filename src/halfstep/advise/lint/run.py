@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import halfstep as hs
-from halfstep.advise.lint.registry import RULES, rule_of
-from halfstep.advise.lint.rule import Hit, LintFinding
-from halfstep.advise.lint.static import apex, loops, low_values, numerics, region_rules, scaling, weights  # noqa: F401
+from halfstep.advise.lint.rule import RULES, Hit, LintFinding, rule_of
+from halfstep.advise.lint.static import models, scaling, values  # noqa: F401
 from halfstep.advise.lint.static.script import Script
 from halfstep.arguments import PATH, TEXT, Kind, check, listed
 from halfstep.errors import LintError
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
     from halfstep.policy import Policy
     from halfstep.tasks import Task
 
-POLICY = "mixed"
-"""What a task is traced under, unless it is told."""
+POLICY = "mixed"  # what a task is traced under, unless it is told
 
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 
-FUNCTION = re.compile(r"(.*\.py):[^\W\d]\w*", re.DOTALL)
-"""The target that is a function of a file."""
+FUNCTION = re.compile(r"(.*\.py):[^\W\d]\w*", re.DOTALL)  # the target that is a function of a file
 
 LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 """Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""

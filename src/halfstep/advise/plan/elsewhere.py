@@ -63,18 +63,7 @@ def _answer(request: Path, answer: Path) -> None:
     here.pop("start_method", None)
     spawn.prepare(here)
     function, requests = pickle.loads(job)
-    answer.write_bytes(pickle.dumps([_sendable(attempt(function, **one)) for one in requests]))
-
-
-def _sendable(answer: Any) -> Any:
-    """Return what survives a pickle: of an error itself without its causes, or a PlanError of its words."""
-    if not isinstance(answer, Exception):
-        return answer
-    try:
-        again = pickle.loads(pickle.dumps(answer))
-        return again if str(again) == str(answer) else PlanError(str(answer))
-    except Exception:  # a constructor with other arguments
-        return PlanError(str(answer))
+    answer.write_bytes(pickle.dumps([attempt(function, **one) for one in requests]))
 
 
 if __name__ == "__main__":

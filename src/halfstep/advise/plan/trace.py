@@ -15,6 +15,11 @@ before the next begins.
 Note [values]: fake tensors have no values, and models read some: whether a mask has padding, how long the longest
 sequence is. The batch of a plan is real, so what follows from it and from constants alone is computed beside the trace,
 on the CPU. Whatever depends on weights, on random numbers or on large floating inputs has no value.
+
+Note [workspaces]: a CPU's kernels allocate more than the results that fake tensors show. oneDNN copies what a
+convolution reads into layouts of its own, reductions of low numbers make fp32 copies, recurrent layers keep what their
+backward pass reads. A kernel is run on zeros, once for each combination of shapes, strides and formats, while torch's
+allocator is followed. Those of a GPU are chosen by cuDNN and cuBLAS while they run.
 """
 
 from __future__ import annotations
@@ -22,17 +27,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.advise.plan.ledger import Block, Ledger, PlanError
-from halfstep.advise.plan.ranks import collective
-from halfstep.advise.plan.workspaces import workspace
+from halfstep.advise.plan.ledger import Block, Ledger, PlanError, collective
 from halfstep.lens import Sink, user_line
-from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, get_sequence_nr
-from halfstep.torch_private.devices import storage_key
+from halfstep.torch_private.autograd import (
+    current_autograd_node,
+    current_graph_task_id,
+    get_sequence_nr,
+    profiler_enabled,
+)
+from halfstep.torch_private.devices import cpu_allocations, storage_key
 from halfstep.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,6 +51,69 @@ from halfstep.torch_private.fake import (
 from halfstep.torch_private.operators import schema_of
 from halfstep.torch_private.trees import tree_map_only
 from halfstep.trees import tensors
+
+LARGEST_KERNEL = 1 << 25
+"""Bytes of arguments and results up to which a kernel is run: matrix products then take half a second on two cores.
+A larger convolution is run on a half, a quarter, ... of its samples; other larger kernels count no workspace."""
+
+CONVOLUTIONS = {"aten::convolution": 1, "aten::convolution_backward": 2}
+"""Operator -> how many of its first arguments have a dimension of samples."""
+
+
+Workspace = tuple[int, tuple[int, ...]]
+"""Bytes that a kernel allocates: at one time, results included; for each result in the order of `trees.tensors`."""
+
+
+def workspace(func: Any, args: Any, kwargs: Any, result: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:
+    """Return the workspace of a call on fake tensors, None if it is not counted; `bytes_of`: memory of an argument."""
+    name = schema_of(func).name
+    given, made = tensors((args, kwargs)), tensors(result)
+    if (
+        not given
+        or not name.startswith("aten::")
+        or func.is_view
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or not all(type(t) is FakeTensor and t.layout is torch.strided for t in (*given, *made))
+        or profiler_enabled()
+    ):
+        return None
+    share = 1
+    while sum(t.nbytes for t in (*given, *made)) > share * LARGEST_KERNEL:
+        share *= 2
+    if share > 1:
+        batched = CONVOLUTIONS.get(name, 0)
+        samples = args[0].shape[0] // share if batched else 0
+        if not samples:
+            return None
+        args = (*(t[:samples] for t in args[:batched]), *args[batched:])
+    shapes = [(t.shape, t.stride(), t.dtype, bytes_of(t)) for t in tensors((args, kwargs))]
+    key = repr((func, shapes, tree_map_only(Tensor, lambda _: None, (args, kwargs))))
+    if key not in _KNOWN:
+        _KNOWN[key] = _run(func, args, kwargs, bytes_of)
+    known = _KNOWN[key]
+    return known if known is None or share == 1 else (known[0] * share, ())
+
+
+_KNOWN: dict[str, Workspace | None] = {}  # call, without values -> its workspace on this machine
+
+
+def _run(func: Any, args: Any, kwargs: Any, bytes_of: Callable[[Tensor], int]) -> Workspace | None:
+    def zeros(fake: Tensor) -> Tensor:
+        if fake.numel() == 0 and (hidden := bytes_of(fake)):  # what a kernel keeps for its backward pass
+            return torch.zeros(hidden // fake.element_size(), dtype=fake.dtype)
+        extent = 1 + sum((n - 1) * step for n, step in zip(fake.shape, fake.stride(), strict=True))
+        return torch.zeros(max(extent, 0), dtype=fake.dtype).as_strided(fake.shape, fake.stride())
+
+    shapes = tree_map_only(Tensor, lambda t: t, (args, kwargs))
+    with unset_fake_temporarily():
+        args, kwargs = tree_map_only(Tensor, zeros, shapes)
+        results: list[Tensor] = []
+        try:
+            found = cpu_allocations(lambda: results.extend(tensors(func(*args, **kwargs))))
+        except Exception:  # a kernel that refuses zeros, such as for lengths
+            return None
+        return max(accumulate(found, initial=0)), tuple(t.untyped_storage().nbytes() for t in results)
+
 
 LARGEST = 1 << 22  # elements of integers
 LARGEST_FLOAT = 1 << 12  # elements of floating tensors: lengths and counts, no pictures
@@ -87,20 +159,16 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the results of an operator that ran on fake tensors their values, if they have any."""
-        if isinstance(result, Tensor):
-            large = result.numel() > (LARGEST if not result.is_floating_point() else LARGEST_FLOAT)
-            changed = schema_of(func).is_mutable
-            if large and not changed:
-                return
-            value = self.compute(func, args, kwargs)
-            if isinstance(value, Tensor):
-                self.give(result, value)
-            elif changed and (old := getattr(result, NAME, None)) is not None:
+        made, changed = tensors(result), schema_of(func).is_mutable
+        most = LARGEST_FLOAT if any(t.is_floating_point() for t in made) else LARGEST
+        if not made or (sum(t.numel() for t in made) > most and not changed):
+            return
+        values = tensors(self.compute(func, args, kwargs))
+        for tensor, value in zip(made, values, strict=False):
+            self.give(tensor, value)
+        for tensor in made if changed and not values else ():
+            if (old := getattr(tensor, NAME, None)) is not None:
                 self._lost.add(storage_key(old.untyped_storage()))  # of all tensors that share its memory
-        elif isinstance(result, (tuple, list)) and all(isinstance(t, Tensor) for t in result):
-            if sum(t.numel() for t in result) <= LARGEST_FLOAT or not any(t.is_floating_point() for t in result):
-                for tensor, value in zip(result, self.compute(func, args, kwargs) or (), strict=False):
-                    self.give(tensor, value)
 
     def dense_index(self, args: Any) -> Any:
         """Return arguments of `aten::index` with masks of known values as lists of places; None if one is unknown."""
@@ -204,12 +272,13 @@ class MemorySink(Sink):
             return self._read(func, args[0])
         result = self._run(func, name, args, kwargs)
         taken = workspace(func, args, kwargs, result, self._bytes_of) if self.device == "cpu" else None
+        kept = () if taken is None else taken[1]
         if taken is not None:
-            ledger.passing(taken.most, tensors((args, kwargs))[0].dtype, module, name, self.phase)
+            ledger.passing(taken[0], tensors((args, kwargs))[0].dtype, module, name, self.phase)
         for number, item in enumerate(tensors(result)):
             block = self._note(item, module, name, args, backward)
-            if block is not None and taken is not None and number < len(taken.results):
-                block.bytes = max(block.bytes, taken.results[number])
+            if block is not None and number < len(kept):
+                block.bytes = max(block.bytes, kept[number])
         if func.namespace in RANKS:
             self._shared(func, name, args, kwargs, result)
         if name.startswith("aten::resize") or name == "aten::set_":

@@ -33,9 +33,7 @@ GAIN = 4.0
 BASELINE = Candidate(label=FP32, dtype="fp32")
 
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
-
-LAST = 10
-"""The last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared."""
+LAST = 10  # the last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared
 
 PATIENCE = 20
 """Steps in a row whose loss is not finite, after which a training is given up: a loss scale recovers within them."""

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import halfstep as hs
-from halfstep.advise.tune.board import PRESETS, SAFE, WRONG, Board
-from halfstep.advise.tune.calibration import Calibration, applied, exceptions, savings
-from halfstep.advise.tune.lab import SEEDS
-from halfstep.advise.tune.page import size
-from halfstep.advise.tune.probe import chain, options
-from halfstep.advise.tune.proof import Proof
-from halfstep.advise.tune.race import LOOKS, Reference
-from halfstep.advise.tune.result import Change, Tried
+from halfstep.advise.tune.calibration import Calibration, applied, chain, exceptions, options, savings
+from halfstep.advise.tune.lab import LOOKS, SEEDS, Lab, Lap, RaceResult, Reference
+from halfstep.advise.tune.proof import BASELINE, Proof
+from halfstep.advise.tune.result import Change, Tried, size
 from halfstep.report import counted
-from halfstep.tasks.candidates import FP32
-from halfstep.timing import WARM_UP
+from halfstep.tasks.candidates import FP32, Candidate
+from halfstep.timing import WARM_UP, Ratio
+
+SAFE = "O0"  # the preset that computes in fp32: the choice when nothing else is shown to be good
+
+PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
+"""The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
+
+WRONG = 0.1
+"""Error of the gradients above which a candidate has to be looked at: healthy bf16 models stay below a twentieth."""
+
+GROUP = 8  # candidates of one race at most, its base not counted: all of them are in memory at once
+COMPILED = " compiled"  # behind the label of a candidate with ``compile=True``
 
 TOO_SLOW = 1.2  # a preset that takes this many times fp32's time is left out where only time counts
 LADDER = (1, 2, 4, 8)
@@ -31,9 +39,7 @@ LADDER = (1, 2, 4, 8)
 LOW_START = "megengine"  # the loss-scale rule that begins at 16: torch's begins at 65,536 and skips steps until it fits
 MENDED = 2  # presets that are given exceptions at most, the cheapest ones
 ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
-
-CHANGED = 2
-"""Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
+CHANGED = 2  # candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested
 
 PROOF = 9
 """Short trainings of a proof with the fewest seeds, five pairs of which three of fp32 are there, and a little more."""
@@ -41,22 +47,42 @@ PROOF = 9
 COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """How much time and memory count; they add up to 1."""
+
+    time: float
+    memory: float
+
+    def cost(self, time: float, memory: float) -> float:
+        """Return the logarithm of the weighted geometric mean of two ratios."""
+        return sum(w * math.log(x) for w, x in ((self.time, time), (self.memory, memory)) if w)
+
+
 class Search:
     """One search while it runs; `bound`, `dtypes` and `seeds` as `tune` takes them."""
 
     def __init__(
-        self, board: Board, *, bound: float | None, dtypes: Sequence[str], seeds: int, compile: bool
+        self, lab: Lab, weights: Weights, steps: int, *, bound: float | None, dtypes: Sequence[str], seeds: int,
+        compile: bool,
     ) -> None:  # fmt: skip
-        self.board, self.lab, self.steps = board, board.lab, board.steps
+        self.lab, self.weights, self.steps = lab, weights, steps
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
         self.notes: list[str] = []  # what was left out and what is missing
         self.proofs: list[tuple[str, Proof]] = []  # of a label, in order
         self.finished = self.interrupted = False
+        self.bound = math.nan  # largest loss rise, a fraction of fp32's loss
+        self.tried: dict[str, Tried] = {FP32: Tried(label=FP32, policy=hs.Policy.of(SAFE), preset=SAFE)}
+        self.best = self.add(hs.Policy.of(SAFE), SAFE).label
+        self.control: Ratio | None = None  # fp32 over fp32, of the last race
+        self.resolution = 0.0
+        self.repeatable = True  # whether two trainings in fp32 from one start had the same losses in every race
+        self.laps: dict[str, Lap] = {}  # the last one of each candidate
 
     def run(self, reference: Reference) -> None:
         """Search until the end or until the time is up."""
-        self.board.bound = reference.noise if self.given is None else self.given
-        self.board.set(SAFE, error=0.0)
+        self.bound = reference.noise if self.given is None else self.given
+        self.set(SAFE, error=0.0)
         stages: tuple[tuple[str, float, Callable[[], bool]], ...] = (
             ("the presets", 8.0 * len(self.dtypes), self.presets),
             ("exceptions for presets that are not sound", 20.0, self.repair),
@@ -69,7 +95,7 @@ class Search:
             names = ", ".join(name for name, _ in missed)
             self.notes.append(f"the time was too short for {names}: {self.missing(sum(t for _, t in missed))}")
         self.finished = not missed
-        if not self.board.repeatable:
+        if not self.repeatable:
             self.notes.append(
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
                 "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
@@ -77,21 +103,19 @@ class Search:
 
     def presets(self) -> bool:
         """Race all presets in all formats."""
-        board = self.board
-        made = [board.add(hs.Policy.of(name, dtype=dtype), name) for name in PRESETS[1:] for dtype in self.dtypes]
+        made = [self.add(hs.Policy.of(name, dtype=dtype), name) for name in PRESETS[1:] for dtype in self.dtypes]
         labels = [SAFE, *(tried.label for tried in made)]
-        limit = math.inf if board.weights.memory else TOO_SLOW
-        found = board.race(labels, self.steps, limit=limit, phase="presets")
+        limit = math.inf if self.weights.memory else TOO_SLOW
+        found = self.race(labels, self.steps, limit=limit, phase="presets")
         for label in labels:
             self._settle(label)
         return found
 
     def repair(self) -> bool:
         """Give presets that are cheaper than the best and not sound exceptions, until they are."""
-        board = self.board
-        judged = [t for t in board.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
-        beyond = [t for t in judged if not board.sound(t) and board.cheaper(t, board[board.best])]
-        for tried in sorted(beyond, key=board.cost)[:MENDED]:
+        judged = [t for t in self.tried.values() if t.verdict in {"within", "worse"} and not t.changes]
+        beyond = [t for t in judged if not self.sound(t) and self.cheaper(t, self[self.best])]
+        for tried in sorted(beyond, key=self.cost)[:MENDED]:
             calibration = self._calibration(tried.label)
             listed = exceptions(calibration, tried.policy)
             probed = [
@@ -99,7 +123,7 @@ class Search:
                 for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
             found = probed or listed
-            skipped = board.laps[tried.label].skipped
+            skipped = self.laps[tried.label].skipped
             if tried.policy.dtype == "fp16" and skipped:  # the scale had to come down first
                 why = f"{counted(skipped, 'step')} skipped until the scale fits"
                 found = [Change(field="scale", value=LOW_START, why=why), *found]
@@ -107,7 +131,7 @@ class Search:
             rungs = counts if probed else sorted({min(count, len(found)) for count in LADDER if found})
             if not self._excepted(tried, [found[:count] for count in rungs]):
                 return False
-            passed = [n for n in rungs if board.sound(board.changed(tried, found[:n]))]
+            passed = [n for n in rungs if self.sound(self.changed(tried, found[:n]))]
             few = found[: passed[0]] if passed else []
             fewer = [[change for change in few if change is not left] for left in few]
             if len(few) > 1 and not self._excepted(tried, fewer):
@@ -115,7 +139,7 @@ class Search:
         return True
 
     def _calibration(self, label: str) -> Calibration:
-        found = self.lab.calibration(self.board.candidate(label), self.steps)
+        found = self.lab.calibration(self.candidate(label), self.steps)
         note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
         if found.failed and note not in self.notes:
             self.notes.append(note)
@@ -125,54 +149,52 @@ class Search:
         return self.lab.probe(policy, self.steps, reserve=self._reserve())
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
-        board = self.board
-        made = [board.changed(tried, changes) for changes in exceptions]
+        made = [self.changed(tried, changes) for changes in exceptions]
         labels = [t.label for t in made if t.verdict == "unmeasured"]
-        whole = board.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
+        whole = self.race(labels, self.steps, base=tried.label, reserve=self._reserve(),
                            phase=f"exceptions for {tried.label}")  # fmt: skip
         for label in labels:
-            if board[label].time is not None:
-                self._explain(label, board[tried.label])
+            if self[label].time is not None:
+                self._explain(label, self[tried.label])
             self._settle(label)
         return whole
 
     def improve(self) -> bool:
         """Try changes one by one beside the best low candidate, then the good ones together."""
-        board = self.board
-        low = [t for t in board.tried.values() if board.sound(t) and t.preset != SAFE]
-        base = min(low, key=board.cost, default=None)
+        low = [t for t in self.tried.values() if self.sound(t) and t.preset != SAFE]
+        base = min(low, key=self.cost, default=None)
         whole = True
         for _ in range(ROUNDS):
             if base is None:
                 break
-            found = savings(self._calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            found = savings(self._calibration(base.label), base.policy, memory=self.weights.memory > 0.0)
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
-            new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            limit = math.inf if board.weights.memory else 1.0 - board.resolution  # beyond it nothing is saved
-            whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+            new = [t.label for t in (self.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
+            limit = math.inf if self.weights.memory else 1.0 - self.resolution  # beyond it nothing is saved
+            whole &= self.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
                                 reserve=self._reserve(), phase="changes that save")  # fmt: skip
-            timed = [self._explain(label, base) for label in new if board[label].time is not None]
-            together = self._together(board[base.label], timed)
+            timed = [self._explain(label, base) for label in new if self[label].time is not None]
+            together = self._together(self[base.label], timed)
             reserve = self._reserve()
-            whole &= board.race(together, self.steps, base=base.label, reserve=reserve, phase="changes together")
-            base = board[base.label]
-            better = [x for x in together if board[x].verdict == "within" and board.saves(board[x], base)]
+            whole &= self.race(together, self.steps, base=base.label, reserve=reserve, phase="changes together")
+            base = self[base.label]
+            better = [x for x in together if self[x].verdict == "within" and self.saves(self[x], base)]
             for label in better:
                 self._settle(label)
-            base = min((board[x] for x in better if board.sound(board[x])), key=board.cost, default=None)
+            base = min((self[x] for x in better if self.sound(self[x])), key=self.cost, default=None)
         return whole
 
     def prove(self) -> bool:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
-        board, decided = self.board, True
+        decided = True
         for tried in self._finalists():
-            if tried.label == SAFE or not board.cheaper(tried, board[SAFE]):
+            if tried.label == SAFE or not self.cheaper(tried, self[SAFE]):
                 continue
             if self._proven(tried.label):
-                board.best = tried.label
+                self.best = tried.label
                 return True
-            decided &= board[tried.label].verdict != "undecided"
+            decided &= self[tried.label].verdict != "undecided"
         self.fall_back()
         return decided
 
@@ -180,42 +202,39 @@ class Search:
         """Try the best candidate and fp32 with compiled steps; their losses are those of eager ones until the proof."""
         if not self.compiling:
             return True
-        board = self.board
-        eager = list(dict.fromkeys((board.best, SAFE)))
-        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
-        whole = board.race([*eager, *labels], WARM_UP + LOOKS, judged=False, base=eager[0],
+        eager = list(dict.fromkeys((self.best, SAFE)))
+        labels = [self.add(t.policy, t.preset, t.changes, compile=True).label for t in (self[x] for x in eager)]
+        whole = self.race([*eager, *labels], WARM_UP + LOOKS, judged=False, base=eager[0],
                            reserve=self._reserve() + COMPILING, phase="compiled steps")  # fmt: skip
-        for label, alike in zip(labels, map(board.__getitem__, eager), strict=True):
-            if board[label].time is not None and board[label].verdict == "unmeasured":
-                board.set(label, verdict=alike.verdict, loss_rise=alike.loss_rise, error=alike.error,
+        for label, alike in zip(labels, (self[x] for x in eager), strict=True):
+            if self[label].time is not None and self[label].verdict == "unmeasured":
+                self.set(label, verdict=alike.verdict, loss_rise=alike.loss_rise, error=alike.error,
                           reason=f"its loss is taken for that of {alike.label}")  # fmt: skip
-            board.prefer(label)
+            self.prefer(label)
         return whole
 
     def _proven(self, label: str) -> bool:
-        proof = self.lab.prove(self.board.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
+        proof = self.lab.prove(self.candidate(label), self.steps, bound=self.given, seeds=self.seeds)
         self.proofs.append((label, proof))
         self.lab.say(f"{label}: {proof.verdict}; {proof.reason}")
         if not proof.holds:
             verdict = proof.verdict if proof.verdict == "undecided" else "worse"
             words = proof.reason if verdict == proof.verdict else f"{proof.verdict}: {proof.reason}"
-            self.board.set(label, verdict=verdict, reason=words)
+            self.set(label, verdict=verdict, reason=words)
         return proof.holds
 
     def fall_back(self) -> None:
         """Make the best preset the choice that no training has shown to be worse."""
-        board = self.board
-        plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
-        board.best = SAFE
+        plain = [t for t in self.tried.values() if not t.changes and not t.compile and t.label != FP32]
+        self.best = SAFE
         for tried in plain:
             safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
-            if safe and board.cheaper(tried, board[board.best]):
-                board.best = tried.label
+            if safe and self.cheaper(tried, self[self.best]):
+                self.best = tried.label
 
     def reason(self, proof: Proof | None) -> str:
         """Return why the choice was chosen, in one sentence."""
-        board = self.board
-        best = board[board.best]
+        best = self[self.best]
         if best.preset == SAFE and not best.compile:
             return "no cheaper candidate was shown to be as good as fp32"
         shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
@@ -223,32 +242,31 @@ class Search:
 
     def _finalists(self) -> list[Tried]:
         """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
-        board = self.board
-        within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=board.rank)
+        within = [t for t in self.tried.values() if t.verdict == "within" and t.label != FP32]
+        order = sorted(within, key=self.rank)
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
-        again = [label for label in labels if not board[label].compile]  # others would be compiled again
+        again = [label for label in labels if not self[label].compile]  # others would be compiled again
         seed = self.lab.seed + SEEDS
-        if again and again != [SAFE] and board.race(
-            again, WARM_UP + 2 * LOOKS, judged=False, base=again[0], limit=math.inf if board.weights.memory else 1.0,
+        if again and again != [SAFE] and self.race(
+            again, WARM_UP + 2 * LOOKS, judged=False, base=again[0], limit=math.inf if self.weights.memory else 1.0,
             seed=seed, reserve=self._reserve(), phase="the finalists",
         ):  # fmt: skip
-            board.best = SAFE
-            finalists = map(board.__getitem__, labels)
+            self.best = SAFE
+            finalists = [self[x] for x in labels]
             for tried in sorted(finalists, key=lambda t: (t.compile, PRESETS.index(t.preset), len(t.changes))):
-                board.prefer(tried.label)
-        return sorted((board[x] for x in labels), key=board.rank)
+                self.prefer(tried.label)
+        return sorted((self[x] for x in labels), key=self.rank)
 
     def _settle(self, label: str) -> None:
-        tried = self.board[label]
+        tried = self[label]
         if tried.verdict in {"within", "worse"} and label != SAFE:
-            self.board.set(label, error=self._probe(tried.policy))
-        self.board.prefer(label)
+            self.set(label, error=self._probe(tried.policy))
+        self.prefer(label)
 
     def _explain(self, label: str, base: Tried) -> Tried:
-        board, tried = self.board, self.board[label]
-        saved = (1.0 - board.beside(label)) * board[base.label].milliseconds
+        tried = self[label]
+        saved = (1.0 - self.beside(label)) * self[base.label].milliseconds
         words = f"saves {saved:.2g} ms" if saved > 0 else f"costs {-saved:.2g} ms"
         new = len(tried.changes) - len(base.changes)
         if new != 1:
@@ -257,15 +275,14 @@ class Search:
         if tried.bytes and memory:
             words += f", {size(abs(memory))} {'more' if memory > 0 else 'less'}"
         last = replace(tried.changes[-1], why=f"{tried.changes[-1].why}; {words}")
-        return board.set(label, changes=(*tried.changes[:-1], last))
+        return self.set(label, changes=(*tried.changes[:-1], last))
 
     def _together(self, base: Tried, singles: Sequence[Tried]) -> list[str]:
         """Return candidates with the changes that save: the best one, the best two, ...; one rule a place."""
-        board = self.board
-        good = sorted((t for t in singles if board.saves(t, base)), key=lambda t: board.beside(t.label))
+        good = sorted((t for t in singles if self.saves(t, base)), key=lambda t: self.beside(t.label))
         for tried in singles:
             if tried.verdict == "unmeasured":
-                board.set(tried.label, verdict="saves" if tried in good else "slower")
+                self.set(tried.label, verdict="saves" if tried in good else "slower")
         first: dict[tuple[str, str], Tried] = {}
         for tried in good:
             first.setdefault((tried.changes[-1].field, tried.changes[-1].pattern), tried)
@@ -274,11 +291,11 @@ class Search:
         predicted, bytes_ = 1.0 if base.time is None else base.time.median, base.bytes
         for count, tried in enumerate(first.values(), 1):
             chosen.append(tried.changes[-1])
-            predicted *= board.beside(tried.label)
+            predicted *= self.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
             if count in LADDER or count == len(first):
-                label = board.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
-                board.set(label, predicted=predicted, predicted_bytes=bytes_)
+                label = self.add(applied(base.policy, chosen), base.preset, (*base.changes, *chosen)).label
+                self.set(label, predicted=predicted, predicted_bytes=bytes_)
                 labels.append(label)
         return labels
 
@@ -291,3 +308,150 @@ class Search:
         steps = max(self.steps, self.lab.task.excerpt_steps)
         minutes = math.ceil((1.3 * trainings * steps * self.lab.pace() + COMPILING * self.compiling) / 60)
         return f"about {minutes} more minutes are needed, with --resume"
+
+    # ------------------------------------------------------------------ what is known of every candidate
+
+    def __getitem__(self, label: str) -> Tried:
+        return self.tried[label]
+
+    def add(
+        self, policy: hs.Policy, preset: str, changes: tuple[Change, ...] = (), *, compile: bool = False
+    ) -> Tried:  # fmt: skip
+        """Return the candidate with this policy, new or known."""
+        for tried in self.tried.values():
+            same = tried.policy.replace(name="") == policy.replace(name="")
+            if same and tried.compile == compile and tried.label != FP32:
+                return tried
+        name = preset if preset == SAFE else f"{preset} {policy.dtype}"
+        if changes:
+            words = ", ".join(str(change).replace(" = ", " ") for change in changes)
+            name += f" + {words}" if len(changes) <= 2 else f" + {len(changes)} changes"
+        label, number = name + COMPILED * compile, 1
+        while label in self.tried:
+            number += 1
+            label = f"{name} ({number}){COMPILED * compile}"
+        self.tried[label] = Tried(label=label, policy=policy, preset=preset, compile=compile, changes=changes)
+        return self.tried[label]
+
+    def changed(self, base: Tried, changes: Sequence[Change]) -> Tried:
+        """Return `base` with some changes more."""
+        new = (replace(change, value=str(change.value)) for change in changes)
+        return self.add(applied(base.policy, changes), base.preset, (*base.changes, *new))
+
+    def set(self, label: str, **fields: Any) -> Tried:
+        """Replace fields of a candidate."""
+        self.tried[label] = replace(self.tried[label], **fields)
+        return self.tried[label]
+
+    def candidate(self, label: str) -> Candidate:
+        """Return a candidate as tasks have it."""
+        tried = self.tried[label]
+        return Candidate(label=label, dtype=tried.policy.dtype, policy=tried.policy, compile=tried.compile)
+
+    def race(
+        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, **options: Any
+    ) -> bool:  # fmt: skip
+        """Race candidates, and return whether the race came to its end; `judged`: it is long enough for the loss."""
+        others = [label for label in dict.fromkeys(labels) if label != base]
+        for start in range(0, len(others), GROUP):
+            group = [*([] if base == FP32 else [base]), *others[start : start + GROUP]]
+            found = self.lab.race([self.candidate(x) for x in group], steps, base=base, **options)
+            if found is not None:
+                self._take(found, group, base, judged=judged)
+            if found is None or not found.finished:
+                return False
+        return True
+
+    def _take(self, found: RaceResult, labels: Sequence[str], base: str, *, judged: bool) -> None:
+        for label in (FP32, *labels):
+            state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
+            self.set(label, state_bytes=state, saved_bytes=saved)
+        if found.control is not None:
+            self.control, self.resolution = found.control, found.control.resolution
+        self.repeatable &= found.repeatable
+        self.laps.update(found.laps)
+        fp32 = found.laps[FP32]
+        self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
+                 reason="what the others are compared with")  # fmt: skip
+        for label in labels:
+            self._judge(label, found, base, judged=judged)
+
+    def _judge(self, label: str, found: RaceResult, base: str, *, judged: bool) -> None:
+        lap, before = found.laps[label], self.tried[label]
+        if lap.time is not None:
+            self.set(label, time=lap.time, milliseconds=lap.milliseconds)
+        if lap.failed:
+            self.set(label, verdict="failed", reason=lap.failed)
+        elif lap.dropped:
+            if before.verdict == "unmeasured":
+                self.set(label, verdict="slower", reason=_over(lap.beside, base))
+        elif judged and found.finished:
+            rise = found.rise(label)
+            skipped = f"{lap.skipped} steps skipped" if lap.skipped else ""
+            reason = f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed"
+            if math.isnan(rise):
+                reason, skipped = "its loss cannot be compared: fp32 ends at 0", ""
+            elif math.isinf(rise):
+                reason, skipped = "its loss is not finite", f" ({skipped})" * bool(skipped)
+            elif skipped:
+                skipped = f", {skipped}"
+            self.set(label, loss_rise=rise, verdict="within" if rise <= self.bound else "worse",
+                     reason=reason + skipped)  # fmt: skip
+        elif before.verdict == "unmeasured":
+            self.set(label, reason=_over(lap.beside, base))
+        now = self.tried[label]
+        words = [now.verdict, _over(lap.time, FP32), now.reason]
+        self.lab.say(f"{label}: {'; '.join(dict.fromkeys(words))}")
+
+    def cost(self, tried: Tried) -> float:
+        """Return the logarithm of its cost over fp32's; inf if it is not known."""
+        fp32 = self.tried[FP32]
+        if (tried.time is None and self.weights.time) or (tried.bytes <= 0 and self.weights.memory):
+            return math.inf
+        memory = tried.bytes / fp32.bytes if fp32.bytes else math.inf
+        return self.weights.cost(1.0 if tried.time is None else tried.time.median, memory)
+
+    def cheaper(self, tried: Tried, other: Tried) -> bool:
+        """Return whether it costs less by more than the last race resolves."""
+        return self.cost(tried) < self.cost(other) - self.weights.time * self.resolution
+
+    def prefer(self, label: str) -> None:
+        """Make a candidate the best, if it is sound and cheaper."""
+        if self.sound(self.tried[label]) and self.cheaper(self.tried[label], self.tried[self.best]):
+            self.best = label
+
+    def sound(self, tried: Tried) -> bool:
+        """Return whether its loss is within the bound and its gradients are not far off, as far as is known."""
+        return tried.verdict == "within" and not tried.error > WRONG
+
+    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
+        """Return a place in the order of candidates: the best, then the sound ones, the cheapest first."""
+        return tried.label != self.best, not self.sound(tried) and tried.label != SAFE, self.cost(tried)
+
+    def measured(self) -> tuple[Tried, ...]:
+        """Return fp32 and every candidate that was measured, with their reasons complete."""
+        for label, tried in self.tried.items():
+            if tried.error > WRONG and tried.verdict in {"within", "worse"}:
+                self.set(label, reason=f"{tried.reason}; its gradients are off by {100 * tried.error:.0f} %")
+        every = self.tried.values()
+        return tuple(t for t in every if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
+
+    def saves(self, tried: Tried, base: Tried) -> bool:
+        """Return whether it is cheaper than `base`, the base of its last race, for certain."""
+        beside = self.laps[tried.label].beside
+        memory = tried.bytes / base.bytes if tried.bytes and base.bytes else math.inf
+        if beside is None or tried.verdict in {"failed", "slower"}:
+            return False
+        likely, least = self.weights.cost(beside.median, memory), self.weights.cost(beside.high, memory)
+        return least < 0.0 and likely < -self.weights.time * self.resolution
+
+    def beside(self, label: str) -> float:
+        """Return its step time over that of the base in its last race; 1.0 if it was not timed."""
+        beside = self.laps[label].beside if label in self.laps else None
+        return 1.0 if beside is None else beside.median
+
+
+def _over(ratio: Ratio | None, what: str) -> str:
+    if ratio is None:
+        return "not timed"
+    return f"{ratio.median:.3f} of {what}'s time ({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds)"

@@ -11,11 +11,9 @@ from pathlib import Path
 from torch import nn
 
 import halfstep as hs
-from halfstep.advise.tune.board import Board, Weights
 from halfstep.advise.tune.lab import Lab, Progress
-from halfstep.advise.tune.page import size
-from halfstep.advise.tune.result import TuneError, Tuning
-from halfstep.advise.tune.search import Search
+from halfstep.advise.tune.result import TuneError, Tuning, size
+from halfstep.advise.tune.search import Search, Weights
 from halfstep.arguments import CALLABLE, FLAG, INDEX, NONE, PATH, POSITIVE, TEXT, WHOLE, Kind, a, check, listed, one_of
 from halfstep.errors import did_you_mean
 from halfstep.tasks.compare import started
@@ -99,8 +97,7 @@ def tune(
             on_progress=on_progress,
         )  # fmt: skip
         steps = lab.steps()
-        board = Board(lab, weights, steps)
-        search = Search(board, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
+        search = Search(lab, weights, steps, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
         try:
             reference = lab.reference(steps, max_loss_rise)
             if reference is None:
@@ -122,23 +119,23 @@ def tune(
 
 
 def _result(search: Search, target: str) -> Tuning:
-    board, lab = search.board, search.lab
-    proof = next((proof for label, proof in search.proofs if label == board.best), None)
-    chosen = board.set(board.best, verdict="chosen", reason=search.reason(proof))
+    lab = search.lab
+    proof = next((proof for label, proof in search.proofs if label == search.best), None)
+    chosen = search.set(search.best, verdict="chosen", reason=search.reason(proof))
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=lab.task.name, chosen=chosen, tried=board.measured(), target=target, bound=board.bound,
-        bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
-        seed=lab.seed, device=lab.device, machine=machine(), advice=tuple(_advice(board)), notes=tuple(search.notes),
+        task=lab.task.name, chosen=chosen, tried=search.measured(), target=target, bound=search.bound,
+        bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=search.control, steps=search.steps,
+        seed=lab.seed, device=lab.device, machine=machine(), advice=tuple(_advice(search)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
     )  # fmt: skip
 
 
-def _advice(board: Board) -> Iterator[str]:
-    best, lab = board[board.best], board.lab
+def _advice(search: Search) -> Iterator[str]:
+    best, lab = search[search.best], search.lab
     if not best.saved_bytes:
         return
-    spots = lab.known_calibration(board.candidate(board.best), board.steps).spots
+    spots = lab.known_calibration(search.candidate(search.best), search.steps).spots
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:

@@ -54,16 +54,13 @@ META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
 SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and named arguments of one micro-batch."""
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments of one micro-batch
 
-SAME = 1e-3
-"""Relative difference of losses that order of summation alone does not make in fp32."""
+SAME = 1e-3  # relative difference of losses that order of summation alone does not make in fp32
 
 LAZY = "parameters that are created by the first batch were created in the copy: the model's own will differ"
 
-ATTEMPTS = 40
-"""Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
+ATTEMPTS = 40  # steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38
 
 
 def audit(
@@ -168,16 +165,9 @@ class Run:
     """One audit while it runs; `settings` are those of its `TrainStep`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        loss_fn: Callable[..., Any],
-        policy: Policy,
-        settings: Mapping[str, Any],
-        *,
-        shadow: torch.dtype,
-        reference: bool,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: Callable[..., Any], policy: Policy,
+        settings: Mapping[str, Any], *, shadow: torch.dtype, reference: bool,
+    ) -> None:  # fmt: skip
         self.loss_fn, self.policy = loss_fn, policy
         self.plan = plan = resolve(policy, model)
         self.notes: list[str] = []
@@ -242,7 +232,6 @@ class Run:
             self.recorder.tallies = before
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
-        self.meter.begin()
         args, kwargs = window[0]
         with Snapshot(noted()).returning():
             self._run_twin(args, kwargs)
@@ -299,7 +288,6 @@ class Run:
         return loss
 
     def _first_loss(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the loss of the fp32 twin that a second run is compared with; nan if there is none."""
         self._follow(twin)
         try:
             with Snapshot(noted()).returning(), suspended(), torch.no_grad():
@@ -412,9 +400,6 @@ def _widened(model: nn.Module) -> nn.Module:
         if tensor.dtype in LOW_DTYPES:
             tensor.data = tensor.data.float()
     return model
-
-
-# ------------------------------------------------------------------ before it runs
 
 
 def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:

@@ -20,42 +20,31 @@ from halfstep.policy.scale_rule import ScaleRule
 
 GRADIENTS = ("activation gradient", "weight gradient")
 
-SHOWN = 3
-"""Places named of what follows from a finding."""
+SHOWN = 3  # places named of what follows from a finding
 
 LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
 
-FEW = 0.01
-"""A smaller share of elements is no finding."""
-
-ROUNDINGS = 16
-"""Roundings to the format that one operator may err by: a product or a norm errs by about one."""
+FEW = 0.01  # a smaller share of elements is no finding
+ROUNDINGS = 16  # roundings to the format that one operator may err by: a product or a norm errs by about one
 
 DRIFT = 0.1
 """Accumulated error of an activation: a tenth of it is noise. Healthy bf16 models stay below a twentieth."""
 
-AMPLIFIED = 16.0
-"""An operator whose result is this many times worse than its inputs has lost their digits."""
+AMPLIFIED = 16.0  # an operator whose result is this many times worse than its inputs has lost their digits
 
 OTHERWISE = 0.02
 """Share of integers that are not those of fp32: rounding at the edge of a bin moves a few, of numbers of any size."""
 
-MOSTLY = 0.25
-"""Share of elements that is much."""
-
-SWALLOWED = 0.1
-"""Share of the size of an update, or of a change of state, that must not be lost."""
-
-SUMMED = 0.02
-"""Error of a sum of gradients over micro-batches: in bf16 64 of them make 0.008."""
+MOSTLY = 0.25  # share of elements that is much
+SWALLOWED = 0.1  # share of the size of an update, or of a change of state, that must not be lost
+SUMMED = 0.02  # error of a sum of gradients over micro-batches: in bf16 64 of them make 0.008
 
 HALF = 0.5
 """A term counts as lost if half of it, in elements and in size, vanishes in the addition. New models with weights of
 0.02 lose up to a third of a branch in a bf16 stream, and learn."""
 
-RUNNING = 64
-"""Times that one line adds in a step, from which on its sum is one of as many terms, whose losses add up."""
+RUNNING = 64  # times that one line adds in a step, from which on its sum is one of as many terms, whose losses add up
 
 
 class Examination:

@@ -25,9 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
-from halfstep.lens.audit.rows import Hidden, Tally, added_masks, form_of
-from halfstep.lens.audit.signs import SUMS, Integers, is_index, note_signs
-from halfstep.lens.calls import copied, place, weak_storage
+from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
+from halfstep.lens.calls import Args, Kwargs, copied, place, weak_storage
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
@@ -40,18 +39,16 @@ BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their names do not end in an underscore."""
 
-CHOOSING = frozenset(
+CHOOSING = frozenset(  # operators that integers choose numbers in
     "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
     "scatter_add scatter_reduce".split()
 )
-"""Operators that integers choose numbers in."""
 
-RANDOM = frozenset(
+RANDOM = frozenset(  # operators that may draw random numbers: their shadows draw the same
     "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
     "multinomial poisson gumbel_softmax multi_head_attention_forward scaled_dot_product_attention lstm gru rnn_tanh "
     "rnn_relu fractional_max_pool2d fractional_max_pool3d uniform random exponential cauchy geometric".split()
 )
-"""Operators that may draw random numbers: their shadows draw the same."""
 
 SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hstack vstack".split())
 """Operators that choose and copy: their backward passes round nothing."""
@@ -62,8 +59,7 @@ CANCELLED = 2.0**-9
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 """A function, what it was given, in its place and by name, and the states of random generators; None: it draws none."""
 
-Key = tuple[str, str, int]
-"""Module, operator, which call of it in that module."""
+Key = tuple[str, str, int]  # module, operator, which call of it in that module
 
 
 def floats_of(values: Any) -> list[Tensor]:
@@ -76,9 +72,7 @@ def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
     return call.module, "integers", sink.nth(call.module, "integers")
 
 
-def widened_dtypes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def widened_dtypes(args: Args, kwargs: Kwargs, wide: torch.dtype) -> tuple[Args, Kwargs]:
     """Return arguments in which low dtypes are `wide`."""
     return (
         tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
@@ -93,10 +87,6 @@ class TwinResult:
     value: Tensor
     version: int
     gradient: Tensor | None = None
-
-    def arrive(self, gradient: Tensor) -> None:
-        """Keep the gradient; the hook that is given it."""
-        self.gradient = gradient.detach()
 
 
 class Reference(OperatorSink):
@@ -117,9 +107,7 @@ class Reference(OperatorSink):
         """Return "": results are found by module, operator and number."""
         return ""
 
-    def operator(
-        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Keep the first floating result."""
         if call.in_place:
             written = {place(t) for t in tensors(args[:1])}
@@ -135,10 +123,10 @@ class Reference(OperatorSink):
             kept = TwinResult(found[0].detach(), found[0]._version)
             self.kept[call.module, call.op, call.nth] = kept
             if found[0].requires_grad:
-                found[0].register_hook(kept.arrive)
+                found[0].register_hook(lambda gradient: setattr(kept, "gradient", gradient.detach()))
         return result
 
-    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run it with fp32 in place of low formats."""
         if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
             return args[0].to(torch.float32)
@@ -162,14 +150,9 @@ class AuditRecorder(OperatorSink):
     """Receives the operators of the audited run; `simulated`: operator -> format, where the policy simulates one."""
 
     def __init__(
-        self,
-        closed: frozenset[str],
-        *,
-        shadow: torch.dtype,
-        parameters: Mapping[int, str],
-        simulated: Mapping[str, Format],
-        devices: tuple[str, ...],
-    ) -> None:
+        self, closed: frozenset[str], *, shadow: torch.dtype, parameters: Mapping[int, str],
+        simulated: Mapping[str, Format], devices: tuple[str, ...],
+    ) -> None:  # fmt: skip
         super().__init__(closed)
         self.shadow, self.parameters, self.simulated, self.devices = shadow, parameters, simulated, devices
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
@@ -205,11 +188,7 @@ class AuditRecorder(OperatorSink):
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
         return self.tally(OperatorCall(module, op, 0, line), role, parameter)
 
-    # ------------------------------------------------------------------ forward
-
-    def operator(
-        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
         with DisableTorchFunction():  # measurements do not follow the region's rules, and cost less without them
             random = torch_states() if call.op in RANDOM else None
@@ -264,7 +243,7 @@ class AuditRecorder(OperatorSink):
             self._hook(call, output, kept, pair)
         return result
 
-    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Follow numbers through indexing, which copies them."""
         result = func(*args, **kwargs)
         with DisableTorchFunction():
@@ -348,8 +327,6 @@ class AuditRecorder(OperatorSink):
             return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves)
         return None
 
-    # ------------------------------------------------------------------ backward
-
     def _hook(self, call: OperatorCall, output: Tensor, kept: TwinResult | None, pair: Pair | None) -> None:
         tally = self.tally(call, "activation gradient")
 
@@ -394,7 +371,6 @@ class AuditRecorder(OperatorSink):
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
 
     def _compare_backward(self, pair: Pair, gradient: Tensor) -> None:
-        """Compare what the backward pass of an operator makes of `gradient` with what its shadow makes of it."""
         form = self.simulated.get(pair.tally.op) or form_of(pair.low)
         lows, wides, names = zip(*pair.leaves, strict=True)
         low = torch.autograd.grad(pair.low, lows, gradient.to(pair.low.dtype), allow_unused=True)
@@ -443,9 +419,6 @@ def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tenso
     return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
 
 
-# ------------------------------------------------------------------ as if nothing had run
-
-
 def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
     """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
     if top_saved_tensors_default_hooks(False) is None:
@@ -487,8 +460,7 @@ class _Casts(Sink):
         self.places = {place(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
-    def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel, and count it if it is such a cast."""
+    def kernel(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func(*args, **kwargs)
         if func is CONVERSION and result.dtype is not args[0].dtype:
             if args[0].is_floating_point() and place(args[0]) in self.places:

@@ -1,19 +1,28 @@
-"""Rows: what an audit measures of one operator of one module in one role, added up over calls; masks are left out."""
+"""Rows: what an audit measures of one operator of one module in one role, added up over calls; masks are left out.
+
+Signs are faults of an operator that its error alone does not show: softmaxes that only the format made one-hot, terms
+that vanish in a sum, and integers made of floating numbers (buckets, bins, cells of a grid) that come out otherwise
+than in fp32. Each is counted in the `Tally` of the operator to blame.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
+from halfstep.lens.calls import Args, Kwargs, place, weak_storage
 from halfstep.lens.sketch import ExponentSketch, Sketches, number_of
+from halfstep.trees import graph_of, tensors
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -25,8 +34,7 @@ MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
 """Largest finite numbers: what overflows becomes inf, so a number that is exactly this was written on purpose."""
 
-HUGE = 1e30
-"""From here on a constant is a mask also where it is not the end of a format."""
+HUGE = 1e30  # from here on a constant is a mask also where it is not the end of a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,84 +258,61 @@ class AuditRow:
     there. nan: unknown.
 
     Attributes:
-        module: dotted name, "" for the root or code outside of it.
         op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
             ("Adam.exp_avg_sq"), "buffer" for a low buffer.
-        role: one of `ROLES`: what the operator gives, what comes back to it, and so on.
-        parameter: dotted name of the parameter, or "".
-        calls: tensors seen in all steps.
-        dtype: torch's, as in "bfloat16"; several with a comma where calls differ.
-        format: the format of the numbers; differs from dtype where a format is simulated.
-        rule, reason: the policy's rule for the operator, "" for none, and why it has it.
-        line: the user's line that calls it, "file.py:12 source text".
-        numel, bytes: elements and bytes a step.
-        casts, cast_bytes: casts of its arguments a step, and bytes that these write.
-        time: share of the time of all operators, forward (activation) or backward (activation gradient).
-        amax, smallest: largest finite magnitude, smallest one that is not zero.
-        headroom: bits between amax and the largest number of the format.
-        zeros, subnormal: shares of zeros, and of numbers below the format's smallest normal one.
-        underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
-        overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
-        nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
         masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
             what has been added to them. No other number of the row counts them.
         error, worst: against the same operator in the shadow format on the same inputs: what this operator alone loses,
             in all calls, and the largest of one. Of an activation gradient: of what its backward pass makes of it.
-        accumulated: against the fp32 run of the whole model.
-        given: the same of its inputs, the worst of them; nan where they come from nowhere.
         summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
-        missing: share of elements that are zero and are not in the fp32 run.
         swallowed, swallowed_mass: share of changes smaller than half an ulp of what they change, of an update or a
             state, and of their size. Of a sum: of the elements of one term that are too small to change the other.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
-        decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
-        scale: the loss scale that gradients carry.
-        sketch, wide: of the numbers as stored; as they would be without the format and the loss scale, or None.
     """
 
-    module: str
+    module: str  # dotted name, "" for the root or code outside of it
     op: str
-    role: str
-    parameter: str = ""
-    calls: int
-    dtype: str
-    format: str
-    rule: str = ""
-    reason: str = ""
-    line: str = ""
-    numel: int
-    bytes: int
-    casts: int = 0
-    cast_bytes: int = 0
-    time: float = 0.0
-    amax: float
-    smallest: float
-    headroom: float
-    zeros: float
-    subnormal: float
-    underflow: float = 0.0
-    overflow: float = 0.0
-    nonfinite: float = 0.0
+    role: str  # one of `ROLES`: what the operator gives, what comes back to it, and so on
+    parameter: str = ""  # dotted name of the parameter, or ""
+    calls: int  # tensors seen in all steps
+    dtype: str  # torch's, as in "bfloat16"; several with a comma where calls differ
+    format: str  # the format of the numbers; differs from dtype where a format is simulated
+    rule: str = ""  # the policy's rule for the operator, "" for none
+    reason: str = ""  # why it has this rule
+    line: str = ""  # the user's line that calls it, "file.py:12 source text"
+    numel: int  # elements a step
+    bytes: int  # bytes a step
+    casts: int = 0  # casts of its arguments a step
+    cast_bytes: int = 0  # bytes that these write in a step
+    time: float = 0.0  # share of the time of all operators, forward (activation) or backward (activation gradient)
+    amax: float  # largest finite magnitude
+    smallest: float  # smallest magnitude that is not zero
+    headroom: float  # bits between amax and the largest number of the format
+    zeros: float  # share of zeros
+    subnormal: float  # share of numbers below the format's smallest normal one
+    underflow: float = 0.0  # share of elements that are zero and would not be in a wide format, on the same inputs
+    overflow: float = 0.0  # share of elements that are not finite, or saturated, and would not be in a wide format
+    nonfinite: float = 0.0  # share of elements that are inf or nan, deliberate ones (masks) included
     masked: float = 0.0
     error: float = math.nan
     worst: float = math.nan
-    accumulated: float = math.nan
-    given: float = math.nan
+    accumulated: float = math.nan  # against the fp32 run of the whole model
+    given: float = math.nan  # the same of its inputs, the worst of them; nan where they come from nowhere
     summed: float = math.nan
-    missing: float = 0.0
+    missing: float = 0.0  # share of elements that are zero and are not in the fp32 run
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
     pace: float = 0.0
     cancels: bool = False
-    decides: bool = False
+    decides: bool = False  # whether it is given integers or booleans, which may have come out otherwise in fp32
     otherwise: float = math.nan
     saturated: float = math.nan
-    scale: float = 1.0
-    sketch: ExponentSketch = field(repr=False, compare=False)
-    wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
+    scale: float = 1.0  # the loss scale that gradients carry
+    sketch: ExponentSketch = field(repr=False, compare=False)  # of the numbers as stored
+    wide: ExponentSketch | None = field(default=None, repr=False, compare=False)  # without format and loss scale
 
     @property
     def form(self) -> Format:
@@ -375,3 +360,114 @@ def cells(row: AuditRow) -> tuple[str, ...]:
         percent(row.accumulated),
         percent(row.time),
     )
+
+
+SUMS = frozenset({"add", "sub"})
+"""Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
+
+NEAR_ONE = 2.0**-12  # a number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be
+
+
+def is_index(tensor: Tensor) -> bool:
+    """Return whether `tensor` holds integers or booleans."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def note_signs(tally: Tally, op: str, args: Args, kwargs: Kwargs, output: Tensor, wide: Tensor) -> None:
+    """Count in `tally` the faults in `output`, the result of one call in a low format; `wide` is its shadow's."""
+    if op in {"softmax", "sigmoid", "tanh"}:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        _saturation(tally, op, output.detach(), wide, dim if isinstance(dim, int) else -1)
+    elif op in SUMS and output.requires_grad and output.numel() > 1:
+        _swallowed_addends(tally, output.detach(), args)
+
+
+def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -> None:
+    """Count what the format alone makes 1: rows of a softmax, elements of a sigmoid or tanh.
+
+    A softmax is one-hot if a probability is 1 that is not in fp32, or if all others are 0 that are not.
+    """
+    rows = op == "softmax" and output.dim() > 0
+    found, wanted = (output.amax(dim), wide.amax(dim)) if rows else (output.abs(), wide.abs())
+    hit = (found == 1) & (wanted < 1 - NEAR_ONE)
+    if rows:
+        hit |= ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
+    tally.add_share("saturated", int(hit.sum()), found.numel())
+
+
+NOTABLE = 0.1  # in a smaller share of a sum's elements a lost term is not counted
+MASK = -1e4  # a term from here down is a mask
+
+
+def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> None:
+    """Count elements of a sum that are exactly one of its terms although the other is not zero.
+
+    Of the two terms the one counts that loses more of its size. A term that is computed from the other alone, such as
+    that of a series, carries no new information and may be lost.
+    """
+    terms = [a for a in args[:2] if isinstance(a, Tensor) and a.is_floating_point() and a.numel() > 1]
+    if len(terms) < 2:
+        return
+    lost: tuple[float, float, int, int] = (0.0, 1.0, 0, 1)
+    size = output.abs()
+    for term, other in (terms, terms[::-1]):
+        low, rest = term.detach(), other.detach()
+        same = size == rest.abs()
+        if int(torch.count_nonzero(same)) < NOTABLE * output.numel() or _follows(term, other):
+            continue
+        counts = ((low != 0) & (rest > MASK) & rest.isfinite()).expand_as(output)
+        gone = counts & same
+        sizes = low.float().abs().nan_to_num_(0.0, 0.0, 0.0).expand_as(output)
+        mass = float((sizes * counts).sum())
+        found = float((sizes * gone).sum()), mass, int(gone.sum()), int(counts.sum())
+        if mass and found[0] / mass >= lost[0] / lost[1]:
+            lost = found
+    if not lost[2]:
+        lost = (0.0, float(torch.linalg.vector_norm(terms[1].detach().float(), 1)), 0, output.numel())
+    tally.add_share("swallowed_mass", lost[0], lost[1])
+    tally.add_share("swallowed", lost[2], lost[3])
+
+
+def _follows(term: Tensor, other: Tensor) -> bool:
+    """Return whether everything that `term` depends on with a gradient goes through `other`."""
+    known = term.grad_fn is not None and other.grad_fn is not None
+    return known and not any(node.name().endswith("AccumulateGrad") for node in graph_of(term, without=other))
+
+
+class Integers:
+    """Follows integers from the conversion that makes them to what they choose, in one step."""
+
+    def __init__(self) -> None:
+        self._makers: dict[StorageWeakRef, Tally] = {}
+        # place -> tensor, kept so that its memory is not given to another; whose numbers it is made of; how many differ
+        self._known: dict[int, tuple[Tensor, Tally, int, int]] = {}
+        self._counted: set[int] = set()
+
+    def made(self, output: Tensor, tally: Tally) -> None:
+        """Note that the numbers of `output` are those of `tally`."""
+        self._makers[weak_storage(output)] = tally
+
+    def converted(self, source: Any, result: Tensor, wanted: Tensor | None) -> None:
+        """Compare integers that have been made of `source` with those of the fp32 run."""
+        dense = isinstance(source, Tensor) and source.layout is torch.strided and result.layout is torch.strided
+        if not dense or wanted is None or wanted.shape != result.shape or not result.numel():
+            return
+        tally = self._makers.get(weak_storage(source)) if source.is_floating_point() else None
+        if tally is not None:
+            self._known[place(result)] = result, tally, int((result != wanted).sum()), result.numel()
+
+    def follow(self, values: Any, result: Any) -> None:
+        """Follow integers through an operator on integers."""
+        if self._known and isinstance(result, Tensor) and result.layout is torch.strided and is_index(result):
+            for tensor in tensors(values):
+                known = self._known.get(place(tensor)) if tensor.layout is torch.strided else None
+                if known is not None:
+                    self._known.setdefault(place(result), (result, *known[1:]))
+
+    def choose(self, given: Iterable[Tensor]) -> None:
+        """Count integers that choose floating numbers, once."""
+        for tensor in given if self._known else ():
+            known = self._known.get(place(tensor)) if tensor.layout is torch.strided and is_index(tensor) else None
+            if known is not None and place(tensor) not in self._counted:
+                self._counted.add(place(tensor))
+                known[1].add_share("otherwise", *known[2:])

@@ -46,7 +46,7 @@ def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 PRECISE = frozenset({"master", "split", "kahan", "stochastic"})
 """Strategies under which an optimizer steps fp32 values behind low weights."""
 
-AVERAGES = {
+AVERAGES = {  # state of torch's optimizers -> the option of its group that sets how slowly it moves
     "exp_avg_sq": ("betas", 1),
     "max_exp_avg_sq": ("betas", 1),
     "exp_avg": ("betas", 0),
@@ -54,7 +54,6 @@ AVERAGES = {
     "square_avg": ("alpha", None),
     "momentum_buffer": ("momentum", None),
 }
-"""State of torch's optimizers -> the option of its group that sets how slowly it moves."""
 
 
 class Change(NamedTuple):
@@ -155,10 +154,6 @@ class Meter:
                 if parameter.requires_grad and parameter.dtype in BELOW_FP32:
                     parameter.register_hook(partial(self._add, name))
 
-    def begin(self) -> None:
-        """Begin a window of micro-batches."""
-        self._sums = {}
-
     def _add(self, name: str, gradient: Tensor) -> None:
         if not gradient.is_sparse:
             total = self._sums.get(name)
@@ -173,13 +168,13 @@ class Meter:
 
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Compute the intended update, unless it will be skipped."""
-        self._intended = {}
+        self._intended, sums, self._sums = {}, self._sums, {}
         step, scale = self.train, float(self.train.record.scale)
         for p in parameters:
             name = self.names.get(id(p), "")
-            if name in self._sums and p.grad is not None and not p.grad.is_sparse:
+            if name in sums and p.grad is not None and not p.grad.is_sparse:
                 tally = self.recorder.tally_of(name, "weight gradient")
-                tally.summed.add(p.grad, self._sums[name], form_of(p.grad))
+                tally.summed.add(p.grad, sums[name], form_of(p.grad))
         if not self.moves:
             return
         if any(p.is_complex() for p in parameters):

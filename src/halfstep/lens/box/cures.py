@@ -112,8 +112,7 @@ class _Search:
         if not trial.finite_once:
             return False
         if trial.scale != self.subject.scale and policy.scale == self.base.scale:
-            was = self.subject.scale
-            words += f" (finite at a scale of {trial.scale:g}, to which it adapts; it was {was:g})"
+            words += f" (finite at a scale of {trial.scale:g}, to which it adapts; it was {self.subject.scale:g})"
         if self.subject.foreign:
             text = _pasted(self.base, policy, words, line, self.subject.region)
         else:

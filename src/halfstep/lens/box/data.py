@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeAlias
@@ -48,15 +47,6 @@ COMPARING = frozenset(
 )
 # what may lie between a batch and the loss
 CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as", "view", "reshape", "unsqueeze"})
-
-
-@dataclass(frozen=True, slots=True)
-class Outlier:
-    """Far values of one input."""
-
-    index: int  # of the input
-    rest: float  # the largest magnitude of all other values
-    text: str  # what is wrong, in words
 
 
 def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
@@ -126,9 +116,6 @@ def _inputs(micro: MicroBatch) -> Given:
     return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
 
 
-# ---------------------------------------------------------------------- values that are not finite
-
-
 def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
     if source is None or source.kind != "batch":
         return
@@ -147,9 +134,6 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
             is_target = set(call.shapes) == {tuple(tensor.shape)}
         what = f"{name}{TARGET}{call.site.op}," if is_target and call is not None else name
         yield f"{what} holds {value} in {place(tensor, flat)}: {count} of {size} values are not finite"
-
-
-# ---------------------------------------------------------------------- what an operator was given
 
 
 def _earlier(subject: Subject, micro: MicroBatch) -> tuple[bool, bool]:
@@ -247,31 +231,30 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
     return found
 
 
-# ---------------------------------------------------------------------- outliers
-
-
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
-    """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
     seen = () if subject.signals is None else subject.signals.read().inputs
     first = subject.step - subject.dropped - len(subject.replay.window)
     earlier = [maxima for number, maxima in seen if number <= first]
-    found = []
+    found: dict[int, tuple[float, str]] = {}
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
     for index, name, tensor in given:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() < 2:
             continue
         order = next((i for i, t in enumerate(floating) if t is tensor), -1)
         past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
-        if (far := outlier(index, name, tensor.detach(), past)) is not None:
-            found.append(far)
-    clipped = {far.index: partial(torch.clamp, min=-far.rest, max=far.rest) for far in found}
+        if (far := outlier(name, tensor.detach(), past)) is not None:
+            found[index] = far
+    clipped = {index: partial(torch.clamp, min=-rest, max=rest) for index, (rest, _) in found.items()}
     if not found or not _finite(subject, attempt, clipped):
         return []
-    return [f"{far.text}; clipped to that, the step is finite" for far in found]
+    return [f"{text}; clipped to that, the step is finite" for _, text in found.values()]
 
 
-def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier | None:
-    """Return the outliers of one input, None if it has none; `past`: its largest magnitudes in earlier batches."""
+def outlier(name: str, tensor: Tensor, past: list[float]) -> tuple[float, str] | None:
+    """Return the largest magnitude of all but the outliers of an input, and these in words; None if it has none.
+
+    `past`: its largest magnitudes in earlier batches.
+    """
     values = tensor.float() if tensor.element_size() < 4 else tensor
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
@@ -291,9 +274,9 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
         if number > 1:
             text += f" ({number} such values, in {shown(rows)})"
         rest = float(sizes[~far].max())
-        return Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
+        return rest, f"{text}; the other {others} values are at most {rest:.4g}"
     if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
-        return Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
+        return usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}"
     return None
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +99,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
             assert attempt.index is not None
-            detail = _of_input(subject.replay.window[attempt.index], verdict.parameter)
-            verdict = replace(verdict, detail=detail)
+            verdict = replace(verdict, detail=_of_input(subject.replay.window[attempt.index], verdict.parameter))
         elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
             verdict = cast
         elif verdict.kind == "bad_state":
@@ -187,21 +187,16 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
         told = _told(rows)
         if kind == "overflow" and not source.name and (first := _first_extreme(rows)):
             notes = (*notes, first)
+    place = _place(call) | ({"phase": "update"} if source.kind == "parameter" else {})
+    limit = source.limit if kind == "overflow" else 0.0
     return Verdict(
-        kind=kind,
-        op=call.site.op,
-        module=call.site.module,
-        phase="update" if source.kind == "parameter" else call.site.phase,
-        line=call.site.line,
-        parameter=parameter,
-        dtypes=call.dtypes,
-        shapes=call.shapes,
-        value=call.largest,
-        limit=source.limit if kind == "overflow" else 0.0,
-        detail=detail,
-        notes=notes,
-        story=told,
-    )
+        **place, kind=kind, parameter=parameter, dtypes=call.dtypes, shapes=call.shapes, value=call.largest,
+        limit=limit, detail=detail, notes=notes, story=told,
+    )  # fmt: skip
+
+
+def _place(call: CallRecord) -> dict[str, Any]:
+    return {name: getattr(call.site, name) for name in ("op", "module", "line", "phase")}
 
 
 def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
@@ -378,9 +373,6 @@ def _reasons(subject: Subject) -> Iterator[str]:
     )
 
 
-# ------------------------------------------------------------------ what led to the place
-
-
 def path(place: CallRecord, *, small: bool = False) -> list[CallRecord]:
     """Return the calls from the first to the place, each the argument of the next that matters most.
 
@@ -401,24 +393,15 @@ def _told(rows: list[CallRecord]) -> tuple[Magnitude, ...]:
     """Return at most `ROWS` rows of a path: the last ones, and those before that changed the magnitude most."""
     early = range(max(len(rows) - NEAREST, 0))
     changed = sorted(early, key=lambda index: _change(rows, index), reverse=True)[: ROWS - NEAREST]
-    kept = [*sorted(changed), *range(len(early), len(rows))]
+    kept = [rows[index] for index in (*sorted(changed), *range(len(early), len(rows)))]
+    formats = [str(call.dtype).removeprefix("torch.") for call in kept]
     return tuple(
-        Magnitude(
-            op=call.site.op,
-            module=call.site.module,
-            line=call.site.line,
-            phase=call.site.phase,
-            dtype=str(call.dtype).removeprefix("torch."),
-            largest=call.made,
-            limit=call.limit,
-            finite=call.finite_out,
-        )
-        for call in [rows[index] for index in kept]
+        Magnitude(**_place(call), dtype=dtype, largest=call.made, limit=call.limit, finite=call.finite_out)
+        for call, dtype in zip(kept, formats, strict=True)
     )
 
 
 def _change(rows: list[CallRecord], index: int) -> float:
-    """Return by how many powers of e a call changed the magnitude of what it was given."""
     before = rows[index - 1].made if index else rows[index].largest
     return abs(math.log(max(rows[index].made, TINY) / max(before, TINY)))
 

@@ -55,7 +55,7 @@ def _is_tree(value: Any) -> bool:
 TENSOR = Kind("a tensor of the CPU", lambda value: isinstance(value, Tensor) and value.device.type == "cpu")
 TREE = Kind("plain containers of tensors and values", _is_tree)
 REAL = Kind("a float", lambda value: type(value) is float)
-EVIDENCE = {
+EVIDENCE = {  # what a file holds
     "halfstep_blackbox": whole(VERSION, VERSION),
     "torch": str,
     "verdict": Each(str, Any),
@@ -84,7 +84,6 @@ EVIDENCE = {
     "model": Each(str, TENSOR),
     "optimizer": {"groups": [Each(str, TREE), ...], "state": Each(str, Each(str, TREE))},
 }  # fmt: skip
-"""What a file holds."""
 
 
 def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:
@@ -313,8 +312,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, content: Mapping[str,
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if name in kept["state"] and id(parameter) in stepped:
-            move = partial(_beside, parameter)
-            optimizer.state[parameter] = map_tensors(kept["state"][name], move)
+            optimizer.state[parameter] = map_tensors(kept["state"][name], partial(_beside, parameter))
 
 
 def _beside(parameter: Tensor, value: Tensor) -> Tensor:

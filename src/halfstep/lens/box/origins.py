@@ -50,10 +50,9 @@ GROWS = frozenset(
 )
 """Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
 
-POLES = frozenset(
+POLES = frozenset(  # operators whose infinity is taken for a pole where a call cannot be computed again in float64
     "div true_divide reciprocal log log2 log10 log1p rsqrt atanh acos asin logit xlogy sqrt tan digamma lgamma".split()
 )
-"""Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
 
 SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear", "matmul", "lerp", "addcmul"})
 """Operators of which an infinite argument is a factor, and no mask."""
@@ -270,19 +269,10 @@ class Origins:
         everything = call.record.parents, call.record.outside
         divides = op in DIVIDING and not writes(call.func)
         source = Source(
-            "operator",
-            self.order,
-            name,
-            call.record,
-            invalid or written,
-            limit,
-            written,
-            over=over,
-            samples=_where(call, 0),
-            features=_where(call, -1),
-            remark=words,
+            "operator", self.order, name, call.record, invalid or written, limit, written, over=over,
+            samples=_where(call, 0), features=_where(call, -1), remark=words,
             needs=self.made_by(remarked(op, call.args, call.kwargs)) if divides else everything,
-        )
+        )  # fmt: skip
         self.sources.append(source)
         return source
 

@@ -53,16 +53,15 @@ from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put
 from halfstep.step.parts.record import MicroBatch, put_random
 from halfstep.torch_private.autograd import current_autograd_node, current_graph_task_id, engine_run_backward
 from halfstep.torch_private.modes import DisableTorchFunction, disable_current_modes
-from halfstep.trees import map_tensors, tensors
+from halfstep.trees import graph_of, map_tensors, tensors
 from halfstep.update.updater import Deferral
 
-SILENT = frozenset(
+SILENT = frozenset(  # queries and bookkeeping: no result of theirs is a tensor that the program computes with
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
     "storage_offset untyped_storage is_contiguous register_hook requires_grad_ retain_grad item tolist __len__ "
     "__bool__ __float__ __int__ __format__ __repr__ numpy is_same_size get_device type_as_ nelement ndimension "
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
-"""Queries and bookkeeping: no result of theirs is a tensor that the program computes with."""
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
@@ -301,8 +300,7 @@ class Replay:
         """
         modules = Modules(self.model)  # and other models that the loss function calls: a critic, a teacher
         with ExitStack() as stack:
-            if hasattr(torch.compiler, "set_stance"):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
@@ -381,24 +379,12 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    found: dict[Tensor, None] = {}
-    reentrant = False
-    seen, todo = set[Any](), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found[variable] = None
-        reentrant = reentrant or node.name() == REENTRANT
-        todo += [following for following, _ in node.next_functions]
-    return list(found), reentrant
+    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
+    variables = [variable for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)]
+    return list(dict.fromkeys(variables)), any(node.name() == REENTRANT for node in nodes)
 
 
 def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:
-    """Return the gradients of all leaves, and leave their ``.grad`` as it is."""
     leaves, reentrant = _leaves_of(loss)
     if not leaves and not reentrant:
         return {}
@@ -421,5 +407,4 @@ def _run_backward(loss: Tensor, seed: Tensor, *leaves: Tensor) -> tuple[Tensor |
 
     torch's public functions for this pass modes as one operator, which would hide the operators inside.
     """
-    found = engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves)
-    return found or ()
+    return engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves) or ()

@@ -483,13 +483,9 @@ class StepBox(Box):
         self._streak.skipped()
         step, finite = self.step, window.finite()
         seen = SkippedStep(
-            loss_finite=finite,
-            scaling=self._scaling,
-            scale=_scale(window),
-            floor=step.scaler.rule.floor,
-            low=step.policy.dtype,
-            state_finite=finite or self._state_finite(self._history.model, step.optimizer),
-        )
+            loss_finite=finite, scaling=self._scaling, scale=_scale(window), floor=step.scaler.rule.floor,
+            low=step.policy.dtype, state_finite=finite or self._state_finite(self._history.model, step.optimizer),
+        )  # fmt: skip
         due = self._is_due(seen, window)
         try:
             if due:  # also after an error: the other ranks wait for a verdict
@@ -597,7 +593,6 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
 
 
 def _recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of the policy that `model` is bound to now: in a trial that is the policy under trial."""
     binding = binding_of(model)
     assert binding is not None
     return binding.recipe

@@ -140,8 +140,6 @@ class Watch(Sink):
         for box in self._boxes.values():
             box.read()
 
-    # ------------------------------------------------------------------ what the loop calls
-
     def entering(self, module: nn.Module) -> None:
         """Begin a step where a model with parameters to train is called first."""
         if torch.compiler.is_compiling() or self._box is not None or self._tracer.running or self.replaying:
@@ -182,8 +180,6 @@ class Watch(Sink):
         if getattr(func, "__name__", "") in PRODUCTS and in_scaler(sys._getframe()):
             self._scaled[id(result)] = tensors(args)[0]
 
-    # ------------------------------------------------------------------ the step
-
     def _box_of(self, called: nn.Module) -> BlackBox:
         whole = self._model
         model = whole if whole is not None and any(called is part for part in whole.modules()) else called
@@ -223,8 +219,7 @@ class Watch(Sink):
         for tensor in tensors([(call.args, call.kwargs) for call in first]):
             if id(tensor) not in made and not isinstance(tensor, nn.Parameter):
                 outside[id(tensor)] = tensor
-        parameters = {own[key]: key for key in own.keys() & needed}
-        return Program(used, loss, [*outside.values()], parameters, self)
+        return Program(used, loss, [*outside.values()], {own[key]: key for key in own.keys() & needed}, self)
 
 
 def _results(func: Callable[..., Any], args: Any, result: Any) -> list[Tensor]:

@@ -11,14 +11,9 @@ import ast
 from collections.abc import Mapping
 from copy import deepcopy
 
-DEPTH = 4
-"""Functions in functions that are followed."""
-
-MOST_NODES = 8000
-"""Nodes of the syntax tree of a function that is put in place."""
-
-BUDGET = 100_000
-"""Nodes that are put in place in one file."""
+DEPTH = 4  # functions in functions that are followed
+MOST_NODES = 8000  # nodes of the syntax tree of a function that is put in place
+BUDGET = 100_000  # nodes that are put in place in one file
 
 ODD = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 """What a function that is put in place does not have."""
@@ -121,7 +116,6 @@ class _Inliner:
         self.left = BUDGET
 
     def block(self, body: list[ast.stmt], inside: set[str]) -> list[ast.stmt]:
-        """Return the statements of a block with calls replaced; `inside`: the functions that it is part of."""
         return [part for statement in body for part in self.statement(statement, inside)]
 
     def statement(self, node: ast.stmt, inside: set[str]) -> list[ast.stmt]:
@@ -179,7 +173,6 @@ class _Inliner:
 
 
 def _given(declared: ast.arguments, call: ast.Call) -> dict[str, ast.expr] | None:
-    """Return parameter -> argument or default; None if that is not known."""
     places = [p.arg for p in (*declared.posonlyargs, *declared.args)]
     others = [p.arg for p in declared.kwonlyargs]
     found = dict(zip(reversed(places), reversed(declared.defaults), strict=False))

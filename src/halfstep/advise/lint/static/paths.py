@@ -100,14 +100,9 @@ Verdicts = Iterator[tuple[Op, str]]
 
 Judge = Callable[[Sequence[Op]], Verdicts]
 
-VARYING = re.compile(r"[%<>]|==|!=|\(")
-"""Conditions whose truth is another one in the next iteration of a loop."""
-
-LIMIT = 256
-"""The most paths of a function; one with more is left undecided."""
-
-FEW = 16
-"""A loop with more paths than this runs once."""
+VARYING = re.compile(r"[%<>]|==|!=|\(")  # conditions whose truth is another one in the next iteration of a loop
+LIMIT = 256  # the most paths of a function; one with more is left undecided
+FEW = 16  # a loop with more paths than this runs once
 
 
 class _TooManyError(Exception):
@@ -272,7 +267,6 @@ class _Walk:
                 state.ops += (Op("new_scaler", value, Place(), key),)
 
     def rebind(self, target: ast.expr, state: State) -> None:
-        """Note that names are assigned anew: they are other objects from here on."""
         keys = {self.script.key(n) for n in walked(target) if isinstance(n, (ast.Name, ast.Attribute))}
         for name in stored(target):
             state.versions[name] = state.versions.get(name, 0) + 1

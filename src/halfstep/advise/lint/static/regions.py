@@ -17,8 +17,7 @@ ANY_DEVICE = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.a
 
 NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
 
-DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}
-"""Device type -> the format of torch.autocast without a dtype."""
+DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}  # device type -> the format of torch.autocast without a dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,10 @@
-"""Rules on a loss scaler: the order of its calls, its life, when one is needed, where its scale goes."""
+"""Rules on training loops: the order of calls of a loss scaler, its life and its scale; gradients that stay; waits."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,28 +29,6 @@ SKIPS = re.compile(r"skip|scale|inf|finite|overflow|stepped|applied|update|succe
 
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
-
-
-@on_paths("HS001")
-def _clip_scaled(path: Sequence[Op]) -> Verdicts:
-    scaler, known, waiting = "", False, []
-    unscaled: set[str] = set()
-    for op in path:
-        if op.kind == "scaled_backward":
-            scaler, known, unscaled = op.scaler, True, set()
-        elif op.kind in UNKNOWN or op.kind == "plain_backward":
-            known = False
-        elif op.kind == "unscale":
-            unscaled.add(plain(op.target))
-        elif op.kind == "clip" and scaler:
-            waiting.append((op, known and (not unscaled or bool(op.of) and op.of not in unscaled)))
-        elif op.kind == "scaler_step":
-            for clip, bad in waiting:
-                what = f"gradients are clipped while they are multiplied by the scale of `{plain(scaler)}`"
-                yield clip, f"{what}: no `{plain(scaler)}.unscale_` since the backward pass" if bad else ""
-            waiting = []
-        elif op.kind in ("update", "zero"):
-            scaler, known, waiting = "", False, []
 
 
 @on_paths("HS002", library="torch")
@@ -207,16 +185,12 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             yield op, what if op.place.loops == step.place.loops and not told else ""
 
 
-# ------------------------------------------------------------------ the scaler's life
-
-OTHER_SCALING = re.compile(
+OTHER_SCALING = re.compile(  # words in a file that has another way to scale a loss than a GradScaler that is visible
     r"scaler|loss_?scal|grad_?scal|\.scale\(|accelerat|deepspeed|lightning|\bapex\b|fabric|TrainStep|hs\.prepare",
     re.IGNORECASE,
 )
-"""Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
-FEW_STEPS = 20
-"""With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
+FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 
 
 @check_of("HS011")
@@ -341,9 +315,6 @@ def _read(path: Sequence[Op]) -> Verdicts:
             yield op, "" if divided else f"`{op.target}` is the loss times the scale of `{plain(op.scaler)}`"
 
 
-# ------------------------------------------------------------------ windows, and gradients that are still scaled
-
-
 @check_of("HS051")
 def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
@@ -386,21 +357,28 @@ def _raises_instead(script: Script) -> Iterator[Hit]:
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
     """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
     scaler = ""
+    unscaled: set[str] = set()
     waiting: list[tuple[Op, bool]] = []
+    behind = UNKNOWN if kind == "clip" else UNKNOWN - {"grads"}
     for op in path:
         if op.kind == "scaled_backward":
-            scaler = op.scaler
-        elif op.kind in ("unscale", "plain_backward", "zero", "update", *UNKNOWN - {"grads"}):
+            scaler, unscaled = op.scaler, set()
+        elif op.kind == "unscale" and kind == "clip":
+            unscaled.add(plain(op.target))
+        elif op.kind in ("unscale", "plain_backward", "zero", "update", *behind):
             scaler = ""
-        elif op.kind == kind and (kind == "grads_read" or _is_shift(op.call)):
-            waiting.append((op, bool(scaler)))
+        elif op.kind == kind and (kind != "grads" or _is_shift(op.call)):
+            others = not unscaled or (bool(op.of) and op.of not in unscaled)  # not unscaled, as far as it is known
+            waiting.append((op, bool(scaler) and others))
         elif op.kind == "scaler_step":
             yield from ((each, what.format(plain(op.scaler)) if bad else "") for each, bad in waiting)
             scaler, waiting = "", []
 
 
-CHANGED = "gradients are changed while they are multiplied by the scale of `{}`"
-on_paths("HS054")(partial(_while_scaled, kind="grads", what=CHANGED))
+WHILE = "while they are multiplied by the scale of `{0}`"
+CLIPPED = f"gradients are clipped {WHILE}: no `{{0}}.unscale_` since the backward pass"
+on_paths("HS001")(partial(_while_scaled, kind="clip", what=CLIPPED))
+on_paths("HS054")(partial(_while_scaled, kind="grads", what=f"gradients are changed {WHILE}"))
 on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
 
 
@@ -421,3 +399,112 @@ def _is_shift(node: ast.AST) -> bool:
 def _has_scale(node: ast.expr) -> bool:
     """Return whether a value is a multiple of gradients: it names them other than for their shape."""
     return "grad" in re.sub(r"\w+_like\([^()]*\)", "", ast.unparse(node))
+
+
+CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
+TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
+OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
+"""Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
+
+
+@check_of("HS034")
+def _never_cleared(script: Script) -> Iterable[Hit]:
+    found = CLEARS.search(script.text) or OWN_LOOPS.search(script.text)
+    return () if found else judged(script, _accumulates)
+
+
+def _accumulates(path: Sequence[Op]) -> Verdicts:
+    stepped: set[str] = set()
+    backward = False
+    for op in path:
+        if op.kind in ("scaled_backward", "plain_backward"):
+            backward = True
+        elif op.kind in ("step", "scaler_step"):
+            what = f"`{plain(op.target)}` steps in every iteration, and the file never sets gradients to zero"
+            yield op, what if op.target in stepped and backward else ""
+            stepped.add(op.target)
+            backward = False
+        elif op.kind in ("escape", "managed_backward") and op.target:
+            yield from ((each, "") for each in path if each.kind in ("step", "scaler_step"))
+            return
+
+
+@check_of("HS035")
+def _cleared_if_finite(script: Script) -> Iterator[Hit]:
+    for node in walked(script.tree) if script.uses_torch else ():
+        if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            continue
+        clears = {n for n in walked(node) if method(n) == "zero_grad"}
+        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
+            test = script.constant(choice.test)
+            inside = {n for statement in choice.body for n in walked(statement)}
+            called = set(map(method, inside))
+            if "step" in called and "backward" not in called and clears <= inside and test and _finite(test):
+                yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
+
+
+def _finite(test: ast.expr) -> bool:
+    text = ast.unparse(test)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return "isfinite" not in text and bool(re.search("isnan|isinf", text))
+    return "isfinite" in text and not any(isinstance(n, ast.Not) for n in walked(test))
+
+
+@on_paths("HS036")
+def _clip_in_micro_batch(path: Sequence[Op]) -> Verdicts:
+    clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
+    backward: Op | None = None
+    stepping = any(op.kind in ("step", "scaler_step") and ends_window(op) for op in path)
+    for op in path:
+        if op.kind == "clip" and stepping and backward is not None and in_each(op, backward):
+            if clipped.get(op.call, False):
+                yield op, "gradients are clipped in every micro-batch, and the optimizer steps in some"
+            clipped[op.call] = False
+        elif op.kind in BACKWARDS:
+            backward = op
+            clipped = dict.fromkeys(clipped, True)
+        elif op.kind in ("step", "scaler_step", "zero", "escape"):
+            clipped = {}
+
+
+@check_of("HS037")
+def _waits(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        looped = [site for site in sites(script, function) if site.place.loops]
+        training = {s.place.loops[-1] for s in looped if method(s.call) == "backward"}
+        losses, seen, waited = _losses(script, function.node), set(), set()
+        for site in looped:
+            loop, call = site.place.loops[-1], site.call
+            if loop not in training or site.place.branches or site.place.no_grad:
+                continue
+            if script.called(call).endswith("synchronize"):
+                waited.add(loop)
+            name = script.owner(call) if method(call) == "item" else ""
+            if script.called(call) == "float" and call.args:
+                name = script.name(call.args[0])
+            if name in losses and (name, loop) not in seen and loop not in waited:
+                seen.add((name, loop))
+                yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
+
+
+def _losses(script: Script, function: ast.AST) -> set[str]:
+    found = set()
+    for node in walked(function):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="backward", value=loss)):
+                scaled = loss.args if isinstance(loss, ast.Call) and method(loss) == "scale" else []
+                found.add(script.name(scaled[0] if scaled else loss))
+    return found - {""}
+
+
+@check_of("HS038")
+def _own_step(script: Script) -> Iterator[Hit]:
+    for function in script.functions:
+        calls = sites(script, function)
+        made = [s for s in calls if script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1]
+        for step, optimizer in {script.target(s.statement): script.name(s.call.args[1]) for s in made}.items():
+            steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
+            for site in calls:
+                beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
+                if step and beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                    yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")

@@ -17,11 +17,10 @@ from pathlib import Path
 from halfstep.advise.lint.static.inline import inlined
 from halfstep.errors import LintError
 
-FORMATS = {
+FORMATS = {  # torch's names of formats -> this package's
     "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
     "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
 }  # fmt: skip
-"""torch's names of formats -> this package's."""
 
 SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
 OPTIMIZERS = re.compile(

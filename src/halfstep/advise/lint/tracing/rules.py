@@ -9,25 +9,22 @@ from typing import Any
 
 import torch
 
-from halfstep.advise.lint.registry import RULES
-from halfstep.advise.lint.rule import Check, Hit, LintFinding, check_of
-from halfstep.advise.lint.tracing import calls
-from halfstep.advise.lint.tracing.calls import TracedCall
-from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of, trace_step
+from halfstep.advise.lint.rule import RULES, Check, Hit, LintFinding, check_of
+from halfstep.advise.lint.tracing import trace as traced
+from halfstep.advise.lint.tracing.trace import Trace, TracedCall, Weight, place_of, trace_step
 from halfstep.errors import BindError, LintError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
 from halfstep.policy import Policy
 from halfstep.tasks import Task, load_task, task_names
 
-LOST = 0.25
-"""Share of weights that have a gradient and do not move, from which it is reported."""
+LOST = 0.25  # share of weights that have a gradient and do not move, from which it is reported
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more
+    return ", ".join(map(repr, names[:most])) + more
 
 
 @check_of("HS101")
@@ -149,8 +146,6 @@ def _raises(trace: Trace) -> Iterator[Hit]:
     line = raised_at(error)
     yield Hit(line.lineno or 0, what, line.filename) if line else place_of(trace.task.loss_fn, what)
 
-
-# ------------------------------------------------------------------ operators
 
 Found = Iterator[tuple[TracedCall, str]]
 
@@ -321,7 +316,7 @@ def _shows(trace: Trace, word: str, text: str) -> Found:
 @by_line("HS123")
 def _not_finite(trace: Trace) -> Found:
     text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
-    return _shows(trace, calls.NOT_FINITE, text) if trace.loss_finite else iter(())
+    return _shows(trace, traced.NOT_FINITE, text) if trace.loss_finite else iter(())
 
 
 @by_line("HS126")
@@ -333,15 +328,12 @@ def _lost_guards(trace: Trace) -> Found:
 
 
 for code, word, text in (
-    ("HS121", calls.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"),
-    ("HS122", calls.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
-    ("HS124", calls.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"),
-    ("HS125", calls.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
+    ("HS121", traced.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"),
+    ("HS122", traced.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
+    ("HS124", traced.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"),
+    ("HS125", traced.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
 ):
     by_line(code)(partial(_shows, word=word, text=text))
-
-
-# ------------------------------------------------------------------ a task
 
 
 def task_of(target: str | Path | Task) -> Task:
