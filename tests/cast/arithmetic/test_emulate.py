@@ -312,3 +312,16 @@ def test_forward_mode_derivatives() -> None:
     assert value.equal(loss(weight))
     reverse = torch.func.grad(loss)(weight)
     assert torch.allclose(derivative, (reverse * tangent).sum(), rtol=1e-2)
+
+
+def test_fp32_weights_of_a_low_norm_get_fp32_gradients() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(8, 16), torch.randn(16, requires_grad=True), torch.randn(16, requires_grad=True)
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16")):
+        out = F.layer_norm(torch.relu(F.linear(x, torch.eye(16))), (16,), weight, bias)
+    assert out.dtype is torch.float16
+    grad = torch.randn(8, 16).half()
+    found = torch.autograd.grad(out, (weight, bias), grad)
+    wide = F.layer_norm(torch.relu(x.half().float()), (16,), weight, bias)
+    for mine, exact in zip(found, torch.autograd.grad(wide, (weight, bias), grad.float()), strict=True):
+        assert mine.dtype is torch.float32 and torch.equal(mine, exact)

@@ -183,7 +183,8 @@ class _Rounded(Function):
         low = grads[0].dtype
         with rules_off(grads[0].device.type):
             found = ctx.gradients(ctx.needs_input_grad[1:], grads[0].float(), *given)
-            return None, *(None if g is None else g.to(low) for g in found)
+        dtypes = [one.dtype if isinstance(one, Tensor) else low for one in given]  # a norm's weights may be fp32
+        return None, *(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=True))
 
 
 def _call(operator: Callable[..., Tensor], *inputs: Any) -> Tensor:
