@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import HalfstepError
+from tests.two_processes import run_all
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parent.parent.parent
@@ -160,7 +160,7 @@ def _both(size: int, folder: Path) -> None:
     step = made("plain")
     train(step)
     hs.save(step, folder / "plain")
-    spawn(_work, args=(size, str(folder)), nprocs=size)
+    run_all(_work, (size, str(folder)), count=size)
     results = [torch.load(folder / f"{size}-{rank}") for rank in range(size)]
     for found in results:
         for kind in ("fsdp", "ddp"):
