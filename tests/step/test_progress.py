@@ -37,7 +37,7 @@ def check(run: Run, kind: type[BaseException], first: float, stride: int) -> Cou
 )
 def test_some_lines(run: Run, kind: type[BaseException]) -> None:
     def some() -> str:
-        assert check(run, kind, first=0.0, stride=211)
+        assert check(run, kind, first=0.0, stride=401)
         return ""
 
     without_warnings(some)

@@ -160,7 +160,7 @@ def _both(size: int, folder: Path) -> None:
     step = made("plain")
     train(step)
     hs.save(step, folder / "plain")
-    run_all(_work, (size, str(folder)), count=size)
+    run_all(_work, (size, str(folder)), size)
     results = [torch.load(folder / f"{size}-{rank}") for rank in range(size)]
     for found in results:
         for kind in ("fsdp", "ddp"):

@@ -96,9 +96,18 @@ def test_preset_torch_is_the_torch_amp_loop(optimizer: str, clip: float | None, 
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+PRESETS = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "name"),
+    [  # every pair of values; all combinations are for `make test-hours`
+        pytest.param(optimizer, dtype, name, marks=pytest.mark.hours if (i + j + k) % 2 else ())
+        for i, optimizer in enumerate(OPTIMIZERS)
+        for j, dtype in enumerate(("bf16", "fp16"))
+        for k, name in enumerate(PRESETS)
+    ],
+)
 def test_every_preset_learns(name: str, dtype: str, optimizer: str) -> None:
     if name == "O0" and dtype == "fp16":
         pytest.skip("O0 is fp32")
@@ -139,9 +148,15 @@ def bad(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "mixed", "O2", "pure", "lean"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.parametrize(
+    ("when", "optimizer", "name"),
+    [  # every pair of values; all combinations are for `make test-hours`
+        pytest.param(when, optimizer, name, marks=pytest.mark.hours if (i + j + k) % 2 else ())
+        for i, when in enumerate((0, 3))
+        for j, optimizer in enumerate(OPTIMIZERS)
+        for k, name in enumerate(("O0", "torch", "mixed", "O2", "pure", "lean"))
+    ],
+)
 def test_a_bad_step_leaves_no_trace(name: str, optimizer: str, when: int) -> None:
     """Parameters, optimizer state, step counts, BatchNorm statistics: as if the batch had not been there."""
 

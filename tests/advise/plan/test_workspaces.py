@@ -70,8 +70,14 @@ def train(model: Callable[[], nn.Module], shape: tuple[int, ...], policy: hs.Pol
     return step, x
 
 
-@pytest.mark.parametrize("policy", ["O0", "mixed", "pure"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [  # every model, and every policy; all pairs are for `make test-hours`
+        pytest.param(name, policy, marks=pytest.mark.hours if (i + j) % 3 else ())
+        for i, name in enumerate(MODELS)
+        for j, policy in enumerate(("mixed", "O0", "pure"))
+    ],
+)
 def test_the_planned_peak_is_the_counted_one(name: str, policy: str) -> None:
     model, shape = MODELS[name]
     chosen = hs.Policy.of(policy) if policy == "O0" else hs.Policy.of(policy, dtype="bf16")
