@@ -38,6 +38,7 @@ def started(work: Callable[..., Any], args: tuple[Any, ...] = (), *, count: int 
     """Start ``work(rank, *args)`` in each of `count` processes with this one's environment variables."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     multiprocessing.set_forkserver_preload(list(LOADED))
+    context: ProcessContext | None
     context = start_processes(_placed, (dict(os.environ), work, args), count, join=False, start_method=method)
     assert context is not None
     return context

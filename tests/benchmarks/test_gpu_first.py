@@ -176,9 +176,9 @@ def test_every_line_of_the_blocks_runs_in_a_dry_run(
         monkeypatch.setenv(name, value)
     child = gpu_blocks._child
 
-    def at_most_once(name: str, *given: Any, **environment: str) -> dict[str, Any]:
+    def at_most_once(name: str, device: str, small: bool, **environment: str) -> dict[str, Any]:
         """Start no process for the parts that run here too, but for one without compiler and the ranks of a group."""
-        return child(name, *given, **environment) if name == "rank" or "CXX" in environment else {}
+        return child(name, device, small, **environment) if name == "rank" or "CXX" in environment else {}
 
     monkeypatch.setattr(gpu_blocks, "_child", at_most_once)
     seen: dict[str, set[int]] = {file: set() for file in FILES}

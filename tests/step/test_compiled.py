@@ -76,7 +76,11 @@ def equal(a: hs.TrainStep, b: hs.TrainStep) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("lenet5", "mixed"), ("resnet", "mixed"), ("resnet", "O2"), ("gpt", "mixed"), ("gpt", "pure")]
+    ("name", "policy"),
+    [
+        *(("lenet5", "mixed"), ("resnet", "O2"), ("gpt", "pure")),
+        *(pytest.param(name, "mixed", marks=pytest.mark.hours) for name in ("resnet", "gpt")),
+    ],
 )
 def test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager(name: str, policy: str) -> None:
     """Three updates: equal weights need equal gradients."""
