@@ -20,6 +20,7 @@ from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
 from halfstep.update.fused import FusedUpdate
 from halfstep.weights import SplitWeights
+from tests.products import sampled
 from tests.stepping import own_step
 
 pytestmark = pytest.mark.skipif(bool(cannot_update([torch.zeros(1)])), reason=cannot_update([torch.zeros(1)]))
@@ -83,14 +84,7 @@ def generically(step: hs.TrainStep) -> Iterator[None]:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [  # half of all pairs: each policy and each optimizer; the others are for `make test-hours`
-        pytest.param(policy, name, marks=pytest.mark.hours if (i + j) % 2 else ())
-        for i, policy in enumerate(POLICIES)
-        for j, name in enumerate(OPTIMIZERS)
-    ],
-)
+@pytest.mark.parametrize(("policy", "name"), sampled(POLICIES, OPTIMIZERS))
 def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> None:
     """From the same state, one step made both ways: fp32 values agree to 4 ulps of what took part in the step.
 
