@@ -46,6 +46,7 @@ from tests.kernels.cases import (
     expect,
     run,
 )
+from tests.products import sampled
 
 OPERATORS: dict[str, Callable[..., None]] = {
     spec.name: functools.partial(launchers.update, spec) for spec in BY_OPERATOR.values()
@@ -317,14 +318,7 @@ def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> No
     assert torch.equal(rows, expected)
 
 
-WINDOWS = [  # each exponent in two formats
-    pytest.param(dtype, exponent, marks=pytest.mark.hours if (i + j) % 2 else ())
-    for i, dtype in enumerate(DTYPES)
-    for j, exponent in enumerate((-300, -140, -120, -3, 110, 126, 300))
-]
-
-
-@pytest.mark.parametrize(("dtype", "exponent"), WINDOWS)
+@pytest.mark.parametrize(("dtype", "exponent"), sampled(DTYPES, (-300, -140, -120, -3, 110, 126, 300)))
 def test_numbers_within_and_beyond_a_window_of_exponents_are_counted_once(dtype: torch.dtype, exponent: int) -> None:
     within = (torch.randn(4096, dtype=torch.float64).abs().clamp(min=2.0**-20) * 2.0**exponent).to(dtype)
     within[:50], within[1024:1100] = 0.0, torch.tensor(2.0**exponent).to(dtype)
