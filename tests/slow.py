@@ -59,6 +59,8 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/kernels/test_triton.py": (
         "test_the_kernels_are_their_reference_in_triton_s_interpreter",
         "test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once",
+        "test_kernels_compile_for_an_amd_device",
+        "test_offsets_of_every_kernel_reach_beyond_two_to_the_31_elements",
     ),
     "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
     "tests/lens/test_replayed.py": ("test_a_replay_elsewhere_gives_the_verdict_of_the_run",),
