@@ -1,4 +1,4 @@
-"""Run a function in the processes of one gloo group: for tests of what ranks do together."""
+"""Run a function in the processes of one gloo group, or a script in one, as forks of a server: no import takes time."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def as_script(words: Sequence[str | Path], folder: str | Path, **environment: st
             for name, value in environment.items():
                 patch.setenv(name, value)
             context = started(_script, (command, str(folder), place), count=1)
-        context.processes[0].join(PATIENCE)
-        context.processes[0].kill()
-        context.processes[0].join()
-        status = context.processes[0].exitcode
+        (process,) = context.processes
+        process.join(5 * PATIENCE)
+        process.kill()
+        process.join()
+        status = process.exitcode
         out, err = (Path(place, name).read_text(encoding="utf-8") for name in ("out", "err"))
     return subprocess.CompletedProcess(command, -1 if status is None else status, out, err)
 
@@ -86,9 +87,10 @@ def _script(rank: int, words: list[str], folder: str, place: str) -> None:
     sys.path[:0] = ["" if module else str(Path(words[0]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     status: object = 0
     try:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True) if module else runpy.run_path(
-            words[0], run_name="__main__"
-        )
+        if module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as error:
         status = error.code
     except BaseException:
