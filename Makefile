@@ -64,7 +64,7 @@ collection: $(READY)  ## compile the tests and what they import once, for all pr
 environments: $(READY)  ## make the environments of test-integrations, which makes them too where they are missing
 	$(BIN)/python -m benchmarks.matrix --prepare $(CORNERS)
 
-test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
+test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 2 minutes on 2 cores
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) $(CORNERS)
 
 release-check: $(READY)  ## build sdist and wheels, try them in empty environments with each extra, 15 minutes and 4 GB -> dist/

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SLOW: Mapping[str, tuple[str, ...]] = {
+    "tests/advise/plan/test_arithmetic.py": ("test_bytes_of_a_large_model_are_those_of_hand_arithmetic",),
     "tests/benchmarks/test_gpu_first.py": ("test_every_line_of_the_blocks_runs_in_a_dry_run",),
     "tests/benchmarks/test_lens.py": (
         "test_a_box_of_a_good_run_keeps_nothing_on_a_cpu_and_of_a_bad_one_the_last_batch",

@@ -109,7 +109,9 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> No
             assert float((value.float() - want[key].float()).abs().max()) <= bound * largest, key
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion", "nadam"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "lion", *(pytest.param(name, marks=pytest.mark.hours) for name in ("nesterov", "nadam"))]
+)
 def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str) -> None:
     """The same update on fp32 weights, from the same gradients; the model's weights are their upper halves."""
     wide = nn.Parameter(torch.randn(300, generator=torch.Generator().manual_seed(1)))
