@@ -42,25 +42,29 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
 	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
-test: $(READY)  ## run the tests but the slow ones and those of integrations, some 6 minutes on 2 cores
+test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
-# A file's tests stay in one process: fixtures of a module start processes and compile.
-test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
-	$(PYTEST) --dist loadfile -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
+# A file's tests stay in one process: fixtures of a module start processes and compile. The longest files come first.
+test-slow: $(READY)  ## run the slow tests, some 3 minutes on 2 cores
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
 
-test-hours: $(READY)  ## run the tests that are in neither: every line of a step cut off
+test-hours: $(READY)  ## run the tests that are in neither: every line of a step cut off, all combinations
 	$(PYTEST) -m hours
 
 test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strategy under every policy, some 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m dist --durations 10 tests/distributed tests/step/test_two_ranks.py tests/weights/test_ranks.py
 
+# Otherwise each process of `make test` compiles all tests and torch, at the same time as the others.
+collection: $(READY)  ## compile the tests and what they import once, for all processes that will run them
+	$(BIN)/python -m pytest --quiet --collect-only --ignore tests/integrations > /dev/null
+
 environments: $(READY)  ## make the environments of test-integrations, which makes them too where they are missing
 	$(BIN)/python -m benchmarks.matrix --prepare $(CORNERS)
 
-test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
+test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 2 minutes on 2 cores
 	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) $(CORNERS)
 
 release-check: $(READY)  ## build sdist and wheels, try them in empty environments with each extra, 15 minutes and 4 GB -> dist/

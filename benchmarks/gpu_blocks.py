@@ -594,8 +594,8 @@ def steps(device: str, small: bool) -> None:
     for name, case, labels in (
         ("GPT-2 bf16", gpt("bf16", small=small), (*FORMS, "mixed, scheduler", "mixed, monitor")),
         ("GPT-2 fp16", gpt("fp16", small=small), ("mixed", "mixed, captured", "mixed, captured, scheduler")),
-        ("LeNet-5 bf16", LENET, (*FORMS, "pure, captured")),
-        ("tiny bf16", CHAINS[1], FORMS),
+        ("LeNet-5 bf16", replace(LENET, batch=images(2, 1, 32)) if small else LENET, (*FORMS, "pure, captured")),
+        ("tiny bf16", CHAINS[0 if small else 1], FORMS),
     ):
         batches = batches_of(case, device)
         for label in (AMP, *labels):

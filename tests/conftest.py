@@ -45,6 +45,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def absent_devices_are_not_seeded() -> Iterator[None]:
+    """Seed the CPU alone: for a device that is not there torch keeps the stack of every call, a millisecond each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cuda, torch.mtia, torch.xpu):
+            if not module.is_available():
+                patch.setattr(module, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def old_objects_are_not_searched() -> None:
     """Let the garbage collector look at what the tests of a file make: torch and other tests are a million objects."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
+
+import pytest
 
 from benchmarks.markdown import complete, fill, names
+from benchmarks.tables import main
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def test_documents_say_what_was_measured() -> None:
-    check = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tables", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert check.returncode == 0, check.stderr
+def test_documents_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables", "--check"])
+    assert main() == 0, capsys.readouterr().err
 
 
 def test_a_number_changed_by_hand_is_replaced_and_a_long_table_is_only_in_the_complete_page() -> None:

@@ -1,25 +1,111 @@
-"""Run a function in the processes of one gloo group: for tests of what ranks do together."""
+"""Run a function in the processes of one gloo group, or a script in one, as forks of a server: no import takes time."""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import pickle
+import runpy
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from halfstep.errors import HalfstepError
 
-__all__ = ["error_of", "in_processes", "in_two_processes"]
+__all__ = ["as_script", "error_of", "in_processes", "in_two_processes", "run_all", "started"]
 
 PATIENCE = 120.0  # seconds
+LOADED = (
+    *("pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("halfstep.binding.shard", "halfstep.checkpoints", "halfstep.lens", "halfstep.step", "tests.two_processes"),
+)
+"""What the server of processes imports once: each rank begins as a fork of it, in which no import takes seconds."""
+
+
+def started(work: Callable[..., Any], args: tuple[Any, ...] = (), *, count: int = 2) -> ProcessContext:
+    """Start ``work(rank, *args)`` in each of `count` processes with this one's environment variables."""
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    multiprocessing.set_forkserver_preload(list(LOADED))
+    context: ProcessContext | None
+    context = start_processes(_placed, (dict(os.environ), work, args), count, join=False, start_method=method)
+    assert context is not None
+    return context
+
+
+def run_all(work: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 2, *, join: bool = True) -> None:
+    """Run ``work(rank, *args)`` in each of `nprocs` processes to its end; raise what one of them raises.
+
+    It can stand for `torch.multiprocessing.spawn` in a script, whose argument `join` it takes.
+    """
+    assert join
+    context = started(work, args, count=nprocs)
+    while not context.join():
+        pass
+
+
+def as_script(words: Sequence[str | Path], folder: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return what ``python WORDS...`` leaves, run in `folder` by a fork of the server: the imports above are there.
+
+    Args:
+        words: a file, or "-m" and a module, and its arguments.
+        folder: where it runs.
+        environment: further environment variables.
+    """
+    command = [str(word) for word in words]
+    with TemporaryDirectory() as place:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            context = started(_script, (command, str(folder), place), count=1)
+        (process,) = context.processes
+        process.join(5 * PATIENCE)
+        process.kill()
+        process.join()
+        status = process.exitcode
+        out, err = (Path(place, name).read_text(encoding="utf-8") for name in ("out", "err"))
+    return subprocess.CompletedProcess(command, -1 if status is None else status, out, err)
+
+
+def _script(rank: int, words: list[str], folder: str, place: str) -> None:
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT), number)
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else words
+    sys.path[:0] = ["" if module else str(Path(words[0]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    status: object = 0
+    try:
+        if module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        status = error.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1 if status else 0)
+
+
+def _placed(rank: int, environment: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()  # a fork has those of its server
+    os.environ.update(environment)
+    work(rank, *args)
 
 
 def in_two_processes(work: Callable[..., Any], folder: str | Path, *args: Any) -> list[Any]:
@@ -43,12 +129,11 @@ def in_processes(
         TimeoutError: that has happened.
         ProcessRaisedException: `work` raised on a rank.
     """
-    started = spawn(_process, (work, str(folder), count, patience, args), nprocs=count, join=False)
-    assert started is not None
+    context = started(_process, (work, str(folder), count, patience, args), count=count)
     end = time.monotonic() + patience
-    while not started.join(timeout=0.5):
+    while not context.join(timeout=0.5):
         if time.monotonic() > end:
-            for process in started.processes:
+            for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{work.__name__} hangs in {count} processes")
     return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(count)]

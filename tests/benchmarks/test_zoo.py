@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from benchmarks import zoo, zoo_tables
 from benchmarks.zoo_tables import bound, deviations, zoo_table
+from tests.two_processes import as_script
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."]), "OMP_NUM_THREADS": "1"}
@@ -102,8 +101,8 @@ def test_a_bound_is_that_of_its_file() -> None:
 def test_architectures_train_and_speak_as_under_torch_amp(architectures: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "zoo.json"
     names = [part for name in architectures for part in ("--only", name)]
-    command = [sys.executable, "-m", "benchmarks.zoo", "--presets", "torch,mixed,pure", "--json", str(file), *names]
-    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=600)
+    words = ["-m", "benchmarks.zoo", "--presets", "torch,mixed,pure", "--json", str(file), *names]
+    as_script(words, ROOT, PYTHONPATH=ENVIRONMENT["PYTHONPATH"]).check_returncode()
     rows = json.loads(file.read_text())["rows"]
     assert [row["name"] for row in rows] == list(architectures)
     for found in rows:

@@ -17,6 +17,7 @@ import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli.options import TASKS
 from halfstep.tasks import task_names
+from tests.two_processes import as_script
 
 COMMANDS = [command.callback for command in app.registered_commands]
 SCRIPT = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
@@ -98,11 +99,16 @@ def test_a_dash_is_the_standard_output_of_every_command(name: str) -> None:
     assert isinstance(app, typer.Typer)
 
 
-@pytest.mark.parametrize("words", [["ops", "softmax"], ["lint", "train.py"], ["plan", "lenet5"]])
+@pytest.mark.parametrize("words", [["ops", "softmax"], ["lint", "train.py"]])
 def test_json_on_standard_output_is_all_that_is_there(tmp_path: Path, words: list[str]) -> None:
     _, text = imported(tmp_path, "-m", "halfstep", *words, "--json", "-")
     assert json.loads(text)["command"].startswith(f"halfstep {words[0]}")
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_plan_as_json_is_all_that_is_on_standard_output(tmp_path: Path) -> None:
+    text = as_script(["-m", "halfstep", "plan", "lenet5", "--json", "-"], tmp_path).stdout
+    assert json.loads(text)["command"].startswith("halfstep plan") and not list(tmp_path.iterdir())
 
 
 def test_two_files_cannot_both_be_the_standard_output(tmp_path: Path) -> None:

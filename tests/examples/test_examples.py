@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from tests.examples.loading import EXAMPLES, load
+from tests.two_processes import as_script, run_all
 
 ROOT = EXAMPLES.parent
 FILES = sorted(EXAMPLES.glob("*.py"))
@@ -91,7 +92,7 @@ def test_a_recipe_says_what_it_shows_and_uses_public_names_only(file: Path) -> N
     ids=lambda file: file.stem,
 )
 def test_a_recipe_runs_as_a_script(file: Path, tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, file], cwd=tmp_path, env=FOUND, capture_output=True, text=True, check=False)
+    run = as_script([file], tmp_path, PYTHONPATH=FOUND["PYTHONPATH"])
     assert not run.returncode, run.stderr
 
 
@@ -338,13 +339,15 @@ def test_at_scale_two_ranks_reach_the_loss_of_one_process_which_opens_their_chec
 
 
 @pytest.mark.dist
-def test_stages_of_a_pipeline_share_norm_and_verdict() -> None:
+def test_stages_of_a_pipeline_share_norm_and_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("pipeline"), "spawn", run_all)
     out = run("pipeline")
     assert learned(out, 0.5) and out["equal"] and out["skipped"]
 
 
 @pytest.mark.dist
-def test_two_ranks_skip_together_and_stay_equal() -> None:
+def test_two_ranks_skip_together_and_stay_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("data_parallel"), "spawn", run_all)
     out = run("data_parallel")
     assert learned(out, 0.5)
     assert out["skipped"] == [[20], [20]] and out["equal"]

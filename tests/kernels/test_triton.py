@@ -46,9 +46,10 @@ def output_of(*arguments: str, **environment: str) -> str:
 
 
 @needs_triton
-def test_the_kernels_are_their_reference_in_triton_s_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not hours", pytest.param("hours", marks=pytest.mark.hours)])
+def test_the_kernels_are_their_reference_in_triton_s_interpreter(which: str) -> None:
     file = str(HERE / "triton_interpreted.py")
-    said = output_of("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
+    said = output_of("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, file, TRITON_INTERPRET="1")
     assert " passed" in said and "skipped" not in said
 
 

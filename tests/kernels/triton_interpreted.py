@@ -46,6 +46,7 @@ from tests.kernels.cases import (
     expect,
     run,
 )
+from tests.products import sampled
 
 OPERATORS: dict[str, Callable[..., None]] = {
     spec.name: functools.partial(launchers.update, spec) for spec in BY_OPERATOR.values()
@@ -317,8 +318,7 @@ def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> No
     assert torch.equal(rows, expected)
 
 
-@pytest.mark.parametrize("exponent", [-300, -140, -120, -3, 110, 126, 300])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "exponent"), sampled(DTYPES, (-300, -140, -120, -3, 110, 126, 300)))
 def test_numbers_within_and_beyond_a_window_of_exponents_are_counted_once(dtype: torch.dtype, exponent: int) -> None:
     within = (torch.randn(4096, dtype=torch.float64).abs().clamp(min=2.0**-20) * 2.0**exponent).to(dtype)
     within[:50], within[1024:1100] = 0.0, torch.tensor(2.0**exponent).to(dtype)
@@ -343,8 +343,13 @@ def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
 
 # ------------------------------------------------------------------ losses
 
+PAIRS = {0, 4, 8, 17, 19, 21}
+"""Rows of `LOSSES` that have every pair of values; the others run with `make test-hours`."""
 
-LOSSES = [*itertools.product((torch.bfloat16, torch.float16), (0.0, 0.3), (False, True), (5, 64, 77))]
+LOSSES = [
+    pytest.param(*row, marks=() if number in PAIRS else pytest.mark.hours)
+    for number, row in enumerate(itertools.product((BF16, FP16), (0.0, 0.3), (False, True), (5, 64, 77)))
+]
 
 
 def losses(

@@ -1,12 +1,7 @@
-"""What `test_replayed.py` runs in processes of their own: bad steps of many loops, and replays of their evidence.
-
-python -m tests.lens.replayed run FOLDER     # writes evidence and verdicts, of each case in a folder of its own
-python -m tests.lens.replayed replay FOLDER  # replays the evidence, and writes the verdicts beside it
-"""
+"""What `test_replayed.py` runs in processes of their own: bad steps of many loops, and replays of their evidence."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,18 +148,27 @@ def _in_rank(rank: int, folder: str, fault: str) -> None:
     run("ddp", fault, Path(folder)).to_json(Path(folder) / f"run{rank}.json")
 
 
-def main(what: str, folder: Path) -> None:
+def in_ranks(folder: Path) -> None:
+    """Write evidence and verdicts of the loops of two ranks."""
     for loop, fault in CASES:
-        where = folder / f"{loop}-{fault}"
-        where.mkdir(exist_ok=True)
+        if loop == "ddp":
+            where = _place(folder, loop, fault)
+            in_processes(2, _in_rank, where, str(where), fault, patience=PATIENCE)
+
+
+def alone(rank: int, what: str, folder: str) -> None:
+    """Write evidence and verdicts of the other loops ("run"), or replay all evidence and write verdicts beside it."""
+    torch.set_num_threads(1)
+    for loop, fault in CASES:
+        where = _place(Path(folder), loop, fault)
         if what == "replay":
             for file in where.glob("*.pt"):
                 hs.lens.replay(file, task(loop, fault)).to_json(file.with_suffix(".json"))
-        elif loop == "ddp":
-            in_processes(2, _in_rank, where, str(where), fault, patience=PATIENCE)
-        else:
+        elif loop != "ddp":
             run(loop, fault, where).to_json(where / "run0.json")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+def _place(folder: Path, loop: str, fault: str) -> Path:
+    where = folder / f"{loop}-{fault}"
+    where.mkdir(exist_ok=True)
+    return where

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +29,7 @@ from halfstep.lens.box import stepbox
 from halfstep.lens.box.exchange import Answers, Exchange
 from halfstep.lens.box.stepbox import StepBox
 from tests.step.late import late
-from tests.two_processes import in_two_processes
+from tests.two_processes import in_two_processes, started
 
 pytestmark = pytest.mark.dist
 
@@ -547,12 +546,11 @@ def _killed(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_is_killed_while_the_others_wait_for_it_does_not_stop_them(tmp_path: Path) -> None:
-    started = spawn(_killed, (str(tmp_path),), nprocs=2, join=False)
-    assert started is not None
-    for process in started.processes:
+    context = started(_killed, (str(tmp_path),))
+    for process in context.processes:
         process.join(60)
         process.kill()
-    assert [process.exitcode for process in started.processes] == [0, -signal.SIGKILL]
+    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
     skipped, verdict = pickle.loads((tmp_path / "verdict").read_bytes())
     assert isinstance(verdict, Verdict)
     assert skipped and (verdict.kind, verdict.op, verdict.rank) == ("invalid", "log", 0)

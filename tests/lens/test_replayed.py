@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lens.replayed import CASES
+from tests.lens.replayed import CASES, alone, in_ranks
+from tests.two_processes import run_all
 
 pytestmark = pytest.mark.dist
 
@@ -24,10 +22,9 @@ SAME = [*PLACE, "shown", "value", "rank"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the verdicts of runs and of replays, which were made in two processes."""
     made = tmp_path_factory.mktemp("replayed")
+    in_ranks(made)
     for what in ("run", "replay"):
-        command = [sys.executable, "-m", "tests.lens.replayed", what, str(made)]
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=900)
+        run_all(alone, (what, str(made)), nprocs=1)
     return made
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.box.evidence import load_evidence
+from tests.two_processes import as_script
 
 BAD = 3  # the bad step
 
@@ -155,11 +153,7 @@ for step in range(4):
 @pytest.mark.parametrize("options", [(), ("--policy", "torch")], ids=["alone", "under a policy"])
 def test_run_explains_a_script(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "halfstep", "run", *options, "--evidence", "box", "train.py"]
-    path = str(Path(hs.__file__).parents[1])
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, timeout=200
-    )
+    done = as_script(["-m", "halfstep", "run", *options, "--evidence", "box", "train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "halfstep run: black box: step 3: overflow of float16" in done.stderr
     assert "train.py:13 " in (tmp_path / "box" / "halfstep-blackbox-3.txt").read_text()

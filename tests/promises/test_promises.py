@@ -24,7 +24,8 @@ from tests.promises.probe import Entry, Facts
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* on cpu. this CPU has .* no fp16 units:UserWarning")
 
 COSTLY = "TrainStep, compile"
-"""Each of its trainings is compiled; the default run checks one value of each of `COMPILED`."""
+"""Each of its trainings is compiled: all values by aot_eager, which `make test-slow` runs, and without a backward graph
+by `make test-hours`; the default run checks one value of each of `COMPILED`."""
 
 COMPILED = {"dtype", "modules", "ops"}
 
@@ -38,7 +39,7 @@ def cases() -> Iterator[object]:
             for number, value in enumerate(field.values):
                 marks: list[pytest.MarkDecorator] = []
                 if entry.name == COSTLY and (number != 1 or field.name not in COMPILED):
-                    marks.append(pytest.mark.slow)
+                    marks.append(pytest.mark.hours)
                 yield pytest.param(field, entry, value, marks=marks, id=f"{field.name}={value.given}-{entry.name}")
     autograd = Compiled(COSTLY, "aot_eager")  # forward and backward pass traced, as for inductor
     for field in FIELDS:
@@ -97,15 +98,21 @@ def test_every_cell_can_fail(entry: Entry) -> None:
         assert len(outcomes) > 1 or cell.instead is not None or outcomes == {"refused"}
 
 
-TWINS = [
-    pytest.param(entry, id=entry.name, marks=[] if entry.name in {"autocast", "TrainStep"} else pytest.mark.slow)
-    for entry in ENTRIES
+QUICK = {"autocast", "TrainStep"}
+TWINS = [  # every field at two entries, and at a third of the others; all pairs are for `make test-hours`
+    pytest.param(
+        entry,
+        field,
+        id=f"{entry.name}-{field.name}",
+        marks=() if entry.name in QUICK else pytest.mark.hours if (i + j) % 3 else pytest.mark.slow,
+    )
+    for i, entry in enumerate(ENTRIES)
+    for j, field in enumerate(FIELDS)
     if entry.name != COSTLY
 ]
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-@pytest.mark.parametrize("entry", TWINS)
+@pytest.mark.parametrize(("entry", "field"), TWINS)
 def test_a_field_that_is_lost_on_the_way_in_is_noticed(field: Field, entry: Entry) -> None:
     """The twin with a seeded fault."""
     cell = cell_of(field, entry)

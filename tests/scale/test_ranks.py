@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.scale import GradScaler
+from tests.two_processes import run_all
 
 
 def train(rank: int, folder: str) -> None:
@@ -63,6 +63,6 @@ def train(rank: int, folder: str) -> None:
 
 @pytest.mark.dist
 def test_ranks_agree_on_a_skip(tmp_path: Path) -> None:
-    mp.spawn(train, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    run_all(train, (str(tmp_path),))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
     assert first == second == 4 * [8.0, 4.0, 4.0]

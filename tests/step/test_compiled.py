@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -75,7 +76,11 @@ def equal(a: hs.TrainStep, b: hs.TrainStep) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("lenet5", "mixed"), ("resnet", "mixed"), ("resnet", "O2"), ("gpt", "mixed"), ("gpt", "pure")]
+    ("name", "policy"),
+    [
+        *(("lenet5", "mixed"), ("resnet", "O2"), ("gpt", "pure")),
+        *(pytest.param(name, "mixed", marks=pytest.mark.hours) for name in ("resnet", "gpt")),
+    ],
 )
 def test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager(name: str, policy: str) -> None:
     """Three updates: equal weights need equal gradients."""
@@ -297,8 +302,13 @@ class Outside(nn.Module):
 
 
 @BETWEEN_GRAPHS
-@pytest.mark.parametrize("policy", ["torch", "mixed", "O2"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "Outside"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(kind, policy, marks=() if kind == "LSTM" or policy == "mixed" else pytest.mark.hours)
+        for kind, policy in product(("LSTM", "GRU", "RNN", "Outside"), ("torch", "mixed", "O2"))
+    ],
+)
 def test_a_layer_that_runs_between_two_graphs_trains_as_eager(kind: str, policy: str) -> None:
     def losses(**named: Any) -> list[float]:
         torch._dynamo.reset()

@@ -23,6 +23,7 @@ from halfstep.step import recorder
 from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
 from halfstep.update.fused import FusedUpdate
 from halfstep.weights import attachment, states
+from tests.products import sampled
 from tests.step.late import late
 from tests.step.tape import CaptureError, TapeRecorder
 
@@ -399,8 +400,7 @@ def test_metrics_and_a_shared_scaler() -> None:
     assert str(told[0]) == str(told[1])
 
 
-@pytest.mark.parametrize("case", ["fp16", "O2", "windows of 2"])
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize(("every", "case"), sampled((1, 2, 3, 5), ("fp16", "O2", "windows of 2")))
 def test_a_monitor_sees_what_it_sees_of_eager_training(case: str, every: int) -> None:
     """Samples are due before, at and after the capture, and between replays, with bad steps among them."""
 

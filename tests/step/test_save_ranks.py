@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import HalfstepError
+from tests.two_processes import as_script, run_all
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parent.parent.parent
@@ -160,7 +160,7 @@ def _both(size: int, folder: Path) -> None:
     step = made("plain")
     train(step)
     hs.save(step, folder / "plain")
-    spawn(_work, args=(size, str(folder)), nprocs=size)
+    run_all(_work, (size, str(folder)), size)
     results = [torch.load(folder / f"{size}-{rank}") for rank in range(size)]
     for found in results:
         for kind in ("fsdp", "ddp"):
@@ -228,17 +228,15 @@ def test_a_signal_to_one_rank_ends_both_and_one_process_goes_on(tmp_path: Path) 
     script.write_text(SCRIPT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
-    def launched(count: int) -> subprocess.CompletedProcess[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        command = [*torchrun, str(script), str(tmp_path / "runs")]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-
-    first = launched(2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(script), str(tmp_path / "runs")]
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert first.returncode and "end" not in first.stdout and "exitcode  : 143" in first.stderr, first.stderr[-2000:]
     (checkpoint,) = (tmp_path / "runs").iterdir()
     done = int(checkpoint.name.rpartition("-")[2])
     assert done >= 13  # the update after the signal, or one more where a rank was ahead
-    second = launched(1)
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    second = as_script([script, tmp_path / "runs"], tmp_path, **group)
     assert f"start 0 1 {done} {{'next': {done}}}" in second.stdout and "end 0 39" in second.stdout, second.stderr[
         -2000:
     ]

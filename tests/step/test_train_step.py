@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import BindError, StepError
+from tests.products import sampled
 from tests.stepping import fragile, own_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,9 +97,10 @@ def test_preset_torch_is_the_torch_amp_loop(optimizer: str, clip: float | None, 
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+PRESETS = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3")
+
+
+@pytest.mark.parametrize(("optimizer", "dtype", "name"), sampled(OPTIMIZERS, ("bf16", "fp16"), PRESETS))
 def test_every_preset_learns(name: str, dtype: str, optimizer: str) -> None:
     if name == "O0" and dtype == "fp16":
         pytest.skip("O0 is fp32")
@@ -139,9 +141,9 @@ def bad(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "mixed", "O2", "pure", "lean"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.parametrize(
+    ("when", "optimizer", "name"), sampled((0, 3), OPTIMIZERS, ("O0", "torch", "mixed", "O2", "pure", "lean"))
+)
 def test_a_bad_step_leaves_no_trace(name: str, optimizer: str, when: int) -> None:
     """Parameters, optimizer state, step counts, BatchNorm statistics: as if the batch had not been there."""
 
@@ -299,9 +301,9 @@ def test_the_scheduler_does_not_advance_on_a_skip() -> None:
     assert step.state_dict()["scheduler"]["last_epoch"] == 3
 
 
-@pytest.mark.parametrize("name", ["O0", "mixed", "O2", "pure", "lean"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "name"), sampled(OPTIMIZERS, ("bf16", "fp16"), ("O0", "mixed", "O2", "pure", "lean"))
+)
 def test_resume_is_bit_exact(name: str, dtype: str, optimizer: str, tmp_path: Any) -> None:
     def fresh() -> hs.TrainStep:
         model = net(norm=True)

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from tests.two_processes import error_of
+from tests.two_processes import error_of, run_all
 
 pytestmark = pytest.mark.dist
 
@@ -59,7 +58,7 @@ def _worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Any]]]:
     folder: Path = tmp_path_factory.mktemp("ranks")  # they meet by a file: a free port may be taken before it is used
-    spawn(_worker, args=(str(folder),), nprocs=2, join=True)
+    run_all(_worker, (str(folder),))
     first, second = (torch.load(folder / str(rank), weights_only=False) for rank in range(2))
     yield lambda name: (first[name], second[name])
 

@@ -20,6 +20,7 @@ from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
 from halfstep.update.fused import FusedUpdate
 from halfstep.weights.strategies import SplitWeights
+from tests.products import sampled
 from tests.stepping import own_step
 
 pytestmark = pytest.mark.skipif(bool(cannot_update([torch.zeros(1)])), reason=cannot_update([torch.zeros(1)]))
@@ -83,8 +84,7 @@ def generically(step: hs.TrainStep) -> Iterator[None]:
     handle.remove()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "name"), sampled(POLICIES, OPTIMIZERS))
 def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> None:
     """From the same state, one step made both ways: fp32 values agree to 4 ulps of what took part in the step.
 
@@ -109,7 +109,9 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> No
             assert float((value.float() - want[key].float()).abs().max()) <= bound * largest, key
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion", "nadam"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "lion", *(pytest.param(name, marks=pytest.mark.hours) for name in ("nesterov", "nadam"))]
+)
 def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str) -> None:
     """The same update on fp32 weights, from the same gradients; the model's weights are their upper halves."""
     wide = nn.Parameter(torch.randn(300, generator=torch.Generator().manual_seed(1)))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import halfstep as hs
+from tests.products import sampled
 
 DECAY, UPDATES = 0.9, 6
 POLICIES = {
@@ -113,8 +114,7 @@ def tensors(average: Any) -> list[Tensor]:
     return list(itertools.chain(module.parameters(), module.buffers()))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("way", PRECISE)
+@pytest.mark.parametrize(("way", "name"), sampled(PRECISE, POLICIES))
 def test_an_average_is_that_of_the_precise_weights_bit_for_bit(way: str, name: str) -> None:
     make, update = PRECISE[way]
     step = trained(POLICIES[name])

@@ -49,7 +49,7 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(X).square().mean().backward()
 
 
-@pytest.mark.parametrize("stride", [pytest.param(3, marks=pytest.mark.slow), 13], ids=["many", "some"])
+@pytest.mark.parametrize("stride", [pytest.param(3, marks=pytest.mark.hours), 13], ids=["many", "some"])
 @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic"])
 @pytest.mark.parametrize("what", ["step", "state_dict", "load_state_dict"])
 def test_after_any_line_every_parameter_is_trained(master: str, what: str, stride: int) -> None:

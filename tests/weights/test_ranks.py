@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
+from tests.two_processes import run_all
 
 pytestmark = pytest.mark.dist
 
@@ -134,4 +134,4 @@ def _worker(rank: int, meeting: str, work: str) -> None:
 
 @pytest.mark.parametrize("work", WORK)
 def test_ranks_hold_the_same_weights(work: str, tmp_path: Path) -> None:
-    spawn(_worker, args=((tmp_path / "meeting").as_uri(), work), nprocs=2, join=True)
+    run_all(_worker, ((tmp_path / "meeting").as_uri(), work))

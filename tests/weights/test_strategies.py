@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights import STRATEGIES, WeightStore
+from tests.products import sampled
 from tests.stepping import fragile
 from tests.weights.small import EVERY, OPTIMIZERS, gradients, shapes
 
@@ -100,10 +101,10 @@ def test_bit_equal_to_the_strategy_by_hand_under_every_optimizer(
             assert value is None and other is None or torch.equal(torch.as_tensor(value), torch.as_tensor(other)), key
 
 
-@pytest.mark.parametrize("stepped_before", [False, True])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize(("name", "low"), CASES, ids=IDS)
-def test_resume_is_bit_exact(name: str, low: torch.dtype, optimizer_name: str, stepped_before: bool) -> None:
+@pytest.mark.parametrize(("case", "optimizer_name", "stepped_before"), sampled(CASES, OPTIMIZERS, (False, True)))
+def test_resume_is_bit_exact(case: tuple[str, torch.dtype], optimizer_name: str, stepped_before: bool) -> None:
+    name, low = case
+
     def fresh() -> tuple[list[nn.Parameter], torch.optim.Optimizer, WeightStore]:
         parameters = shapes()
         optimizer = OPTIMIZERS[optimizer_name](parameters)

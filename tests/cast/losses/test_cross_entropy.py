@@ -17,6 +17,7 @@ from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference.cross_entropy import CHUNK
 from halfstep.tasks.measure import SavedForBackward
 from halfstep.testing import count_step
+from tests.products import sampled
 
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPES = [(6, 5), (1, 5), (6, 5, 3), (2, 5, 3, 2)]
@@ -47,9 +48,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return False
 
 
-@pytest.mark.parametrize("dtype", [BF16, HALF])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize(("options", "shape", "dtype"), sampled(OPTIONS, SHAPES, (BF16, HALF)))
 def test_value_and_gradient_are_those_of_fp32_rounded_once(
     options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, chunk: bool
 ) -> None:

@@ -118,8 +118,14 @@ def gradients(
     return [x.grad, before - model.weight.detach(), model.weight.grad]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("run", [by_hand, in_a_loop, in_a_step])
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [  # every policy in a region and in one of the others; all pairs are for `make test-hours`
+        pytest.param(run, name, marks=pytest.mark.hours if run is not by_hand and (i + j) % 2 else ())
+        for i, run in enumerate((by_hand, in_a_loop, in_a_step))
+        for j, name in enumerate(POLICIES)
+    ],
+)
 def test_gradients_of_every_function_are_those_without_a_checkpoint(
     run: Callable[[Calls, Tensor, hs.Policy], None], name: str
 ) -> None:

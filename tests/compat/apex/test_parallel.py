@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from halfstep.compat.apex import amp, parallel
 from halfstep.compat.apex.parallel import LARC, DistributedDataParallel
+from tests.two_processes import run_all
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -74,7 +74,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.dist
 def test_two_processes_reduce_as_apexs_arguments_say(tmp_path: Path) -> None:
-    spawn(work, args=(str(tmp_path),), nprocs=2)
+    run_all(work, (str(tmp_path),))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     model, x = model_and_data()
     (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()

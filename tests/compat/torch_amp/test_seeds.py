@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.examples.loading import load
+from tests.two_processes import run_all
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "seeds"
 IMPORT = "from halfstep.compat.torch_amp.cuda import GradScaler, autocast"
@@ -122,8 +123,10 @@ def test_a_region_inside_the_model_holds_in_the_threads_of_several_devices() -> 
 
 
 @pytest.mark.dist
-def test_the_processes_of_distributed_data_parallel_skip_together() -> None:
-    out = load("seeds/torch_distributed").main()
+def test_the_processes_of_distributed_data_parallel_skip_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = load("seeds/torch_distributed")
+    monkeypatch.setattr(program, "spawn", run_all)
+    out = program.main()
     assert out["last"] < 0.1 * out["first"]
     assert out["scales"] == [512.0, 512.0] and out["equal"]
 
