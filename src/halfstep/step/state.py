@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 WEIGHTS, CHOICE, REFERENCE = "weights", "choice", "reference"  # the keys that may be absent
-KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
+KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward state".split()  # copied
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
