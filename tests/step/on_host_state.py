@@ -8,16 +8,17 @@ import json
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import halfstep as hs
+from halfstep.auto.choose import Choice
 from halfstep.testing import host_device
 
 NAME = "npu"
@@ -33,6 +34,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "list": lambda m: [torch.optim.SGD(_split(m)[0], lr=0.1, momentum=0.9), torch.optim.AdamW(_split(m)[1])],
     "dict": lambda m: {"muon": torch.optim.Muon(_split(m)[0]), "adam": torch.optim.AdamW(_split(m)[1])},
 }
+AUTO = Choice(policy=hs.Policy.of("O0"), compiled=False, line="auto: O0")
+RESUMED = (("AdamW", "mixed"), ("SGD", "low states"), ("dict", "pure"))
 WIDE = {"fp32": ["layer_norm", "batch_norm"]}
 POLICIES = {
     "O0": hs.Policy.of("O0"),
@@ -74,7 +77,7 @@ def batches(device: Any, count: int = 4, *, bad: int = -1) -> list[tuple[Tensor,
 def step_of(device: Any, optimizer: str, policy: str, state: str, **more: Any) -> hs.TrainStep:
     """Return a step that clips."""
     model = net(device)
-    given = {"clip_norm": 1.0, "policy": POLICIES[policy], "state": state} | more
+    given = {"clip_norm": 1.0, "policy": POLICIES.get(policy, policy), "state": state} | more
     return hs.TrainStep(model, OPTIMIZERS[optimizer](model), loss_fn, **given)
 
 
@@ -113,12 +116,183 @@ def differs(device: Any, optimizer: str, policy: str, **more: Any) -> str:
     return ", ".join(name for name in one[1] if str(one[1][name]) != str(other[1][name]))
 
 
+def modes(device: Any) -> dict[str, str]:
+    """Return in what two steps differ in other settings."""
+    found = {
+        "accumulate": differs(device, "AdamW", "O2", accumulate=2),
+        "clip_value": differs(device, "Adam", "mixed", clip_norm=None, clip_value=0.01),
+        "blackbox": differs(device, "SGD", "pure", blackbox=True),
+        "retry": differs(device, "AdamW", "O2", retry=3, scaler=None),
+    }
+    made = [step_of(device, "AdamW", "auto", state, compile=False) for state in ("device", "host")]
+    with mock.patch("halfstep.step.undecided.choose", lambda *ignored: (AUTO, None)):
+        found["auto"] = "".join(_compared(made, batches(device, 4)))
+    for name, policy in (("AdamW", "mixed"), ("list", "O2")):
+        made = [step_of(device, name, policy, state) for state in ("device", "host")]
+        for step in made:
+            inner = [*getattr(step.optimizer, "optimizers", {"": step.optimizer}).values()]
+            step.scheduler = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in inner]  # type: ignore[assignment]
+        found[f"scheduler {name}"] = "".join(_compared(made, batches(device, 4, bad=1)))
+    return found
+
+
+def _compared(made: list[hs.TrainStep], data: list[Any]) -> list[str]:
+    one, other = (trained(step, data) for step in made)
+    same = str(one) == str(other)
+    return [] if same and places(made[1]) == {"cpu"} else [f"{one[0]} and {other[0]}, {places(made[1])}"]
+
+
+def held(device: Any, state: str, optimizer: str, policy: str) -> dict[str, int]:
+    """Return the bytes on the device at the end of a forward pass, and those of the states."""
+    found: list[int] = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_fn(model, x, y)
+        gc.collect()
+        there = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.device.type == NAME]
+        found.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there}.values()))
+        return loss
+
+    step = step_of(device, optimizer, policy, state)
+    step.loss_fn = watched
+    for batch in batches(device, 3):
+        step(*batch)
+    tensors = [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    return {"held": found[-1], "states": sum(t.nbytes for t in tensors if t.numel() > 1)}
+
+
+def resumed(device: Any, optimizer: str, policy: str) -> dict[str, bool]:
+    """Return whether a checkpoint of each kind of step is that of the other, and is continued by it."""
+    data, verdicts = batches(device, 4), {}
+    for state, other in (("device", "host"), ("host", "device")):
+        first, twin = (step_of(device, optimizer, policy, one) for one in (state, other))
+        trained(first, data[:2]), trained(twin, data[:2])
+        with tempfile.TemporaryDirectory() as folder:
+            hs.save(first, folder)
+            again = step_of(device, optimizer, policy, other)
+            again(*data[3])
+            hs.load(again, folder)
+            verdicts[f"{state} saved"] = plain(again.state_dict()) == plain(first.state_dict())
+        third = step_of(device, optimizer, policy, other)
+        third.load_state_dict(copy.deepcopy(first.state_dict()))
+        ends = [trained(step, data[2:]) for step in (first, twin, again, third)]
+        verdicts[f"{state} continued"] = all(end == ends[0] for end in ends)
+        verdicts[f"{other} where it belongs"] = places(again) == {"cpu" if other == "host" else NAME}
+    return verdicts
+
+
+def copied(device: Any) -> list[bool]:
+    """Return whether copies of a step, and one over states that were loaded by hand, go on with its bits."""
+    data, same = batches(device, 4), []
+    step = step_of(device, "AdamW", "pure", "host")
+    trained(step, data[:2])
+    others = [copy.deepcopy(step), pickle.loads(pickle.dumps(step))]
+    same += [other.state == "host" and places(other) == {"cpu"} for other in others]
+    other = copy.deepcopy(step)
+    other.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+    same.append(places(other) == {NAME})  # torch loads to the device of a parameter, until the next call
+    end = trained(step, data[2:])
+    same += [trained(one, data[2:]) == end and places(one) == {"cpu"} for one in (*others, other)]
+    return same
+
+
+def addresses(step: hs.TrainStep) -> list[int]:
+    return [t.data_ptr() for s in step.optimizer.state.values() for t in s.values() if t.numel() > 1]
+
+
+def stays(device: Any) -> list[bool]:
+    """Return whether memory on the host stays where it is, and a hook of a user's finds states on the device."""
+    step, seen = step_of(device, "SGD", "mixed", "host"), []
+    step.optimizer.register_step_pre_hook(lambda *ignored: seen.append(places(step)))
+    data = batches(device, 3)
+    step(*data[0])
+    before = addresses(step)
+    trained(step, data[1:])
+    return [addresses(step) == before, seen == [set(), {NAME}, {NAME}]]
+
+
+def cut(device: Any, policy: str) -> dict[str, Any]:
+    """Return what is left by exceptions: in a forward pass, before the optimizer has written, and after it."""
+    data, found = batches(device, 4), {}
+    twin = step_of(device, "SGD", policy, "device", blackbox=False)
+    end = trained(twin, data[:3])
+    for moment in ("forward", "before", "after"):
+        step = step_of(device, "SGD", policy, "host", blackbox=False)
+        trained(step, data[:1])
+        saved = copy.deepcopy(step.state_dict())
+
+        def fail(*ignored: Any) -> None:
+            raise MemoryError("no room")
+
+        with hooked(step, moment, fail):
+            try:
+                step(*data[1])
+            except MemoryError:
+                pass
+        where = places(step)
+        if moment == "after":
+            step.load_state_dict(saved)
+        trained(step, data[1:3])
+        found[moment] = [sorted(where), plain(step.optimizer.state_dict()) == end[1]["optimizer"]]
+    return found
+
+
+def hooked(step: hs.TrainStep, moment: str, fail: Callable[..., None]) -> Any:
+    if moment == "forward":
+        return mock.patch.object(step._given, "loss_fn", fail)
+    method = "before_update" if moment == "before" else "after_update"
+    return _part(step, type("Fails", (hs.step.Part,), {method: fail})())
+
+
+@contextmanager
+def _part(step: hs.TrainStep, part: hs.step.Part) -> Iterator[None]:
+    step.add_part(part)
+    try:
+        yield
+    finally:
+        step.remove_part(part)
+
+
+def waits(device: Any) -> list[int]:
+    """Return how often the host waits for the device in three updates, and in reading the optimizer's state."""
+    step, data = step_of(device, "AdamW", "mixed", "host", blackbox=False), batches(device, 3)
+    counts = []
+    with mock.patch.object(torch.accelerator, "synchronize") as wait:
+        for batch in data:
+            step(*batch)
+        counts.append(wait.call_count)
+        step.optimizer.state_dict()
+        counts.append(wait.call_count)
+    return counts
+
+
+def replaced(device: Any) -> list[bool]:
+    """Return whether another optimizer's states are sent home too, and a monitor sees them."""
+    step, data = step_of(device, "SGD", "mixed", "host"), batches(device, 4)
+    monitor = hs.Monitor(step, every=1)
+    trained(step, data[:2])
+    step.optimizer = torch.optim.AdamW(step.model.parameters())
+    trained(step, data[2:])
+    return [places(step) == {"cpu"}, bool(monitor.flush())]
+
+
 def run() -> dict[str, Any]:
     """Return everything that the tests look at."""
     device = host_device(NAME)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"equal": {f"{o} {p}": differs(device, o, p) for o in OPTIMIZERS for p in POLICIES}}
+        return {
+            "equal": {f"{o} {p}": differs(device, o, p, blackbox=False) for o in OPTIMIZERS for p in POLICIES},
+            "modes": modes(device),
+            "held": [held(device, state, "AdamW", "mixed") for state in ("device", "host")]
+            + [held(device, state, "SGD", "pure") for state in ("device", "host")],
+            "resumed": {f"{o} {p}": resumed(device, o, p) for o, p in RESUMED},
+            "copied": copied(device),
+            "stays": stays(device),
+            "cut": {policy: cut(device, policy) for policy in ("mixed", "pure")},
+            "waits": waits(device),
+            "replaced": replaced(device),
+        }
 
 
 if __name__ == "__main__":

@@ -5,18 +5,19 @@ none of them. A stream of their own would let the next forward pass begin before
 allocator could not give their memory to it: what another stream still reads is free only when the device is done.
 
 Note [reads]: a copy to the host is complete when a flag has landed that was sent after it, as the verdict of the same
-update is; `state_dict` waits for the device.
+update is; `state_dict`, and a copy of the step, wait for the device.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.accelerators import copies_behind_events
 from halfstep.binding.fsdp import is_distributed
@@ -45,6 +46,7 @@ class HostState(Part):
             )
         self._updater = updater
         self._homes: dict[tuple[int, Any], tuple[dict[Any, Any], Tensor]] = {}  # of the states that are on the device
+        self._made: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # homes, pinned where that helps
         self._waiting = weakref.WeakSet[Optimizer]()  # their state_dict waits for the device
 
     def begin_window(self) -> None:
@@ -79,15 +81,16 @@ class HostState(Part):
                 continue
             sent, quick = True, copies_behind_events(value.device.type)
             _, home = self._homes.get((id(state), name), (None, None))
-            if home is None or not _fits(home, value, pinned=quick):
+            if home is None or home not in self._made or not _fits(home, value):
                 home = torch.empty_like(value, device="cpu", pin_memory=quick)
+                self._made[home] = None
             home.copy_(value, non_blocking=quick)
             _put(low, state, name, value, home)
         self._homes.clear()
         if sent:
             self._updater.forget_tables()  # they hold the tensors on the device
             for optimizer in set(members(self._updater.optimizer)) - set(self._waiting):
-                optimizer.register_state_dict_pre_hook(_wait)
+                optimizer.register_state_dict_pre_hook(wait_for)
                 self._waiting.add(optimizer)
 
     def _places(self) -> Iterator[Place]:
@@ -108,13 +111,12 @@ def _put(low: LowStates | None, state: dict[Any, Any], name: Any, value: Tensor,
     state[name] = copied
 
 
-def _fits(home: Tensor, value: Tensor, *, pinned: bool) -> bool:
-    same = home.dtype is value.dtype and home.shape == value.shape and home.stride() == value.stride()
-    return same and (not pinned or home.is_pinned())
+def _fits(home: Tensor, value: Tensor) -> bool:
+    return home.dtype is value.dtype and home.shape == value.shape and home.stride() == value.stride()
 
 
-def _wait(optimizer: Optimizer) -> None:
-    """Wait until copies to the host are complete: note [reads]."""
+def wait_for(optimizer: Optimizer) -> None:
+    """Wait until the states of `optimizer` are on the host: note [reads]."""
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
