@@ -33,7 +33,16 @@ from halfstep.formats import DTYPES
 from halfstep.optim import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import HOST, TWICE, Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler
+from halfstep.step.arguments import (
+    HOST,
+    TWICE,
+    Given,
+    check_loss_function,
+    check_optimizer,
+    limit,
+    norm_limit,
+    one_scheduler,
+)
 from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 WEIGHTS, CHOICE, REFERENCE = "weights", "choice", "reference"  # the keys that may be absent
-KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward state".split()  # copied
+KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward state".split()
+"""What a copy of a step is given."""
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
