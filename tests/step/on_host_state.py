@@ -59,7 +59,7 @@ def net(device: Any) -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 16), nn.LayerNorm(16),
                          nn.GELU(), nn.Linear(16, 4))  # fmt: skip
-    return made.to(device, memory_format=torch.channels_last)
+    return made.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from halfstep.advise.plan.run import plan_step, refuse_sharded
 from halfstep.advise.plan.trace import LARGEST
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.lens import raised_at
-from halfstep.step.arguments import HOST
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda
 from halfstep.torch_private.fake import FakeTensorMode
@@ -200,7 +199,7 @@ def _planned(
     whole = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     on_card, notes = (policy, ()) if gpu is None else _on_card(policy, device)
     notes += (A_GPU,) * (device != "cpu") + (COMPILED,) * bool(options.pop("compile", None))
-    notes += (ON_HOST,) * (device == "cpu" and options.get("state") == HOST)
+    notes += (ON_HOST,) * (device == "cpu" and options.get("state") == "host")
 
     def plan_of(size: int | None) -> MemoryPlan:
         inputs = whole if size is None else _with_size(whole, size)
