@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.auto.choose import Choice
+from halfstep.errors import StepError
 from halfstep.testing import host_device
 
 NAME = "npu"
+STATES = ("device", "host")
 FORMS: dict[str, Any] = {"foreach": False}
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, **FORMS),
@@ -36,6 +38,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "dict": lambda m: {"muon": torch.optim.Muon(_split(m)[0]), "adam": torch.optim.AdamW(_split(m)[1])},
 }
 AUTO = Choice(policy=hs.Policy.of("O0"), compiled=False, line="auto: O0")
+MOMENTS = ("forward", "before", "hook", "after")
 RESUMED = (("AdamW", "mixed"), ("SGD", "low states"), ("dict", "pure"))
 WIDE = {"fp32": ["layer_norm", "batch_norm"]}
 POLICIES = {
@@ -105,7 +108,7 @@ def trained(step: hs.TrainStep, data: list[Any]) -> Any:
 
 def differs(device: Any, optimizer: str, policy: str, **more: Any) -> str:
     """Return in what two steps differ with their states here and there, one of whose updates is skipped."""
-    made = [step_of(device, optimizer, policy, state, **more) for state in ("device", "host")]
+    made = [step_of(device, optimizer, policy, state, **more) for state in STATES]
     data = batches(device, 6, bad=3)
     one, other = (trained(step, data) for step in made)
     where = [places(step) for step in made]
@@ -125,11 +128,11 @@ def modes(device: Any) -> dict[str, str]:
         "blackbox": differs(device, "SGD", "pure", blackbox=True),
         "retry": differs(device, "AdamW", "O2", retry=3, scaler=None),
     }
-    made = [step_of(device, "AdamW", "auto", state, compile=False) for state in ("device", "host")]
+    made = [step_of(device, "AdamW", "auto", state, compile=False) for state in STATES]
     with mock.patch("halfstep.step.undecided.choose", lambda *ignored: (AUTO, None)):
         found["auto"] = "".join(_compared(made, batches(device, 4)))
     for name, policy in (("AdamW", "mixed"), ("list", "O2")):
-        made = [step_of(device, name, policy, state) for state in ("device", "host")]
+        made = [step_of(device, name, policy, state) for state in STATES]
         for step in made:
             inner = [*getattr(step.optimizer, "optimizers", {"": step.optimizer}).values()]
             step.scheduler = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in inner]  # type: ignore[assignment]
@@ -217,7 +220,7 @@ def cut(device: Any, policy: str) -> dict[str, Any]:
     data, found = batches(device, 4), {}
     twin = step_of(device, "SGD", policy, "device", blackbox=False)
     end = trained(twin, data[:3])
-    for moment in ("forward", "before", "after"):
+    for moment in MOMENTS:
         step = step_of(device, "SGD", policy, "host", blackbox=False)
         trained(step, data[:1])
         saved = copy.deepcopy(step.state_dict())
@@ -241,17 +244,67 @@ def cut(device: Any, policy: str) -> dict[str, Any]:
 def hooked(step: hs.TrainStep, moment: str, fail: Callable[..., None]) -> Any:
     if moment == "forward":
         return mock.patch.object(step._given, "loss_fn", fail)
+    if moment == "hook":
+        return _part(step, hs.step.Part(), step.optimizer.register_step_pre_hook(fail).remove)
     method = "before_update" if moment == "before" else "after_update"
     return _part(step, type("Fails", (hs.step.Part,), {method: fail})())
 
 
 @contextmanager
-def _part(step: hs.TrainStep, part: hs.step.Part) -> Iterator[None]:
+def _part(step: hs.TrainStep, part: hs.step.Part, end: Callable[[], None] = bool) -> Iterator[None]:
     step.add_part(part)
     try:
         yield
     finally:
         step.remove_part(part)
+        end()
+
+
+def interrupted(device: Any, optimizer: str, policy: str, stride: int) -> dict[str, Any]:
+    """Cut a call off at every `stride`-th line that it runs of `host_state`; return cases, refusals, other ends."""
+    data, counts = batches(device, 4), {"cases": 0, "refused": 0, "other": 0}
+    twin = step_of(device, optimizer, policy, "host", blackbox=False)
+    end = trained(twin, data)[1]["optimizer"]
+    left = at = stride
+    while left <= 0 or not counts["cases"]:
+        step = step_of(device, optimizer, policy, "host", blackbox=False)
+        trained(step, data[:2])
+        saved = copy.deepcopy(step.state_dict())
+        left = _cut_off(step, data[2], at)
+        at += stride
+        counts["cases"] += 1
+        try:
+            trained(step, data[2:] if left <= 0 else data[3:])
+        except StepError:
+            counts["refused"] += 1
+            step.load_state_dict(saved)
+            trained(step, data[2:])
+        counts["other"] += plain(step.optimizer.state_dict()) != end or places(step) != {"cpu"}
+    return counts
+
+
+def _cut_off(step: hs.TrainStep, batch: Any, at: int) -> int:
+    """Raise at line `at` of `host_state` in a call; return how many lines were missing for that."""
+    left = at
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("host_state.py") or "on_host" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        step(*batch)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return max(left, 0)
 
 
 def waits(device: Any) -> list[int]:
@@ -278,28 +331,26 @@ def replaced(device: Any) -> list[bool]:
 
 
 def run(*, every: bool) -> dict[str, Any]:
-    """Return everything that the tests look at; `every`: only the bits, of every optimizer under every policy."""
+    """Return everything that the tests look at; `every`: the bits of all pairs, and what is cut off."""
     device = host_device(NAME)
     pairs = [(o, p) for o in OPTIMIZERS for p in POLICIES if every or o == "AdamW" or p == "pure"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         equal = {f"{o} {p}": differs(device, o, p, blackbox=False) for o, p in pairs}
-        return (
-            {"equal": equal}
-            if every
-            else {
-                "equal": equal,
-                "modes": modes(device),
-                "held": [held(device, state, "AdamW", "mixed") for state in ("device", "host")]
-                + [held(device, state, "SGD", "pure") for state in ("device", "host")],
-                "resumed": {f"{o} {p}": resumed(device, o, p) for o, p in RESUMED},
-                "copied": copied(device),
-                "stays": stays(device),
-                "cut": {policy: cut(device, policy) for policy in ("mixed", "pure")},
-                "waits": waits(device),
-                "replaced": replaced(device),
-            }
-        )
+        if every:
+            cases = (("SGD", "mixed", 5), ("AdamW", "low states", 11))
+            return {"equal": equal, "interrupted": [interrupted(device, *case) for case in cases]}
+        return {
+            "equal": equal,
+            "modes": modes(device),
+            "held": [held(device, s, o, p) for o, p in (("AdamW", "mixed"), ("SGD", "pure")) for s in STATES],
+            "resumed": {f"{o} {p}": resumed(device, o, p) for o, p in RESUMED},
+            "copied": copied(device),
+            "stays": stays(device),
+            "cut": {policy: cut(device, policy) for policy in ("mixed", "pure")},
+            "waits": waits(device),
+            "replaced": replaced(device),
+        }
 
 
 if __name__ == "__main__":
