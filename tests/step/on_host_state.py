@@ -251,7 +251,7 @@ def hooked(step: hs.TrainStep, moment: str, fail: Callable[..., None]) -> Any:
 
 
 @contextmanager
-def _part(step: hs.TrainStep, part: hs.step.Part, end: Callable[[], None] = bool) -> Iterator[None]:
+def _part(step: hs.TrainStep, part: hs.step.Part, end: Callable[[], object] = bool) -> Iterator[None]:
     step.add_part(part)
     try:
         yield
