@@ -257,6 +257,16 @@ def test_what_is_refused(named: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_an_optimizer_that_steps_through_another_one_is_refused() -> None:
+    class Through(torch.optim.SGD):
+        optim = torch.optim.SGD([torch.zeros(1)])
+
+    model = net("cpu")
+    with pytest.raises(StepError, match="state='host': Through steps through another optimizer, which has the states"):
+        hs.TrainStep(model, Through(model.parameters()), loss_fn, state="host")
+    assert hs.prepared_policy(model) is None
+
+
 def test_sharded_parameters_are_refused() -> None:
     with pytest.raises(StepError, match=r"sharded.*offload_policy=torch\.distributed\.fsdp\.CPUOffloadPolicy\(\)"):
         hs.plan(layers, (torch.zeros(8, 256),), square, adamw, devices=2, shard="fsdp2", state="host")

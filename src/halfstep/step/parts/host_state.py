@@ -44,6 +44,12 @@ class HostState(Part):
                 "state='host': the parameters are sharded, and so are their states; leave state out, and call "
                 "hs.shard(model, policy, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy())"
             )
+        for optimizer in members(updater.optimizer):
+            if isinstance(getattr(optimizer, "optim", None), Optimizer):  # ZeroRedundancyOptimizer
+                raise StepError(
+                    f"state='host': {type(optimizer).__name__} steps through another optimizer, which has the states; "
+                    "leave state out, or give an optimizer that has its own"
+                )
         self._updater = updater
         self._homes: dict[tuple[int, Any], tuple[dict[Any, Any], Tensor]] = {}  # of the states that are on the device
         self._made: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # homes, pinned where that helps
