@@ -259,7 +259,7 @@ ENTRIES: Mapping[str, Entry] = {
             "model": frozenset(), "optimizer": frozenset(), "loss_fn": CALLS - {"class"}, "policy": NONE,
             "clip_norm": NONE | POSITIVE, "clip_value": NONE | POSITIVE, "accumulate": COUNT, "scaler": NONE,
             "scheduler": NONE, "compile": NONE | {"dict", "true"}, "cuda_graph": frozenset(), "blackbox": FLAG | PATH,
-            "retry": FLAG | WHOLE, "update_in_backward": FLAG,
+            "retry": FLAG | WHOLE, "update_in_backward": FLAG, "state": frozenset(),
         },
     ),
     "hs.audit": Entry(

@@ -48,7 +48,7 @@ EAGER_TURNS, FIRST_TURNS, TURNS = 9, 11, 13
 BUDGET = 120.0  # seconds of compilation
 PAYBACK = 10_000  # steps
 BEGIN, PER_NODE = 10.0, 0.1  # seconds
-SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward".split()
+SETTINGS = "clip_norm clip_value accumulate scheduler retry update_in_backward state".split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

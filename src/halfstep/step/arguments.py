@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, shown
+from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, one_of, shown
 from halfstep.auto.choose import Choice
 from halfstep.errors import CheckpointError, StepError
 from halfstep.optim import Optimizers, Schedulers, members
@@ -31,6 +31,9 @@ ENOUGH = 16
 
 TWICE = "two passes"
 """Of `update_in_backward`: a backward pass for the norm of all gradients, then one that updates."""
+
+HOST = "host"
+"""Of `state`."""
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -56,6 +59,7 @@ class Given:
     blackbox: bool | str | Path
     retry: int  # how often a window runs again, 0 for False
     update_in_backward: bool | str
+    state: str
     evidence: Path | None = None  # the folder that `blackbox` names
     choice: Choice | None = None  # what policy="auto" has chosen
 
@@ -69,6 +73,7 @@ class Given:
             cuda_graph=(self.cuda_graph, FLAG),
             scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
             update_in_backward=(self.update_in_backward, FLAG | Kind(repr(TWICE), lambda value: value == TWICE)),
+            state=(self.state, one_of("device", HOST)),
         )
         self.scheduler = one_scheduler(self.scheduler, check_optimizer(self.optimizer))
         self.clip_norm = norm_limit(self.clip_norm, self.optimizer)
@@ -82,6 +87,10 @@ class Given:
                 f"retry={self.retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes "
                 "the update and moves the scale without it; leave out retry or cuda_graph"
             )
+        if self.state == HOST and (self.cuda_graph or self.update_in_backward):
+            name = "cuda_graph" if self.cuda_graph else "update_in_backward"
+            why = "has the addresses of one update" if self.cuda_graph else "needs all states during the backward pass"
+            raise StepError(f"state='host': {name}={getattr(self, name)!r} {why}; leave out one of the two")
         self.retry = ENOUGH if self.retry is True else int(self.retry)
 
 

@@ -33,12 +33,22 @@ from halfstep.formats import DTYPES
 from halfstep.optim import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import TWICE, Given, check_loss_function, check_optimizer, limit, norm_limit, one_scheduler
+from halfstep.step.arguments import (
+    HOST,
+    TWICE,
+    Given,
+    check_loss_function,
+    check_optimizer,
+    limit,
+    norm_limit,
+    one_scheduler,
+)
 from halfstep.step.compiled import CompiledLoss, compile_options
 from halfstep.step.graphs import Graphs, refuse_graph
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
 from halfstep.step.parts.gradients import KeptPages, Sums, Unfinished
+from halfstep.step.parts.host_state import HostState
 from halfstep.step.parts.in_backward import InBackward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
 from halfstep.step.parts.ranks import ranks_of
@@ -116,6 +126,7 @@ class Settings:
     cuda_graph: bool = fixed("cuda_graph", ANEW, "_given.cuda_graph")
     retry: int = fixed("retry", ANEW, "_given.retry")
     update_in_backward: bool | str = fixed("update_in_backward", ANEW, "_given.update_in_backward")
+    state: str = fixed("state", ANEW, "_given.state")
     evidence: Path | None = fixed("evidence", f"{ANEW}: blackbox=folder", "_given.evidence")
     record: Record = fixed("record", "it counts what the step does; load a state by step.load_state_dict(...)")
     copies: Copies = fixed("copies", "step.copies.free() gives their memory back")
@@ -291,6 +302,8 @@ class Settings:
         self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
         parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record]
+        if given.state == HOST:  # its copies are queued before the record sends the verdict, after which they are there
+            parts.append(HostState(self._updater, model))
         if windows:
             parts.append(self._copies)
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):

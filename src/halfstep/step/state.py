@@ -15,7 +15,9 @@ from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
+from halfstep.step.arguments import HOST
 from halfstep.step.moments import Phase, one_thread
+from halfstep.step.parts.host_state import wait_for
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
 from halfstep.step.settings import Settings
 from halfstep.update.updater import Updater
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 WEIGHTS, CHOICE, REFERENCE = "weights", "choice", "reference"  # the keys that may be absent
-KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
+KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward state".split()
+"""What a copy of a step is given."""
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
@@ -193,3 +196,5 @@ class Stateful(Settings):
         self._moments.refuse(self.record.done)
         self._verdicts.settle(wait=True)
         self._refuse_window(what)
+        if self.state == HOST:
+            wait_for(self.optimizer)

@@ -95,6 +95,8 @@ class TrainStep(Stateful):
         update_in_backward: whether each parameter is updated as soon as its gradient is complete, which is then freed:
             no memory for all gradients. Without accumulation and ranks; see `in_backward`. "two passes": a backward
             pass before it takes the norm of all gradients, for `clip_norm` and a loss scale.
+        state: where the optimizer's states are between updates: "device", or "host", in pinned memory of the host, from
+            which each update copies them and back. No bit changes; on a CPU it is the same.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -122,6 +124,7 @@ class TrainStep(Stateful):
         blackbox: bool | str | Path = True,
         retry: bool | int = False,
         update_in_backward: bool | str = False,
+        state: str = "device",
     ) -> None:
         self._calls = threading.RLock()  # held by the thread that is inside of a call
         self._given = Given(
@@ -139,6 +142,7 @@ class TrainStep(Stateful):
             blackbox=blackbox,
             retry=retry,
             update_in_backward=update_in_backward,
+            state=state,
         )
         if isinstance(policy, str) and policy == "auto":
             self._moments: Any = Undecided(self, TrainStep)

@@ -213,6 +213,10 @@ class Updater:
         self._fused = fused if fused.fits(parameters, gradients) else None
         return self._fused
 
+    def forget_tables(self) -> None:
+        """Find out anew at the next update which tensors take part, and hold none until then."""
+        self._fused = None
+
     def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
         self.host_read = int(step_unless(bad, self.optimizer, gradients, factor))
         if self._marks is not None:
@@ -259,6 +263,11 @@ class SeveralUpdaters(Updater):
     def draws(self) -> Draws | None:
         """Return where the random bits of stochastic rounding come from."""
         return next((found for member in self.members.values() if (found := member.draws) is not None), None)
+
+    def forget_tables(self) -> None:
+        """Hold no tensors of any of them."""
+        for member in self.members.values():
+            member.forget_tables()
 
     def check_optimizer(self) -> None:
         """Check the options and hooks of each of them."""

@@ -58,6 +58,11 @@ class LowStates:
         """Return what keeps the states of `optimizer` low, or None."""
         return cls._known.get(optimizer)
 
+    def copied(self, state: Tensor, copy: Tensor) -> None:
+        """Treat `copy` as the `state` whose place it takes."""
+        if state in self._own:
+            self._own[copy] = None
+
     @classmethod
     def keep_low(cls, parameters: Iterable[nn.Parameter], draws: Draws | None = None) -> None:
         """Keep the states of every optimizer low that steps one of `parameters`, also if it is made later."""

@@ -60,6 +60,7 @@ COMPILED = (
     "planned as eager code: what torch.compile fuses keeps fewer tensors for the backward pass, and the first step, "
     "in which it compiles, takes more"
 )
+ON_HOST = "state='host' moves nothing on a CPU, and device='cuda' plans what it saves"
 """Assumptions of a plan, which its notes name."""
 
 
@@ -208,6 +209,7 @@ def _planned(
     whole = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     on_card, notes = (policy, ()) if gpu is None else _on_card(policy, device)
     notes += (A_GPU,) * (device != "cpu") + (COMPILED,) * bool(options.pop("compile", None))
+    notes += (ON_HOST,) * (device == "cpu" and options.get("state") == "host")
 
     def plan_of(size: int | None) -> MemoryPlan:
         inputs = whole if size is None else _with_size(whole, size)

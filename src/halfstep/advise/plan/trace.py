@@ -315,9 +315,13 @@ class MemorySink(Sink):
 
     def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> Block | None:
         ledger = self.ledger
+        if tensor.device.type != self.device:  # what is on the host while a GPU is planned
+            return None
         block = ledger.note(tensor, module, name, self.phase)
         if block is None:
             return None
+        if name == CAST and args[0].device.type != self.device and self.phase == "update":
+            block.part = "optimizer state"  # from the host, where `state="host"` keeps it
         if backward and self.tracer.running:
             self._made.append(block)
         elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
