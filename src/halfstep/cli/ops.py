@@ -27,6 +27,7 @@ from halfstep.tasks.registry import load_model
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
+RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -209,7 +210,7 @@ def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, 
     for rule in RULES:
         if any(row.rule == rule for row in rows):
             means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
-            say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=STYLES[rule or "none"])
+            say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=RULE_STYLES[rule])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
 
 
