@@ -198,10 +198,14 @@ def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(model.parameters())
 
 
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters())
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[tuple[str, str, str], MemoryPlan]:
     """Plans for a GPU, made in one process: (optimizer, policy, state) -> plan."""
-    keys = [(o.__name__, p, s) for o in (adamw, rmsprop) for p in ("mixed", "pure", "lean") for s in STATES]
+    keys = [(o.__name__, p, s) for o in (adamw, rmsprop, adagrad) for p in ("mixed", "pure", "lean") for s in STATES]
     given = {"what": layers, "batch": (torch.zeros(4096, 256),), "loss_fn": square, "device": "cuda"}
     made = plan_each([{**given, "optimizer": globals()[o], "policy": p, "state": s} for o, p, s in keys])
     return dict(zip(keys, made, strict=True))  # type: ignore[arg-type]  # errors are compared too
@@ -209,7 +213,7 @@ def plans() -> dict[tuple[str, str, str], MemoryPlan]:
 
 @cuda
 @pytest.mark.parametrize(("policy", "bytes_of_a_state"), [("mixed", 4), ("pure", 4), ("lean", 2)])
-@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("rmsprop", 1)])
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("rmsprop", 1), ("adagrad", 1)])
 def test_a_planned_gpu_lacks_the_states_between_updates(
     plans: dict[tuple[str, str, str], MemoryPlan], optimizer: str, states: int, policy: str, bytes_of_a_state: int
 ) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,6 +132,14 @@ def _deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return found
 
 
+@cache
+def _let_adagrad_step() -> torch.library.Library:
+    """Give torch's fused Adagrad, alone of its fused optimizers without one, a form for tensors without values."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    library.impl("_fused_adagrad_", lambda *args, **kwargs: None)
+    return library
+
+
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
@@ -173,6 +181,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         for module in (foreach_utils, importlib.import_module("torch.optim.optimizer")):
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        _let_adagrad_step()
         hs.policy.units.cache_clear()
         stack.callback(hs.policy.units.cache_clear)
         yield stack.enter_context(_Mode(allow_non_fake_inputs=True))
