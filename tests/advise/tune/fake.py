@@ -73,6 +73,8 @@ class FakeLab:
     said: list[str] = field(default_factory=list)
     raced: list[str] = field(default_factory=list)
 
+    device = "cpu"
+
     def race(self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
              seed: int | None = None, reserve: float = 0.0, phase: str = "") -> RaceResult | None:  # fmt: skip
         """Return a race as decreed."""

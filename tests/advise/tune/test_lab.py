@@ -194,6 +194,8 @@ def test_an_audit_becomes_spots() -> None:
     assert ("ops", "linear", "fp32") in tried and ("residual", "", "low") in tried
     assert ("modules", "class:Linear", "fp32") not in tried  # the operator is the same
     assert len(set(tried)) == len(tried) <= 16
+    more = [r for r in savings(found, policy, eight_bits=True) if r.value == "fp8"]
+    assert [(r.field, r.pattern) for r in more] == [("modules", "class:Linear")] and "fp8" not in str(tried)
 
 
 def _plain(value: Any) -> Any:

@@ -47,6 +47,7 @@ BEHIND_LOW = ("norms", "master", "grads")  # fields that do nothing under ``para
 MOST = 16  # changes that are tried at once
 NAMED = 6  # modules that are tried one by one, the most expensive ones
 
+LINEAR = "modules", "class:Linear"
 MINOR = 0.05
 """Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
 
@@ -182,8 +183,13 @@ def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Change]:
     return [change for change in found if applied(policy, [change]) != policy]
 
 
-def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False) -> list[Change]:
-    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time."""
+def savings(
+    calibration: Calibration, policy: hs.Policy, *, memory: bool = False, eight_bits: bool = False
+) -> list[Change]:
+    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time.
+
+    `eight_bits`: whether linear layers can multiply in fp8 units.
+    """
     share = 1.0 if memory else MINOR  # where memory counts, fields come first, which decide it
     found: list[tuple[float, Change]] = []
     for field, values in FIELDS.items():
@@ -191,6 +197,9 @@ def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False
         if policy.params == "low" or field not in BEHIND_LOW:
             new = [value for value in values if policy.dtype != "fp16" or (field, value) != ("master", "master")]
             found += [(share, Change(field=field, value=value, why=why)) for value in new]
+    if eight_bits and (linear := calibration.covered(*LINEAR)):
+        time = sum(spot.time for spot in linear)
+        found.append((time, Change(field=LINEAR[0], pattern=LINEAR[1], value="fp8", why="the device has fp8 units")))
     found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: dict[object, Change] = {}
     for _, change in found:

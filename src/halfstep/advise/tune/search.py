@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import halfstep as hs
@@ -167,7 +168,9 @@ class Search:
         for _ in range(ROUNDS):
             if base is None:
                 break
-            found = savings(self._calibration(base.label), base.policy, memory=self.weights.memory > 0.0)
+            eight_bits = hs.policy.units(self.lab.device).fp8 and find_spec("torchao") is not None
+            memory = self.weights.memory > 0.0
+            found = savings(self._calibration(base.label), base.policy, memory=memory, eight_bits=eight_bits)
             made = {(change.field, change.pattern) for change in base.changes}
             moves = [move for move in found if (move.field, move.pattern) not in made]
             new = [t.label for t in (self.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
