@@ -207,6 +207,12 @@ def test_values_that_follow_from_the_batch_are_known() -> None:
     assert plan.peak_bytes > plan.persistent_bytes
 
 
+def test_an_optimizer_in_the_place_of_a_function_is_an_error_with_the_function() -> None:
+    made: Any = adamw(nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"write def optimizer\(model\): return AdamW\(model.parameters\(\), \.\.\.\)"):
+        hs.plan(nn.Linear(2, 2), (torch.randn(4, 2),), lambda model, x: model(x).sum(), made)
+
+
 @pytest.mark.parametrize(
     ("then", "message"),
     [

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.arguments import Kind, check
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
-from halfstep.formats import DTYPES, FORMATS, FP32, format_of
+from halfstep.formats import BLOCK_FORMATS, DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.engines import ENGINES, EngineConfig, configured
 from halfstep.policy.explain import diff, explain
 from halfstep.policy.operators import check_custom_pattern, is_custom, operator_names
@@ -305,7 +305,7 @@ def _check_dtype(dtype: object) -> None:
             raise FormatError("not a name")
         format_of(dtype)
     except FormatError as error:
-        options = ("auto", *sorted(DTYPES), *(name for name in FORMATS if name not in DTYPES))
+        options = ("auto", *sorted(DTYPES), *(name for name in (*FORMATS, *BLOCK_FORMATS) if name not in DTYPES))
         described = f" ({error})" if isinstance(dtype, str) and dtype.startswith("e") else ""
         known = OTHER_NAMES.get(str(dtype).removeprefix("torch."))
         hint = f"; did you mean {known!r}?" if known else did_you_mean(str(dtype), options)

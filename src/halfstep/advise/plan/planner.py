@@ -155,6 +155,12 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
     if units is not None and shard != "fsdp2":
         raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise PlanError(
+            f"hs.plan: optimizer must be a function of the planned model, and is the {name} of another one; write "
+            f"def optimizer(model): return {name}(model.parameters(), ...)"
+        )
     check(
         "hs.plan",
         PlanError,
