@@ -614,3 +614,14 @@ def test_a_box_for_a_prepared_model_uses_its_policy() -> None:
     assert verdict.op == "matmul" and verdict.cures[0].policy.params == "low"
     with pytest.raises(StepError, match="loss_fn must be callable"):
         hs.BlackBox(model, None)  # type: ignore[arg-type]
+
+
+def test_a_gradient_from_outside_that_is_not_finite_is_named_as_it_is() -> None:
+    model = nn.Linear(4, 4)
+    box = hs.BlackBox(model, lambda model, x: model(x))
+    given = torch.ones(2, 4)
+    given[0, 0] = torch.inf
+    box(torch.randn(2, 4)).backward(given)
+    verdict = box.explain()
+    assert (verdict.kind, verdict.phase, verdict.cause) == ("bad_batch", "backward", "")
+    assert "next stage of a pipeline" in verdict.notes[0] and "gradient that backward() was given" in str(verdict)

@@ -389,6 +389,15 @@ class BlackBox(Box):
             )  # fmt: skip
             self._explained_step = window.last
             return self.verdict
+        if seed is not None and not extremes(seed)[1]:  # a replay from it finds nothing that is this model's
+            cure = Cure(policy=None, text="look at what computed that gradient", verified=False)
+            self.verdict = Verdict(
+                kind="bad_batch", phase="backward", rank=subject.rank, step=window.last, cures=(cure,),
+                parameter="the gradient that backward() was given", detail="not all of it is finite",
+                notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
+            )  # fmt: skip
+            self._explained_step = window.last
+            return self.verdict
         verdict = super()._explained(window, place)
         notes = []
         if self._is_written():
@@ -399,8 +408,6 @@ class BlackBox(Box):
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
                 "step, and make the scaler once, before the loop"
             )
-        if seed is not None and not extremes(seed)[1]:
-            notes.append("backward() reached the loss with a gradient that is not finite: the loop has computed it")
         if self._added and verdict.kind == "not_reproducible":
             notes.append("its gradients were added to those of earlier passes, which were not finite or became so")
         self.verdict = verdict = replace(verdict, notes=(*verdict.notes, *notes))
@@ -475,8 +482,8 @@ def _norms(found: list[Tensor]) -> list[Tensor]:
 def _not_finite(norms: list[Tensor]) -> Tensor:
     """Return a 0-dim bool: whether a value is not finite. Largest magnitudes show it, and cannot overflow."""
     flags = [~torch.isfinite(some).all() for some in norms]
-    if len(flags) == 1:
-        return flags[0]
+    if len(flags) < 2:  # none: a pipeline gives its parameters their gradients later
+        return flags[0] if flags else GOOD
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
