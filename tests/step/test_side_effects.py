@@ -17,6 +17,7 @@ from torch.optim import optimizer as optimizers
 import halfstep as hs
 from halfstep.binding.precise import KEY
 from halfstep.errors import BindError
+from halfstep.kernels import pages
 from halfstep.weights import every_step
 from halfstep.weights.every_step import Turn, at_each_step
 
@@ -53,7 +54,7 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         "parameters": [type(parameter) for parameter in model.parameters()],
         "hooks": [list(optimizers._global_optimizer_pre_hooks), list(optimizers._global_optimizer_post_hooks)],
         "hooks of the optimizer": sum(map(len, hooks)),
-        "malloc": len(hs.kernels.pages._users()),
+        "malloc": len(pages._users()),
     }
 
 
