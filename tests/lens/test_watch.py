@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.box.evidence import load_evidence
+from halfstep.lens.box.trials import _no_optimizer_hooks
 from tests.two_processes import as_script
 
 BAD = 3  # the bad step
@@ -128,6 +129,19 @@ def test_replays_of_trials_call_no_hook_of_the_program() -> None:
     finally:
         handle.remove()
     assert len(seen) == 4  # of five steps the bad one was left out
+
+
+def test_a_hook_that_is_removed_during_a_trial_stays_removed() -> None:
+    seen: list[object] = []
+    gone, stays = (register_optimizer_step_post_hook(lambda *_: seen.append(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with _no_optimizer_hooks():
+        gone.remove()
+        optimizer.step()
+    assert not seen
+    optimizer.step()
+    stays.remove()
+    assert len(seen) == 1
 
 
 SCRIPT = """

@@ -39,7 +39,7 @@ from halfstep.lens.calls import extremes, writes
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.optim import Optimizers, clipped_together
 from halfstep.policy.policy import Policy
-from halfstep.snapshot import Snapshot, attributes, contents
+from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of
 from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
@@ -173,10 +173,7 @@ class Trials:
         assert subject.optimizer is not None
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
-        hooks: list[Any] = [global_optimizer_pre_hooks, global_optimizer_post_hooks]  # the program's, not for trials
-        with Snapshot(contents(hooks)).returning(), _placed(subject.model, self._trained) as weights:
-            for hook in hooks:
-                hook.clear()
+        with _no_optimizer_hooks(), _placed(subject.model, self._trained) as weights:
             optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
             for window in self._windows():
@@ -413,6 +410,25 @@ class _Weight:
     original: nn.Parameter  # the user's
     precise: nn.Parameter  # its fp32 value, which is updated
     leaf: nn.Parameter  # what is in the model's place; `precise` itself unless the policy has a low one there
+
+
+@contextmanager
+def _no_optimizer_hooks() -> Iterator[None]:
+    """Call no hook that the program has for all optimizers in a block; one that is removed meanwhile stays removed."""
+    kept: list[tuple[Any, dict[int, Any]]] = [
+        (hooks, dict(hooks)) for hooks in (global_optimizer_pre_hooks, global_optimizer_post_hooks)
+    ]
+    try:
+        for hooks, own in kept:
+            hooks.update(dict.fromkeys(own, _nothing))
+        yield
+    finally:
+        for hooks, own in kept:
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+
+def _nothing(*given: object) -> None:
+    """Stand in the place of a hook."""
 
 
 @contextmanager
