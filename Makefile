@@ -150,7 +150,7 @@ bench-invariance: $(READY)  ## equal bits over threads and batches, 10 seconds -
 bench-rl-formats: $(READY)  ## trainer and sampler in bf16 and fp16, 2 minutes on a core -> benchmarks/results/rl_formats.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl_formats --json benchmarks/results/rl_formats.json
 
-bench-block-formats: $(READY)  ## which block formats train the GPT, and what an audit said, 40 minutes on a core -> benchmarks/results/block_formats.json
+bench-block-formats: $(READY)  ## which block formats train the GPT, and what an audit said, an hour on a busy core -> benchmarks/results/block_formats.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.block_formats --json benchmarks/results/block_formats.json
 
 bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
