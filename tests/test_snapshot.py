@@ -35,7 +35,7 @@ USERS = {
     "lens/audit/audit.py": {"Snapshot", "generators_of", "noted"},
     "lens/audit/record.py": {"same_numbers", "torch_states"},
     "lens/box/replay.py": {"Modules", "Snapshot", "contents", "gradients", "noted", "put_buffers"},
-    "lens/box/trials.py": {"Snapshot", "attributes", "contents"},
+    "lens/box/trials.py": {"Snapshot", "attributes"},
     "lens/calls.py": {"same_numbers", "torch_states"},
     "step/state.py": {"Snapshot", "optimizer_state", "scheduler_state"},
     "binding/prepare.py": {"Snapshot", "optimizer_state"},
