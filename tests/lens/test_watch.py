@@ -110,6 +110,35 @@ def test_a_checkpoint_that_recomputes_begins_no_step(reentrant: bool) -> None:
     assert (verdict.kind, verdict.step) == ("bad_batch", BAD)
 
 
+def penalised(x: Tensor, factor: float) -> tuple[nn.Module, Tensor]:
+    """Return a model and its loss with a penalty on the gradient of its input, which is `factor` times too large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    x.requires_grad_()
+    value = model(x).sum()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return model, value + (slope * factor).square().sum().log()
+
+
+def test_a_gradient_of_inputs_is_part_of_the_step_whose_loss_has_it() -> None:
+    with hs.lens.Watch() as watch:
+        penalised(torch.ones(4, 8), 1e30)[1].backward()
+    (verdict,) = watch.verdicts
+    assert verdict.step == 1 and verdict.op == "square" and "(slope * factor).square()" in verdict.line
+
+
+def test_what_a_pipeline_runs_on_memory_without_values_is_no_step() -> None:
+    """To learn shapes a stage runs forward, and takes the gradient of what came in, on a tensor from torch.empty."""
+    torch.manual_seed(0)
+    stage = nn.Linear(8, 8)
+    with hs.lens.Watch() as watch:
+        garbage = torch.full((4, 8), torch.nan, requires_grad=True)
+        out = stage(garbage)
+        torch.autograd.grad(out, [garbage], torch.ones_like(out), allow_unused=True)
+        stage(torch.ones(4, 8)).sum().backward()
+    assert not watch.verdicts
+
+
 def test_a_bad_step_before_a_checkpoint_outside_of_modules_is_explained() -> None:
     part, head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 1)
     with hs.lens.Watch() as watch:

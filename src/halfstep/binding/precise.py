@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.sharded import local, put
-from halfstep.kernels.watched import WeightTensor
+from halfstep.kernels.watched import StateTensor, WeightTensor
 from halfstep.torch_private.modules import load_state_of, save_state_of
 from halfstep.weights import UnkeptWeights, WeightStore
 
@@ -71,7 +71,7 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
     low: list[tuple[str, nn.Parameter, WeightStore | UnkeptWeights]] = [*low_parameters(self, frozen=True)]
     for name, parameter, owner in low + UnkeptWeights.of(self._parameters.items()):
         if isinstance(owner, WeightStore) and not owner.is_frozen(parameter):
-            value = owner.value(parameter) if keep_vars else owner.read(parameter)
+            value = owner.value(parameter) if keep_vars else StateTensor.of(parameter, owner.read(parameter))
         else:
             owner.check(parameter)
             value = parameter if keep_vars else Tensor.detach(parameter)

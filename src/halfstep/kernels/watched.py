@@ -267,6 +267,54 @@ class WeightTensor(Tensor):
             self.__dict__["watched"] = True
 
 
+class StateTensor(WeightTensor):
+    """The fp32 value of a low parameter in a ``state_dict()``, or a view of it.
+
+    Writes into the state_dict of a plain model change its weights. So do writes into this: the value is read anew, and
+    what a function has written there the parameter gets.
+    """
+
+    parameter: Tensor  # the low one
+    whole: Tensor  # its value, in whose memory this tensor is
+
+    @classmethod
+    def of(cls, parameter: Tensor, whole: Tensor, view: Tensor | None = None) -> Tensor:
+        """Return `whole`, the value of `parameter`, or a `view` of it."""
+        made = (whole if view is None else view).as_subclass(cls)
+        made.__dict__.update(parameter=parameter, whole=whole)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        with DisableTorchFunctionSubclass():
+            places = {_memory(v): (v.parameter, v.whole) for v in tensors_in(given) if isinstance(v, cls)}
+            written = {_memory(v) for v in tensors_in(_written(func, *given)) if isinstance(v, cls)}
+            for parameter, whole in map(places.__getitem__, written):
+                whole.copy_(_read(parameter))
+            args, kwargs = map_tensors(given, lambda v: v.as_subclass(Tensor) if isinstance(v, cls) else v)
+        found = func(*args, **kwargs)  # another class of tensors has its say
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for parameter, whole in map(places.__getitem__, written):
+                parameter.copy_(whole)
+            return map_tensors(found, lambda v: cls.of(*places[_memory(v)], v) if _memory(v) in places else v)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__dict__.clear()
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
 def owner_of(tensor: Tensor) -> Owner | None:
     """Return what a low parameter is watched for, None for a copy."""
     notes = tensor.__dict__.get(NOTES)
@@ -318,9 +366,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if name in {"__deepcopy__", "__reduce_ex__"}:
         return _taken_along(args, kwargs, pickled=name == "__reduce_ex__")
-    written = kwargs.get("out")
-    if written is None and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
-        written = args[0] if args else next(iter(kwargs.values()))
+    written = _written(func, args, kwargs)
     if written is not None:
         return _write(func, args, kwargs, written, fills=name in FILLS)
     first = args[0] if args else None
@@ -339,6 +385,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(found, Tensor):
         return found  # the name of its type
     return _derived(found, converted=_source(first) if name in CASTS and _names_format(args, kwargs) else None)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensors that a function writes, None for none."""
+    name = func.__name__.removeprefix("_foreach_")
+    if kwargs.get("out") is None and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
+        return args[0] if args else next(iter(kwargs.values()))
+    return kwargs.get("out")
 
 
 def _derived(values: Tensor, **attributes: Any) -> Tensor:

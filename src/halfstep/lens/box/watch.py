@@ -159,10 +159,12 @@ class Watch(Sink):
             self._note(unwrap(module), args, kwargs, result)
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function, and note it; a backward pass ends the step."""
+        """Run a function, and note it; a backward pass to parameters ends the step."""
         if torch.compiler.is_compiling() or self._box is None or self._tracer.running or self.replaying:
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in RUNS_BACKWARD:
+        name = getattr(func, "__name__", "")
+        inputs = kwargs.get("inputs", args[1:2]) if name == "grad" else ()  # a penalty's, or a pipeline's of its shapes
+        if name in RUNS_BACKWARD and (name != "grad" or any(isinstance(i, nn.Parameter) for i in tensors(inputs))):
             self._end(next(iter(tensors((args, kwargs))), None))
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
