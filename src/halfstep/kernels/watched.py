@@ -279,7 +279,9 @@ class StateTensor(WeightTensor):
 
     @classmethod
     def of(cls, parameter: Tensor, whole: Tensor, view: Tensor | None = None) -> Tensor:
-        """Return `whole`, the value of `parameter`, or a `view` of it."""
+        """Return `whole`, the value of `parameter`, or a `view` of it; of a DTensor as it is."""
+        if type(whole) is not Tensor:
+            return whole
         made = (whole if view is None else view).as_subclass(cls)
         made.__dict__.update(parameter=parameter, whole=whole)
         return made
@@ -300,6 +302,13 @@ class StateTensor(WeightTensor):
             for parameter, whole in map(places.__getitem__, written):
                 parameter.copy_(whole)
             return map_tensors(found, lambda v: cls.of(*places[_memory(v)], v) if _memory(v) in places else v)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made: Tensor = memo.setdefault(id(self), self.clone())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     @property
     def _is_param(self) -> bool:
