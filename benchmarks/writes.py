@@ -176,7 +176,7 @@ def outcome(way: str, kind: str, master: str) -> str:
     """Return what the page says."""
     if way in AVERAGES:
         return EXACT
-    lossy = master in {"stochastic", "none"} or any(word in way for word in ("out=", "_foreach_", "a view"))
+    lossy = master in {"stochastic", "none"} or any(word in way for word in ("out=", "_foreach_"))
     return TOLD if lossy else EXACT
 
 

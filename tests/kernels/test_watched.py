@@ -58,8 +58,9 @@ class Kept(Owner):
         self.heard.append(("rounded", value))
 
 
-def made() -> tuple[Any, Kept]:
-    parameter, owner = nn.Parameter(torch.ones(3, dtype=BF16)), Kept(torch.full((3,), FINE))
+def made(*shape: int) -> tuple[Any, Kept]:
+    parameter = nn.Parameter(torch.ones(shape or 3, dtype=BF16))
+    owner = Kept(torch.full(shape or (3,), FINE))
     watch(parameter, owner, "w")
     return parameter, owner
 
@@ -131,12 +132,68 @@ def test_writes_into_low_values_by_another_way_are_counted_and_looks_are_not() -
     version = parameter._version
     parameter.data.sum(), parameter.detach().abs(), parameter.data.view(-1), list(parameter.data)
     assert not low_written(parameter) and parameter._version == version
-    parameter.data.view(-1).zero_()
+    parameter.data.as_subclass(Tensor).zero_()
     assert low_written(parameter) and not low_written(parameter) and parameter._version == version
     with torch.no_grad():
-        parameter.view(-1).add_(1)
         torch._foreach_add_([parameter], 1)
-    assert parameter._version == version + 2 and owner.heard == []
+    assert parameter._version == version + 1 and owner.heard == []
+
+
+PARTS: dict[str, Callable[[Any], list[Any]]] = {
+    "a row": lambda p: [p[1]],
+    "chunks": lambda p: [*p.chunk(2)],
+    "rows": lambda p: [*p.data],
+    "the transpose": lambda p: [p.data.t()],
+    "the transpose, an attribute": lambda p: [p.detach().T],
+    "flat": lambda p: [p.view(-1), p.data.flatten()],
+    "part of a part": lambda p: [p.data[1:][:, 2:]],
+    "every second": lambda p: [p[::2, 1::2].detach()],
+    "a diagonal": lambda p: [p.data.diagonal()],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_parts_of_a_parameter_read_and_write_its_fp32_value(parts: Callable[[Any], list[Any]]) -> None:
+    parameter, owner = made(4, 6)
+    exact = owner.wide.clone()
+    with torch.no_grad():
+        for part, value in zip(parts(parameter), parts(exact), strict=True):
+            assert part.dtype is BF16 and torch.equal(part * 1, value)
+            assert torch.equal(torch.cat([part, part]), torch.cat([value, value]))
+            part.mul_(2 + 2.0**-13)
+            value.mul_(2 + 2.0**-13)
+            part[0] += 2.0**-12
+            value[0] += 2.0**-12
+            part.zero_() if part.dim() == 1 else part.add_(0)
+            value.zero_() if value.dim() == 1 else value.add_(0)
+        owner.computing = True
+        assert (parts(parameter)[0] * 1).dtype is BF16
+    assert torch.equal(owner.wide, exact) and torch.equal(Tensor.detach(parameter), exact.bfloat16())
+    assert not low_written(parameter)
+
+
+def test_functions_of_aliases_alone_read_fp32_and_layers_low_values() -> None:
+    parameter, owner = made(4, 6)
+    wide, x = owner.wide, torch.ones(3, 6, dtype=BF16)
+    for alias in (parameter.data, parameter.detach()):
+        for function in (torch.roll, torch.fliplr, torch.linalg.norm, torch.amax, torch.trace, torch.sort):
+            given = (1,) if function is torch.roll else ()
+            got, wanted = function(alias, *given), function(wide, *given)
+            assert all(
+                map(
+                    torch.equal,
+                    (got if isinstance(got, tuple) else (got,)),
+                    wanted if isinstance(wanted, tuple) else (wanted,),
+                )
+            )
+        assert torch.equal(torch.where(alias > FINE - 2.0**-14, alias, 0), wide)
+        assert torch.equal(alias @ alias.T, wide @ wide.T) and alias.tolist() == wide.tolist()
+        assert torch.nn.functional.linear(x, alias).dtype is BF16 and (x + alias[:3]).dtype is FP32
+        assert torch.zeros_like(alias).dtype is alias.new_zeros(2).dtype is x.float().type_as(alias).dtype is BF16
+        assert alias.element_size() == 2 and alias.data_ptr() == parameter.data_ptr() and alias.dtype is BF16
+    with torch.no_grad():
+        assert torch.equal(parameter.roll(1), wide.roll(1)) and parameter.tolist() == wide.tolist()
+        assert torch.equal(parameter[[2, 0]], wide[[2, 0]]) and parameter.amax().dtype is FP32
 
 
 def test_replaced_data_is_what_the_owner_says() -> None:

@@ -89,7 +89,7 @@ class Trained:
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter as operators see it."""
-        value = self.model.get_parameter(name).detach()
+        value = Tensor.detach(self.model.get_parameter(name))  # not `WatchedParameter.detach`, which reads fp32 values
         return value.to_local() if isinstance(value, DTensor) else value
 
     def load(self, name: str, value: Tensor) -> None:

@@ -117,11 +117,8 @@ def test_state_dict_has_the_same_keys_and_fp32_values(name: str) -> None:
         assert all(torch.equal(state[k], plain[k]) and state[k].dtype is FP32 for k in plain)
 
 
-def test_state_dict_is_a_copy_and_loads_on_root_and_submodule() -> None:
+def test_state_dict_loads_on_root_and_submodule() -> None:
     model = hs.prepare(net(), policy=policy("O2"))
-    state = model.state_dict()
-    state["head.weight"].zero_()
-    assert model.state_dict()["head.weight"].abs().sum() > 0
     other = Net()
     model.load_state_dict(other.state_dict())
     assert torch.equal(model.state_dict()["head.weight"], other.head.weight)

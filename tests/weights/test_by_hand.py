@@ -187,7 +187,7 @@ def test_writes_through_data_are_exact_where_rounding_would_swallow_them(master:
 def test_a_write_by_another_way_is_told_when_the_weights_are_next_asked_for(look: str) -> None:
     model, optimizer = image_net("split")
     with torch.no_grad():
-        model[0].weight.view(-1).zero_()
+        torch._foreach_zero_([model[0].weight])
     with pytest.warns(UserWarning, match=r"0.weight was written by no method.*hs\.edit_weights") as told:
         if look == "state_dict":
             assert not model.state_dict()["0.weight"].any()
@@ -303,7 +303,7 @@ def test_what_a_wrapper_sends_is_no_change_by_hand_and_a_later_write_is() -> Non
         wrapped(torch.ones(2, 4)).sum().backward()
         model.state_dict()
         with torch.no_grad():
-            model.weight.view(-1).zero_()
+            torch._foreach_zero_([model.weight])
         wrapped(torch.ones(2, 4))
         with pytest.warns(UserWarning, match="weight was changed by hand, and master='none'"):
             model.state_dict()

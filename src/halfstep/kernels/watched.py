@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.torch_private.autograd import current_graph_task_id
+from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
@@ -62,7 +64,22 @@ READS = frozenset(
     "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
     "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
 )
-"""Functions that read fp32 values by hand: arithmetic in any format. Products of matrices take one format only."""
+"""Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
+NUMBERS = frozenset("__array__ __float__ allclose equal isclose item tolist".split())
+METHODS = READS | frozenset(
+    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
+    "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
+    "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
+    "trace tril triu unique var where".split()
+)
+"""Methods of a parameter that read its fp32 value. Of an alias all functions do, unless they compute with other low
+tensors, as a layer does, or make tensors like it."""
+VIEWS = frozenset(
+    "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
+    "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
+    "unfold unsqueeze view view_as vsplit".split()
+)
+"""Functions whose results may be views: aliases of a part of the weight."""
 
 
 class Owner(ABC):
@@ -239,7 +256,7 @@ class WeightTensor(Tensor):
     def data(self) -> Tensor:
         """Return an alias of the same values."""
         source = self.__dict__.get("source")
-        return self.detach() if source is None else source.data
+        return self.detach() if source is None or source.shape != self.shape else source.data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -366,12 +383,20 @@ def _fp32(value: Any) -> Any:
         with torch.no_grad():
             linked.copy_(wide)
         return linked
-    return wide
+    return _part(wide, value, source)
+
+
+def _part(whole: Tensor, alias: Tensor, source: Tensor) -> Tensor:
+    """Return what `alias` is of `source` of another tensor in the same layout."""
+    if alias.shape == source.shape and alias.stride() == source.stride():
+        return whole
+    begin = whole.storage_offset() + alias.storage_offset() - source.storage_offset()
+    return whole.as_strided(alias.shape, alias.stride(), begin)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__.removeprefix("_foreach_")
-    if name in {"__get__", "__set__"} or name in SHAPES:
+    if name == "__set__" or name in SHAPES:
         return func(*args, **kwargs)
     if name in {"__deepcopy__", "__reduce_ex__"}:
         return _taken_along(args, kwargs, pickled=name == "__reduce_ex__")
@@ -383,17 +408,44 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
     tensors = tensors_in((args, kwargs))
     sources = [source for value in tensors if (source := _source(value)) is not None]
-    if all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor):  # else one is a copy
-        if name not in READS | COPIES or not sources or not all(_reads_fp32(source, tensors) for source in sources):
+    copies = not all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor)
+    if not copies:
+        if not sources or not all(_reads_fp32(source, tensors) for source in sources):
+            return func(*args, **kwargs)
+        if name in VIEWS or name == "__get__":
+            found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
+            if name == "__get__" or any(type(made) is WeightTensor for made in tensors_in(found)):
+                return found
+        if not (name in READS | COPIES or _reads_only(name, tensors)):
             return func(*args, **kwargs)
     if name not in COPIES:
-        return func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
+        found = func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
+        if copies or name in READS | NUMBERS or tensors_in(found):
+            return found
+        return func(*args, **kwargs)  # what it says of the low tensor itself: size, address, text
     if name in CASTS and _is_low(found := func(*args, **kwargs)) and _names_format(args, kwargs):
         return found
     found = func(_fresh(first), *args[1:], **kwargs)
     if not isinstance(found, Tensor):
         return found  # the name of its type
     return _derived(found, converted=_source(first) if name in CASTS and _names_format(args, kwargs) else None)
+
+
+def _alias(made: Tensor, of: Any) -> Tensor:
+    """Return `made` as an alias of the parameter that `of` is, or is an alias of, if it is in its memory."""
+    source: Any = _source(of)
+    if type(made) is not Tensor or type(local := _get(source)) is not Tensor or not is_dense(local):
+        return made
+    if storage_key(made.untyped_storage()) != storage_key(local.untyped_storage()):
+        return made
+    return _derived(made, source=source, counted=of is source or of.__dict__["counted"])
+
+
+def _reads_only(name: str, tensors: list[Tensor]) -> bool:
+    """Return whether a function of aliases only reads: no layer's, with other low tensors, and no ``zeros_like``."""
+    if name.startswith("new_") or name.endswith(("_like", "type_as", "_type", "numpy")):
+        return False
+    return not any(_is_low(value) and _source(value) is None for value in tensors)
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -453,13 +505,17 @@ def _write(
         return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
     with torch.no_grad(), ExitStack() as writing:
         wide: dict[int, Tensor] = {}
+        whole: dict[int, Tensor] = {}  # by the id of the parameter, of which several parts may be written
         for value in tensors_in(written):
             if (source := _source(value)) is not None:
                 if func is Tensor.copy_ and len(args) > 1 and _is_low(args[1]) and _source(args[1]) is None:
                     _owner(source).rounded(source, args[1])  # type: ignore[union-attr]  # a source has one
-                counted = value is source or value.__dict__["counted"]
                 owner: Any = _owner(source)
-                wide[id(value)] = writing.enter_context(owner.writing(source, fills=fills, counted=counted))
+                if id(source) not in whole:
+                    counted = value is source or value.__dict__["counted"]
+                    anew = fills and value.shape == source.shape
+                    whole[id(source)] = writing.enter_context(owner.writing(source, fills=anew, counted=counted))
+                wide[id(value)] = _part(whole[id(source)], value, source)
 
         into_low = not wide and all(map(_is_low, tensors_in(written)))
 
@@ -511,11 +567,20 @@ def _method(name: str) -> Any:
                 return found
             return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)
 
-    return write if name in WRITES else read
+    @wraps(plain)
+    def view(self: Any, *args: Any, **kwargs: Any) -> Any:
+        linked = torch.is_grad_enabled() and name not in NUMBERS  # to the parameter, by autograd
+        if is_dynamo_compiling() or linked or (owner := _owner(self)) is None or owner.computes():
+            return plain(self, *args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            return _call(plain, (self, *args), kwargs)
+
+    return write if name in WRITES else view if name in VIEWS | NUMBERS else read
 
 
-for _name in (WRITES | READS | CASTS - frozenset("cpu cuda xpu".split())) & frozenset(dir(Tensor)):
-    setattr(WatchedParameter, _name, _method(_name))
+for _name in (WRITES | METHODS | VIEWS | NUMBERS | CASTS - frozenset("cpu cuda xpu".split())) & frozenset(dir(Tensor)):
+    if _name != "detach":
+        setattr(WatchedParameter, _name, _method(_name))
 
 
 def watch(parameter: Tensor, owner: Owner, name: str, *, held: bool = False) -> None:

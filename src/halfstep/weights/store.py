@@ -38,7 +38,8 @@ from halfstep.weights.draws import Draws
 from halfstep.weights.every_step import Turn, at_each_step
 from halfstep.weights.ranks import replicated, training_wrapper
 
-NEAR = 0.1  # of its norm: a value that differs by less is the next one, and not another model's
+NEAR = 0.1  # of its norm, or of a value: what differs by less is the next one, and not another model's
+SHARE = 0.25  # of the values of a weight; of two weights that have nothing to do with each other 0.05 are near
 _version = attrgetter("_version")
 
 
@@ -388,17 +389,23 @@ class WeightStore(Owner):
         return not parameter.requires_grad and not self.is_frozen(parameter)
 
     def rounded(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Warn if `parameter` is about to be given a low `value` near its own: what was computed in low is lost."""
+        """Warn if `parameter` is about to be given a low `value` that was computed from its own in low, losing bits."""
         low = Tensor.detach(parameter)
         if "rounded" in self.warned or self.loading or value.shape != low.shape:
             return
-        change = (value.detach().to(low.device) - low).float().norm()
-        if 0 < change < NEAR * low.float().norm():
+        given, own = local(value.detach()).to(low.device).float(), local(low).float()
+        change, near = (given - own).norm(), (given - own).abs() <= NEAR * own.abs()
+        lost = 0 < change < NEAR * own.norm()
+        if lost or (
+            not torch.equal(local(self.value(parameter)), own)
+            and (near.float().mean() > SHARE or torch.equal(given.flatten().sort()[0], own.flatten().sort()[0]))
+        ):
             self.warn_once(
                 "rounded",
-                f"the weight {self.names[id(parameter)]} was given {self._kind} values near its own: of a change that "
-                f"was computed in {self._kind} small parts are lost; compute it with operators and methods of the "
-                "weight (0.9 * p, p.lerp_), or from p.float()",
+                f"the weight {self.names[id(parameter)]} was given {self._kind} values that are near its own, or its "
+                f"own in another order: what its fp32 values and a small change have beyond {self._kind} is lost; "
+                "compute it with operators and methods of the weight or its .data (0.9 * p, p.lerp_), or from "
+                "p.float()",
             )
 
     def _warn_unseen(self, parameter: nn.Parameter) -> None:
