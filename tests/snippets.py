@@ -82,6 +82,8 @@ def run_programs(page: Path) -> None:
         if program.title:
             Path(program.title).write_text(program.code, encoding="utf-8")
         run_block(program.code, {"__name__": "__main__"}, str(page), program.line)
+        if (state := sys.modules.get("accelerate.state")) is not None:  # a process has one format there
+            state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run_block(code: str, namespace: dict[str, Any], page: str = "<page>", line: int = 1) -> int:

@@ -12,7 +12,7 @@ from benchmarks.reports import committed
 
 
 @pytest.mark.parametrize(
-    ("case", "label", "value"), [("mlp21m", "pure", 1.02), ("lenet5", "mixed compiled", 0.97), ("lenet5", "fp32", 0.99)]
+    ("case", "label", "value"), [("mlp21m", "pure", 1.02), ("lenet5", "mixed compiled", 0.97), ("lenet5", "fp32", 1.01)]
 )
 def test_a_number_that_changes_sides_is_an_error(case: str, label: str, value: float) -> None:
     reports = committed()

@@ -22,12 +22,10 @@ ORDERED = ("troubleshooting", "faq", "limits", "platforms", "versioning", "secur
 
 
 @pytest.fixture(autouse=True)
-def process_state_ends(clean_start: None) -> Iterator[None]:
-    """End what a page leaves to the process: the casts of Apex's O1, and accelerate's format where it is installed."""
+def casts_end(clean_start: None) -> Iterator[None]:
+    """Close the casts of Apex's O1, which are the process's from `amp.initialize` on."""
     yield
     close_casts()
-    if (state := sys.modules.get("accelerate.state")) is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERED if snippets(DOCS / f"{name}.md")])
