@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,16 @@ class Writer(FileSystemWriter):
                 parts.append({"at": list(chunk.offsets), "size": list(chunk.sizes), **where})
             self.table[name] = {"dtype": tensor.properties.dtype, "size": list(tensor.size), "parts": parts}
 
-    def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Write `tensors`; collective on `group`: if a rank could not write, CheckpointException on all of them."""
-        save(tensors, storage_writer=self, process_group=group)
+    def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup, *, wait: bool) -> Callable[[], object]:
+        """Return what writes `tensors`; collective on `group`: if a rank could not, CheckpointException on all of them.
 
-    def write_later(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Future[Any]:
-        """Copy `tensors` to the host and write the copies in a thread, as `write` does; return its future."""
+        With ``wait=False`` they are copied to the host now, and a thread writes the copies, for which it waits.
+        """
+        if wait:
+            return partial(save, tensors, storage_writer=self, process_group=group)
         future = async_save(tensors, storage_writer=self, process_group=group)
         assert isinstance(future, Future)  # what torch returns unless it is given a stager that copies later
-        return future
+        return future.result
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:

@@ -67,7 +67,7 @@ STATE: dict[Any, Any] = {
     "policy": text(words="the text that state_dict() saves (TOML)"),
     "step": whole(of="micro-batches"),
     "weights?": (ROUNDING, {}),  # only there where a weight strategy has a state besides the fp32 weights
-    "reference?": (None, FINITE_NUMBER),  # of weights of micro-batches: `parts.weights`
+    "reference?": (None, FINITE_NUMBER),  # of weights of micro-batches: `parts.gradients.Weights`
     "choice?": (None, {"compiled": bool, "line": str}),  # under policy="auto": what it chose besides the policy
 }
 """A state of a training step, whose parts the functions below compare with those of the step."""

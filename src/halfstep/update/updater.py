@@ -190,7 +190,7 @@ class Updater:
             self.host_read = 0
             return fused.check(gradients, divisor, clip_norm), fused.write
         if self.store is not None:
-            gradients = self.store.widen_gradients(self.optimizer)
+            gradients = self.store.attached[id(self.optimizer)].widen_gradients(self.optimizer)
         check = check_gradients(gradients, divisor, clip_norm)
         if clip_value is not None:
             clip_values_(gradients, divisor, clip_value)
@@ -223,7 +223,7 @@ class Updater:
             self._marks.end()
         if self.store is not None:
             self.store.restore()  # what an optimizer whose step does not call its hooks has left
-            self.store.drop_gradients(self.optimizer)
+            self.store.attached[id(self.optimizer)].drop_gradients()
         torch.clear_autocast_cache()
         self._marks = None
 
@@ -235,7 +235,7 @@ class Updater:
         """Put the host's side of an update that was cut off in order."""
         if self.store is not None:
             self.store.restore(write_back=written)
-            self.store.drop_gradients(self.optimizer)
+            self.store.attached[id(self.optimizer)].drop_gradients()
         if self._marks is not None:
             self._marks.end() if written else self._marks.restore()
         if not written:

@@ -118,8 +118,7 @@ class Metrics(Part):
         if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
             self._send(result)
         if self._to is not None:
-            for record in self.poll():
-                self._to.add(record)
+            self.poll()
 
     def _note(self, result: StepResult) -> None:
         """Keep the norms of an update that was not applied, by a choice that the device makes."""
@@ -157,12 +156,10 @@ class Metrics(Part):
 
     def flush(self) -> list[StepMetrics]:
         """Return every record that is still on its way; waits for the device. For the end of a run."""
-        records = self._records(wait=True)
-        for record in records if self._to is not None else ():
-            self._to.add(record)  # type: ignore[union-attr]
-        return records
+        return self._records(wait=True)
 
     def _records(self, *, wait: bool) -> list[StepMetrics]:
+        """Take the records that are there, and give them to the logger."""
         found = []
         while self._waiting:
             step, rate, landing, culprits = self._waiting[0]
@@ -182,4 +179,6 @@ class Metrics(Part):
                     culprits=() if culprits is None else replace(culprits, norms=packed[4:])(),
                 )
             )
+            if self._to is not None:
+                self._to.add(found[-1])
         return found

@@ -23,6 +23,7 @@ from halfstep.kernels.native.calls import number, peek
 from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
 from halfstep.step.parts.signals import Signals
+from halfstep.step.parts.statistics import BUFFERS
 from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
@@ -32,7 +33,6 @@ FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it i
 VIEWED = 1 << 16  # bytes: a loss that is a view of more is copied to be remembered
 JUMP = 10.0  # times that a loss is above those before
 FADE = 0.99  # in some hundred updates a large loss is forgotten
-STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Record(Part):
         self.saving: Any = None  # the last `hs.save`, whose writing may be under way
         self.kept: MicroBatch | None = None  # the micro-batch that begins
         self.weight: Tensor | None = None  # 0-dim fp32, what the loss of this micro-batch was summed over; None: a mean
-        self.weighed: Tensor | None = None  # the sum of the window's, see `parts.weights`
+        self.weighed: Tensor | None = None  # the sum of the window's, see `gradients.Weights`
         self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
         self.landing = Landing()
         self.model, self.signals = model, Signals()
@@ -354,7 +354,7 @@ class History:
                 key = (id(module), name)
                 if value is None or key in self._changing or value.is_inference():
                     continue
-                if name in STATISTICS and isinstance(module, NormBase):
+                if name in BUFFERS and isinstance(module, NormBase):  # `Statistics` has them
                     continue
                 self._unchanged.append((module, name, value, value._version))
                 size = value.numel() * value.element_size()
@@ -376,22 +376,24 @@ def versions_of(values: Sequence[Any]) -> list[int]:
     return [t._version for t in (values if flat else tensors(values)) if not t.is_inference()]
 
 
+def _generators() -> dict[str, torch.Generator]:
+    """Return torch's generators by device, without those of a device that captures a graph."""
+    found, device = {"cpu": torch.default_generator}, torch.accelerator.current_accelerator()
+    if device is not None and (others := default_generators()) and not capturing(device.type):
+        found |= {f"{device.type}:{index}": one for index, one in enumerate(others)}
+    return found
+
+
 def random_states() -> dict[str, torch.Generator]:
     """Return copies of torch's generators, those of all devices, without waiting for one.
 
     A copy of the CPU's has half the bytes of the tensor that ``get_state()`` returns.
     """
-    states = {"cpu": torch.default_generator.clone_state()}
-    device = torch.accelerator.current_accelerator()
-    if device is not None and (found := default_generators()) and not capturing(device.type):
-        states |= {f"{device.type}:{index}": one.clone_state() for index, one in enumerate(found)}
-    return states
+    return {name: one.clone_state() for name, one in _generators().items()}
 
 
 def put_random(states: dict[str, torch.Generator]) -> None:
     """Put the states of copies that `random_states` returned back; those of devices that are not here are left out."""
-    here = {"cpu": torch.default_generator}
-    if (device := torch.accelerator.current_accelerator()) is not None:
-        here |= {f"{device.type}:{index}": one for index, one in enumerate(default_generators())}
-    for name in states.keys() & here.keys():
-        here[name].set_state(states[name].get_state())
+    for name, one in _generators().items():
+        if name in states:
+            one.set_state(states[name].get_state())

@@ -19,12 +19,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
 from halfstep.events import StepResult
+from halfstep.meeting import processes
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.moments import Moments
 from halfstep.step.part import Part, RunMicro
@@ -99,8 +99,7 @@ class Retry(Scaling):
 
     def _lower(self) -> tuple[int, float] | None:
         """Return how many bad steps of the scaler lead to a lower scale, and that scale; None: the step is skipped."""
-        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        window = self.history.window
+        ranks, window = processes()[1] > 1, self.history.window
         if not ranks and not window.finite():  # no scale of a backward pass helps
             return None
         if obstacle := next(self._obstacles(window.batches), ""):

@@ -159,7 +159,7 @@ class Signals:
     def read(self) -> History:
         """Return what is remembered; waits for the device."""
         found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
-        rows = [_row(*entry[1:]) for entry in found.values()]
+        rows = [_row(entry) for entry in found.values()]
         losses, gradients, applied = zip(*rows, strict=True) if rows else ((), (), ())
         trained = self._weights[-1][1].count if self._weights else 0
         return History(
@@ -178,13 +178,8 @@ def _largest(tensor: Tensor) -> Tensor | None:
     return torch.linalg.vector_norm(part, math.inf) if has_norm(part) else None
 
 
-def _row(
-    loss: Tensor | float | None,
-    gradient: Tensor | float,
-    versions: tuple[int, int] | None,
-    bad: Tensor | bool | None,
-    scale: Tensor | None,
-) -> tuple[float, float, bool]:
+def _row(entry: Update) -> tuple[float, float, bool]:
+    _, loss, gradient, versions, bad, scale = entry
     if versions is None or isinstance(loss, float) or isinstance(gradient, float):
         assert isinstance(loss, float) and isinstance(gradient, float)
         return loss, gradient, not bad
