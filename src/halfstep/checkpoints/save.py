@@ -538,7 +538,7 @@ def _read(
                 f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
             )
         rank = room.rank if len(ranks) == room.size else None
-        state["model"], state["optimizer"] = shards.read(folder, content["shards"], have, optimizer, names, rests, rank)
+        state["model"], state["optimizer"] = shards.read(folder, content, have, optimizer, names, rank)
         return state, ranks
     state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
     state["model"] = {name: sharded_as(value, have.get(name)) for name, value in state["model"].items()}

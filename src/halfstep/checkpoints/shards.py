@@ -73,20 +73,15 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 
 
 def read(
-    folder: Path,
-    known: Table,
-    have: Mapping[str, Any],
-    optimizer: Optimizer,
-    names: Names,
-    rests: Sequence[Any],
-    rank: int | None,
+    folder: Path, content: Any, have: Mapping[str, Any], optimizer: Optimizer, names: Names, rank: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
-    `known` is the table of the `Writer`, `have` the model's state now, `names` those of the optimizer's parameters.
-    `rests` is what `split` returned besides tensors, of one rank or of all that had other parameters. Buffers are those
-    of `rank`; None: those that one of the ranks wrote for all.
+    `content` has the table of the `Writer` as "shards", and as "rests" what `split` returned besides tensors, of one
+    rank or of all that had other parameters. `have` is the model's state now, `names` those of the optimizer's
+    parameters. Buffers are those of `rank`; None: those that one of the ranks wrote for all.
     """
+    known, rests = content["shards"], content["rests"]
     _check(known, folder)
     wanted: dict[str, Tensor] = {}
     model: dict[str, Any] = {}

@@ -87,7 +87,6 @@ class Graphs:
         self._moments, self._statistics, self._updater = step._moments, step._statistics, step._updater
         self._recorder = RECORDERS[device.type](device)  # `refuse_graph` has checked that there is one
         self._model = unwrap(step.model)
-        self._statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()

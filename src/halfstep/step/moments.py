@@ -43,7 +43,7 @@ class Phase(Enum):
 
 MOMENTS = [name for name in vars(Part) if not name.startswith("_")]
 
-REVERSE = ("after_update", "abort")
+REVERSE = ("repeats", "after_update", "abort")
 """Moments at which parts are called in reverse of their order."""
 
 
@@ -183,16 +183,13 @@ class Watchers(list[StepWatcher]):
         super().__init__()
         self.parameters = parameters  # returns the optimizer's parameters that have gradients
         self.paused = False  # whether they see nothing: a captured update is no update
-        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None  # whether their window runs again instead
-
-    def before_update(self) -> None:
-        """Show the watchers what is about to be updated."""
+    def repeats(self, bad: Tensor) -> bool:
+        """Show the watchers what is about to be updated: the parts after this one let the window not run again."""
         if self and not self.paused:
             parameters = self.parameters()
-            if self.discards is not None and any(w.wants_update() for w in self) and self.discards(parameters):
-                return
             for watcher in self:
                 watcher.before_update(parameters)
+        return False
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Show them what became of it; return what one of them raised."""

@@ -304,9 +304,7 @@ class Settings:
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
         if scales and given.retry:
-            retry = Retry(given.retry, self._scaler, optimizer, record, ranks, moments)
-            self._watchers.discards = retry.discards_unseen
-            parts.append(retry)
+            parts.append(Retry(given.retry, self._scaler, optimizer, record, ranks, moments))
         elif scales:
             parts.append(Scaling(self._scaler, optimizer))
         if windows:

@@ -192,16 +192,15 @@ class Updater:
         if self.store is not None:
             gradients = self.store.attached[id(self.optimizer)].widen_gradients(self.optimizer)
         check = check_gradients(gradients, divisor, clip_norm)
-        if clip_value is not None:
-            clip_values_(gradients, divisor, clip_value)
-        unscaled = divisor if clip_value is not None else None
         scaled = divisor is not None or clip_norm is not None
         if self.states is None:  # else its states are made anew around each step
             self._marks = Marks(self.optimizer, self.store)
 
         def write(factor: Tensor, bad: Tensor) -> None:
-            whole = factor if unscaled is None else factor * unscaled
-            self._step_optimizer(gradients, whole if scaled else None, bad)
+            if clip_value is not None:
+                clip_values_(gradients, divisor, clip_value)
+                factor = factor if divisor is None else factor * divisor
+            self._step_optimizer(gradients, factor if scaled else None, bad)
 
         return check, write
 

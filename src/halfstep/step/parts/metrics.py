@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -87,16 +86,13 @@ class Metrics(Part):
         3 0
     """
 
-    def __init__(
-        self, every: int, clock: Callable[[], float] = time.perf_counter, *, to: MetricsLogger | None = None
-    ) -> None:
+    def __init__(self, every: int, *, to: MetricsLogger | None = None) -> None:
         check("metrics", StepError, every=(every, COUNT))
         if to is not None and not callable(getattr(to, "add", None)):
             found = f"metrics(to={to!r}): expected a logger with a method add(record)"
             raise StepError(f"{found}, such as hs.integrations.loggers.TensorBoard(folder)")
         self.every, self.dropped, self._to = every, 0, to
-        self._clock = clock
-        self._since = clock()
+        self._since = time.perf_counter()
         self._updates = self._losses = self._samples = 0
         self._loss: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
@@ -137,7 +133,7 @@ class Metrics(Part):
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
         landing = Landing().take([packed])
-        now = self._clock()
+        now = time.perf_counter()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
         self._waiting.append((result.step, rate, landing, culprits))
         self._loss, self._losses, self._samples, self._since, self._culprits = 0.0, 0, 0, now, None

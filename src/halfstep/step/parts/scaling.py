@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
@@ -31,7 +31,6 @@ from halfstep.step.part import Part, RunMicro
 from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
-from halfstep.update.fused import check_gradients
 
 LOG = logging.getLogger("halfstep")
 
@@ -90,12 +89,6 @@ class Retry(Scaling):
         self.due = found is not None
         self._uncounted, self.fallen = found or (0, self.fallen)
         return self.due
-
-    def discards_unseen(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return what `repeats` will, from the gradients themselves: before watchers are shown them."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        divisor = self.record.scale.to(gradients[0].device)
-        return self.repeats(check_gradients(gradients, divisor, None).bad)
 
     def _lower(self) -> tuple[int, float] | None:
         """Return how many bad steps of the scaler lead to a lower scale, and that scale; None: the step is skipped."""
