@@ -29,7 +29,7 @@ from halfstep.binding.wrappers import unwrap
 from halfstep.checkpoints import files
 from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
-from halfstep.checkpoints.names import names_of, reordered, sharded_as, split
+from halfstep.checkpoints.names import names_of, split
 from halfstep.errors import CheckpointError, StepError, first_line, lacks_memory, warn
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.sharded import is_sharded
@@ -524,30 +524,26 @@ def _read(
     names = names_of(model, optimizer)
     if "rests" not in content and whole and content["names"] == names:
         return state, ranks
+    from halfstep.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
+
     _check_groups(content.get("rests", [content]), names)
     if "rests" in content:
-        from halfstep.checkpoints import shards
-
-        rests = content["rests"]
         check_content(content, {"shards": shards.TABLE, ...: Any}, str(place), CheckpointError)
-        if not rests:
-            raise CheckpointError(f"{place}: 'rests' is empty; nothing was loaded")
-        if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
-            raise CheckpointError(
-                f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
-                f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
-            )
-        rank = room.rank if len(ranks) == room.size else None
-        state["model"], state["optimizer"] = shards.read(folder, content, have, optimizer, names, rank)
-        return state, ranks
-    state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
-    state["model"] = {name: sharded_as(value, have.get(name)) for name, value in state["model"].items()}
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
-    saved["state"] = {
-        number: {key: sharded_as(value, parameters.get(number)) for key, value in entry.items()}
-        for number, entry in saved["state"].items()
-    }
+        shards.check_parts(content["shards"], folder)
+    elif [*map(sorted, content["names"])] != [*map(sorted, names)]:
+        return state, ranks  # the checks of the state say what is wrong
+    else:
+        content = shards.of_whole(state, model, content["names"])
+    rests = content["rests"]
+    if not rests:
+        raise CheckpointError(f"{place}: 'rests' is empty; nothing was loaded")
+    if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
+        raise CheckpointError(
+            f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
+            f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
+        )
+    rank = room.rank if len(ranks) == room.size else None
+    state["model"], state["optimizer"] = shards.read(folder, content, have, optimizer, names, rank)
     return state, ranks
 
 

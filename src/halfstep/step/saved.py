@@ -76,7 +76,10 @@ NUMPY = {"keys": Tensor, "place": whole(0, 624), "has_gauss": whole(0, 1), "cach
 PYTHON = {"version": whole(), "words": Tensor, "gauss": (None, number())}
 RANDOM = {"torch": Tensor, "python": PYTHON, "numpy?": NUMPY, ...: [Tensor, ...]}
 NAMES = [[str, ...], ...]
-REST = {"model": Each(str, Any), "groups": [Each(Any, Any), ...], "names": NAMES, "other": Each(Any, Any)}
+REST = {
+    "model": Each(str, Any), "groups": [Each(Any, Any), ...], "names": NAMES, "other": Each(Any, Any),
+    "more?": Each(str, Any),
+}  # fmt: skip
 RANKS = [{"random": RANDOM, "extra": Any, "weights": (ROUNDING, {})}, ...]
 PLAIN: dict[Any, Any] = {"state": STATE, "ranks": RANKS, "names": NAMES}
 SHARDED: dict[Any, Any] = {
