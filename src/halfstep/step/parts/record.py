@@ -108,9 +108,9 @@ class Record(Part):
         self.weight: Tensor | None = None  # 0-dim fp32, what the loss of this micro-batch was summed over; None: a mean
         self.weighed: Tensor | None = None  # the sum of the window's, see `gradients.Weights`
         self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
-        self.landing = Landing()
-        self.model, self.signals = model, Signals()
-        self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
+        history = History(model)
+        self.model, self.landing, self.signals = model, history.landing, history.signals
+        self.history = history if replayable else None
 
     @property
     def judged(self) -> bool:
@@ -153,18 +153,21 @@ class Record(Part):
         """Remember loss and gradient norm, on a CPU as values: tensors kept cost 4 % of a small network's step."""
         if not result.due or batch is None:  # a flush has no loss
             return
+        signals = self.signals
         if self.history is None:  # a graph, which Python does not see, or no black box
-            self.signals.count(result.step + 1, self.model)
-        elif self.signals.learning.open:
-            self.signals.learning.end(result)
+            signals.windows += 1
+            if signals.windows == signals.due:
+                signals.sample(result.step + 1, self.model, None)
+        elif signals.learning.open:
+            signals.learning.end(result)
         loss, norm = result.loss, result.grad_norm
         if loss.is_cpu and norm.is_cpu and type(loss) is type(norm) is Tensor:
-            self.signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))
+            signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))
             return
         if loss.untyped_storage().nbytes() > VIEWED:
             loss = loss.clone()
         versions = loss._version, norm._version
-        self.signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
+        signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
 
     def look(self) -> None:
         """Find out whether a scheduler or a black box waits for the verdict on the last update."""
@@ -194,18 +197,9 @@ class History:
     black box reads it; else a window is dropped with its update.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        watched: bool = False,
-        examined: bool = True,
-        landing: Landing | None = None,
-        signals: Signals | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, watched: bool = False, examined: bool = True) -> None:
         self.model, self.watched, self.examined = model, watched, examined
-        self.landing = Landing() if landing is None else landing
-        self.signals = Signals() if signals is None else signals
+        self.landing, self.signals = Landing(), Signals()
         self._limit = LIMIT
         self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept

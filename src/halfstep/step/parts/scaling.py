@@ -64,7 +64,8 @@ class Retry(Scaling):
         super().__init__(scaler, optimizer)
         self.most, self.record, self._ranks, self.moments = most, record, ranks, moments
         if record.history is None:
-            record.history = History(record.model, examined=False, signals=record.signals)
+            record.history = History(record.model, examined=False)
+            record.history.signals = record.signals
         record.history.keep_generators()
         self.history = record.history
         self._warned = False
