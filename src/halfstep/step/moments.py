@@ -183,6 +183,7 @@ class Watchers(list[StepWatcher]):
         super().__init__()
         self.parameters = parameters  # returns the optimizer's parameters that have gradients
         self.paused = False  # whether they see nothing: a captured update is no update
+
     def repeats(self, bad: Tensor) -> bool:
         """Show the watchers what is about to be updated: the parts after this one let the window not run again."""
         if self and not self.paused:

@@ -304,11 +304,13 @@ class Settings:
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
         if scales and given.retry:
-            parts.append(Retry(given.retry, self._scaler, optimizer, record, ranks, moments))
+            parts.append(Retry(given.retry, self._scaler, self._updater, record, ranks, moments))
         elif scales:
-            parts.append(Scaling(self._scaler, optimizer))
+            parts.append(Scaling(self._scaler, self._updater))
         if windows:
-            parts.append(Unfinished(optimizer, record, names))
+            parts.append(Unfinished(self._updater, record))
+        if record.history is not None:  # `Retry` may have made it
+            parts.insert(parts.index(record), record.history)
         self._make_in_backward()
         self._moments.call(parts)
         record.scheduled = given.scheduler is not None
@@ -345,12 +347,10 @@ class Settings:
             raise SettingError(f"TrainStep.optimizer: one optimizer does not take the place of several; {ANEW}")
         if self.cuda_graph:
             refuse_graph(self.model, optimizer)
-        binding = binding_of(unwrap(self.model))
-        assert binding is not None
         in_backward = self._in_backward
         with unchanged_on_failure(self.model, optimizer):
             try:
-                prepare_with(self.model, optimizer, binding.wanted, one_pass=not updater.unsuited(optimizer))
+                prepare_with(self.model, optimizer, self._binding.wanted, one_pass=not updater.unsuited(optimizer))
                 self._use(optimizer)
                 self._take_optimizer()
                 self._make_in_backward()
@@ -362,9 +362,6 @@ class Settings:
     def _use(self, optimizer: Optimizer) -> None:
         self._given.optimizer = optimizer
         self._updater.use(optimizer)
-        for part in self.parts:
-            if isinstance(part, (Scaling, Unfinished)):
-                part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:
         self._moments.refuse(self.record.done)

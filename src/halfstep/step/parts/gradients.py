@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.binding.fsdp import is_distributed
 from halfstep.errors import StepError
@@ -39,6 +38,7 @@ from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.trees import graph_of
+from halfstep.update.updater import Updater
 
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
 
@@ -164,15 +164,15 @@ class KeptPages(Part):
 class Unfinished(Part):
     """The gradients that one training step has left for its next micro-batch."""
 
-    def __init__(self, optimizer: Optimizer, record: Record, names: Mapping[int, str]) -> None:
-        self.optimizer, self._record, self._names = optimizer, record, names
+    def __init__(self, updater: Updater, record: Record) -> None:
+        self._updater, self._record = updater, record
         self._seen: list[tuple[Tensor, Tensor | None, int]] = []
 
     def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
         """Note the gradients as they are; torch counts the writes to each."""
         if last:
             return
-        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for group in self._updater.optimizer.param_groups for p in group["params"]]
         self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
 
     def begin_call(self) -> None:
@@ -181,7 +181,7 @@ class Unfinished(Part):
             now = parameter.grad
             if now is not noted or (now is not None and now._version != version):
                 raise StepError(
-                    f"the gradient of {self._names.get(id(parameter), 'a parameter')} was "
+                    f"the gradient of {self._updater.names.get(id(parameter), 'a parameter')} was "
                     f"{'dropped' if now is None else 'written to'} between two micro-batches of a window, outside of "
                     "the step; leave zero_grad(), clipping (clip_norm=) and backward() to the step, and end the window "
                     "of one step before the loss of another runs through its model. The window begins anew"

@@ -104,7 +104,6 @@ class Record(Part):
         self.scheduled = False  # whether a scheduler will read it
         self.awaited = False  # whether a scheduler or a black box waits for it
         self.saving: Any = None  # the last `hs.save`, whose writing may be under way
-        self.kept: MicroBatch | None = None  # the micro-batch that begins
         self.weight: Tensor | None = None  # 0-dim fp32, what the loss of this micro-batch was summed over; None: a mean
         self.weighed: Tensor | None = None  # the sum of the window's, see `gradients.Weights`
         self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
@@ -116,16 +115,6 @@ class Record(Part):
     def judged(self) -> bool:
         """Whether the black box has not been given the last update."""
         return self.history is not None and self.history.judged is not None
-
-    def begin_window(self) -> None:
-        """Begin a window."""
-        if self.history is not None:
-            self.history.begin()
-
-    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Keep the micro-batch, if the window may run again."""
-        if self.history is not None:
-            self.kept = self.history.keep(number, batch, named)
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the micro-batches of the window as done; return what keeping them raised."""
@@ -190,7 +179,7 @@ class Record(Part):
             self.micro_batches = 0
 
 
-class History:
+class History(Part):
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
     `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
@@ -218,7 +207,7 @@ class History:
         check("history", StepError, limit=(limit, Kind("a number of bytes, a whole number from 0", WHOLE.has)))
         self._limit = int(limit)  # type: ignore[call-overload]
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """Begin a window."""
         old = self.judged
         if old is not None and (old.seen or (old.bad is None and old.flag is not self.landing.flag)):
@@ -230,8 +219,8 @@ class History:
             if (value := module._buffers.get(name)) is not None:
                 window.buffers.append((module, name, value.clone()))
 
-    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
-        """Keep micro-batch `number` and the states of generators before its forward pass."""
+    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Keep micro-batch `number`, the last of the window now, and the states of generators."""
         kept = MicroBatch(batch, named, random_states(), versions_of((*batch, *named.values())))
         if self._own is not None:
             kept.tensors, kept.put_generators = tensors((batch, named)), noted(self._own)
@@ -243,7 +232,6 @@ class History:
         self.window.batches.append(kept)
         if self.judged is not None or len(self.window.batches) > 1:
             self._make_room()
-        return kept
 
     def _make_room(self) -> None:
         windows = [w for w in (self.judged, self.window if self._own is None else None) if w is not None]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
 from halfstep.events import StepResult
@@ -31,6 +30,7 @@ from halfstep.step.part import Part, RunMicro
 from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
+from halfstep.update.updater import Updater
 
 LOG = logging.getLogger("halfstep")
 
@@ -38,8 +38,8 @@ LOG = logging.getLogger("halfstep")
 class Scaling(Part):
     """The loss scale of a GradScaler, which moves with each update."""
 
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
+    def __init__(self, scaler: GradScaler, updater: Updater) -> None:
+        self.scaler, self._updater = scaler, updater
 
     def loss_scale(self, device: torch.device) -> Tensor:
         """Return a copy of the scale: a window has one, also if another step moves the scaler's meanwhile."""
@@ -47,7 +47,7 @@ class Scaling(Part):
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the update and move the scale; return the scale's alarm, if its rule raises one."""
-        self.scaler.record(bad, optimizer=self.optimizer)
+        self.scaler.record(bad, optimizer=self._updater.optimizer)
         try:
             self.scaler.update()
         except (ScaleError, Warning) as error:
@@ -59,9 +59,9 @@ class Retry(Scaling):
     """The loss scale, and which windows of one training step run again at a lower one."""
 
     def __init__(
-        self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, ranks: OneRank, moments: Moments
+        self, most: int, scaler: GradScaler, updater: Updater, record: Record, ranks: OneRank, moments: Moments
     ) -> None:
-        super().__init__(scaler, optimizer)
+        super().__init__(scaler, updater)
         self.most, self.record, self._ranks, self.moments = most, record, ranks, moments
         if record.history is None:
             record.history = History(record.model, examined=False)
