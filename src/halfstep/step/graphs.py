@@ -45,7 +45,7 @@ from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
 from halfstep.kernels.triton.tables import tables_of
 from halfstep.optim import members
-from halfstep.snapshot import Snapshot, gradients, noted
+from halfstep.snapshot import Snapshot, cloned, gradients, noted
 from halfstep.step.moments import Phase
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.trees import map_tensors, opened
@@ -132,7 +132,7 @@ class Graphs:
             with self._rates_as_tensors(updates=updates):
                 result, _ = self._recorder.warm(work)
             graph.calls += 1
-            return replace(result, scale=result.scale.clone(), aux=map_tensors(result.aux, _copied))
+            return replace(result, scale=result.scale.clone(), aux=cloned(result.aux))
         self._capture(graph, work, generators, updates=updates)
         return self._replayed(graph, updates=updates)
 
@@ -304,7 +304,7 @@ class Graphs:
         numbers, skipped = graph.numbers.clone(), static.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
-        aux = map_tensors(static.aux, _copied)
+        aux = cloned(static.aux)
         result = StepResult(number, loss, aux, numbers[0], numbers[1], skipped, updates)
         if updates:
             if isinstance(static.find_culprits, Culprits):
@@ -353,10 +353,6 @@ def _packed(result: StepResult) -> tuple[StepResult, Tensor]:
         parts.append(result.find_culprits.norms)
     numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
     return result, numbers
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def facts_of(step: TrainStep) -> dict[str, Any]:
