@@ -326,24 +326,20 @@ class Graphs:
         step = self._step
         facts = facts_of(step)
         if self._facts is not None and facts != self._facts:
-            changed = [name for name, value in facts.items() if self._facts[name] != value]
+            changed = " and ".join(name for name, value in facts.items() if self._facts[name] != value)
             if any(graph.replay is not None for graph in self._graphs.values()):
-                self._report_reset(" and ".join(changed))
-            if step.record.micro_batches == 0:
-                self.reset()
-            else:
-                raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
+                self._resets += 1
+                LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", changed)
+                if self._resets == RESETS:
+                    warn(
+                        f"cuda_graph=True: graphs were dropped {RESETS} times because {changed} changed, and a graph "
+                        "cannot change it; only the learning rate may change from step to step (OneCycleLR: "
+                        f"cycle_momentum=False), or {REMEDY}"
+                    )
+            if step.record.micro_batches:
+                raise StepError(f"cuda_graph=True: {changed} changed within an accumulation window")
+            self.reset()
         self._facts, self._state = facts, [one.state for one in members(step.optimizer)]  # kept alive: ids are facts
-
-    def _report_reset(self, what: str) -> None:
-        self._resets += 1
-        LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", what)
-        if self._resets == RESETS:
-            warn(
-                f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
-                "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
-                f"{REMEDY}"
-            )
 
 
 def _packed(result: StepResult) -> tuple[StepResult, Tensor]:
