@@ -185,7 +185,7 @@ class Watchers(list[StepWatcher]):
         self.paused = False  # whether they see nothing: a captured update is no update
 
     def repeats(self, bad: Tensor) -> bool:
-        """Show the watchers what is about to be updated: the parts after this one let the window not run again."""
+        """Show the watchers what is about to be updated; `Retry`, which is asked before, does not run it again."""
         if self and not self.paused:
             parameters = self.parameters()
             for watcher in self:
