@@ -48,7 +48,7 @@ from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
 from halfstep.update import updater
-from halfstep.update.updater import ClipNorm, updater_of
+from halfstep.update.updater import ClipNorm
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -280,7 +280,8 @@ class Settings:
         wrapped = getattr(given.model, "no_sync", None) is not None  # its hooks read each gradient in its place
         names = {id(p): name for name, p in model.named_parameters()}
         store = store_of(given.model)
-        self._updater = updater_of(optimizer, store, names)
+        several = isinstance(optimizer, Optimizers)
+        self._updater = (updater.SeveralUpdaters if several else updater.Updater)(optimizer, store, names)
         windows = given.accumulate > 1 and not given.cuda_graph  # a graph does not repeat what is added by Python
         wide = self._updater.stepped_parameters() if store is None else ()
         self._copies = Copies(model, wide if windows else (), self._binding.recipe, sums=not wrapped)

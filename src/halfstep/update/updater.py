@@ -323,12 +323,6 @@ class SeveralUpdaters(Updater):
             member.abort(written=written)
 
 
-def updater_of(optimizer: object, store: WeightStore | None, names: Mapping[int, str]) -> Updater:
-    """Return what updates through one optimizer or several."""
-    kind: Callable[..., Updater] = SeveralUpdaters if isinstance(optimizer, Optimizers) else Updater
-    return kind(optimizer, store, names)
-
-
 # ------------------------------------------------------------------ signals
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGBREAK")
