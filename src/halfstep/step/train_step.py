@@ -193,7 +193,7 @@ class TrainStep(Stateful):
         number = record.done + record.micro_batches + 1
         for begin in moments.begin_micro_batch:
             begin(number, batch, named)
-        kept = record.history and record.history.window.batches[-1]
+        kept = record.history.window.batches[-1] if record.history else None
         last = record.micro_batches + 1 == self.accumulate
         with ExitStack() if moments.passes else NOTHING as stack:
             for passes in moments.passes:
