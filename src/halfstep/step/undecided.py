@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -86,7 +85,8 @@ class Undecided(Moments):
                     renew_reducer(ddp)
                 step._build()
         except BaseException:
-            _put(step, before)
+            vars(step).clear()
+            vars(step).update(before)
             raise
         step.record.saving, given.choice = saving, choice
         for part in self.parts:
@@ -117,13 +117,9 @@ class Undecided(Moments):
         except BaseException:
             if step._moments.phase is Phase.REST:  # else it refuses to go on until another state is loaded
                 snapshot.restore()
-                _put(step, before)
+                vars(step).clear()
+                vars(step).update(before)
             raise
-
-
-def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
-    vars(step).clear()
-    vars(step).update(values)
 
 
 def _refuse(given: Any) -> None:
