@@ -19,7 +19,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.loops import graphs_on_tape
-from halfstep.step.recorder import RECORDERS
+from halfstep.step.graphs import RECORDERS
 
 
 class Profile:

@@ -19,7 +19,7 @@ from halfstep.kernels.choose import gradient_into, load_kernels, row_sums
 from halfstep.kernels.optimizers import SPECS
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference.cross_entropy import shares
-from halfstep.step.recorder import recorder_for
+from halfstep.step.graphs import RECORDERS
 
 BF16, FP32, INT16 = torch.bfloat16, torch.float32, torch.int16
 CALLS, WARM, ROUNDS = 5, 3, 15
@@ -112,8 +112,7 @@ def losses(device: str, rows: int, *classes: int) -> Iterator[Work]:
 
 def replayed(call: Callable[[], object], device: str) -> Callable[[], float]:
     """Capture `call` in a graph, `CALLS` times; return what replays it and returns the device's seconds for one."""
-    recorder = recorder_for(torch.device(device))
-    assert recorder is not None
+    recorder = RECORDERS["cuda"](torch.device(device))
     for _ in range(2):
         recorder.warm(call)
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import halfstep as hs
 from benchmarks.cases import Batch, Case
 from benchmarks.stages import Stages
-from halfstep.step.recorder import RECORDERS
+from halfstep.step.graphs import RECORDERS
 
 CLIP = 1.0
 FIRST_SCALE = 2.0**12  # of fp16: no case overflows at it, so that curves do not differ by steps that were skipped

@@ -72,11 +72,12 @@ class Count:
         weights, store = list(self.model.parameters()), store_of(self.model)
         state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
         gradients = [p.grad for p in weights if p.grad is not None]
+        attached = [] if store is None else store.attached.values()
         self.at[moment] = {
             "weight": storage_bytes(weights),
             "low copy": self.copies.alive(),
             "gradient": storage_bytes(gradients),
-            "fp32 gradient": 0 if store is None else storage_bytes(store.buffers()),
+            "fp32 gradient": storage_bytes(buffer for one in attached for buffer in one.buffers.values()),
             "master": 0 if store is None else storage_bytes(store.kept()),
             "fp32 weight": 0 if store is None else storage_bytes(store.temporaries()),
             "optimizer state": storage_bytes(state),

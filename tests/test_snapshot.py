@@ -39,7 +39,7 @@ USERS = {
     "lens/calls.py": {"same_numbers", "torch_states"},
     "step/state.py": {"Snapshot", "optimizer_state", "scheduler_state"},
     "binding/prepare.py": {"Snapshot", "optimizer_state"},
-    "step/graphs.py": {"Snapshot", "gradients", "noted"},
+    "step/graphs.py": {"Snapshot", "cloned", "gradients", "noted"},
     "step/moments.py": {"Snapshot"},
     "step/parts/record.py": {"generators_of", "noted", "put_buffers"},
     "step/parts/verdicts.py": {"Snapshot", "scheduler_state"},

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from benchmarks.cases import gpt_case
 from halfstep.errors import RegionError, StepError
-from halfstep.step.compiled import CompiledLoss
+from halfstep.step.loss import CompiledLoss
 from halfstep.tasks.registry import load_task
 
 MEAN = "norm.running_mean"

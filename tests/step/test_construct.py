@@ -62,7 +62,7 @@ def test_what_is_refused_changes_nothing(named: dict[str, Any], text: str, polic
     assert facts(model, optimizer) == before
 
 
-STAGES = ("Statistics", "Copies", "Sums", "Record", "updater_of")
+STAGES = ("Statistics", "Copies", "Sums", "Record", "Watchers")
 
 
 @pytest.mark.parametrize("policy", ["mixed", "O2", "pure"])

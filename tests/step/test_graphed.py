@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.errors import StepError
+from halfstep.errors import StepError, ours
 from halfstep.step import graphs as graph_module
-from halfstep.step import recorder
-from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs, Rates
+from halfstep.step.graphs import KINDS, RESETS, WARM_UPS, Graphs
+from halfstep.step.parts import statistics
 from halfstep.update.fused import FusedUpdate
 from halfstep.weights import attachment, states
 from tests.products import sampled
@@ -30,10 +30,12 @@ from tests.step.tape import CaptureError, TapeRecorder
 
 @pytest.fixture(autouse=True)
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
+    monkeypatch.setitem(graph_module.RECORDERS, "cpu", TapeRecorder)
     for module in (attachment, states):
         monkeypatch.setattr(module, "skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
-    monkeypatch.setattr(graph_module, "OURS", (*graph_module.OURS, str(Path(__file__).with_name("tape.py"))))
+    monkeypatch.setattr(statistics, "peek", lambda flag: True)  # as on CUDA: a captured step repeats what was done
+    tape = str(Path(__file__).with_name("tape.py"))
+    monkeypatch.setattr(graph_module, "ours", lambda name: ours(name) or name == tape)
     yield
 
 
@@ -153,15 +155,15 @@ def test_every_call_is_one_step_on_its_own_batch() -> None:
 def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, graph = pair(dtype="bf16")
     if fault == "rates":
-        monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
-        monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
+        monkeypatch.setattr(Graphs, "_rates_as_tensors", lambda self, updates: nullcontext())
+        monkeypatch.setattr(Graphs, "_fill_rates", lambda self: None)
     if fault == "batch":
         fill = Graphs._fill_inputs
 
         def fill_rates(self: Graphs, graph: Any, found: Any, *, updates: bool) -> None:
             if graph.replay is None:
                 fill(self, graph, found, updates=updates)
-            self._rates.fill(self._step.optimizer)
+            self._fill_rates()
 
         monkeypatch.setattr(Graphs, "_fill_inputs", fill_rates)
     if fault == "casts":
@@ -613,7 +615,7 @@ def test_what_no_graph_can_hold_is_refused_and_changes_nothing(monkeypatch: pyte
     assert_refused("makes CUDA graphs of its own", model, adam, compile={"mode": "reduce-overhead"})
     sparse = nn.Embedding(4, 2, sparse=True)
     assert_refused("has sparse gradients", sparse, torch.optim.SGD(sparse.parameters(), 0.1))
-    monkeypatch.delitem(recorder.RECORDERS, "cpu")
+    monkeypatch.delitem(graph_module.RECORDERS, "cpu")
     assert_refused(
         r"needs a model on one CUDA device and this one is on cpu; move it with model.to\('cuda'\)", model, adam
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,9 +87,10 @@ def test_collecting_reads_nothing_and_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, collected, strict=True))
 
 
-def test_samples_are_counted_by_the_hosts_clock() -> None:
+def test_samples_are_counted_by_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 2.0, 2.5])
-    metrics = Metrics(1, clock=lambda: next(times))
+    monkeypatch.setattr("halfstep.step.parts.metrics.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    metrics = Metrics(1)
     step = make()
     for x in batches(2):
         metrics.end_call(step(x), ((x,), {}))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step import Part
-from halfstep.step.moments import Moments
+from halfstep.step.moments import MOMENTS
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -41,7 +41,7 @@ def _noting(name: str) -> Any:
     return method
 
 
-for _name in set(Moments.__annotations__) - {"loss_scale"}:
+for _name in set(MOMENTS) - {"loss_scale"}:
     setattr(Noting, _name, _noting(_name))
 
 

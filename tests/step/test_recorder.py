@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from halfstep.kernels.triton import tables
-from halfstep.step.recorder import CudaRecorder
+from halfstep.step.graphs import CudaRecorder
 
 DEFAULT = "the default stream"
 

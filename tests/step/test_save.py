@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.checkpoints import files, writers
+from halfstep.checkpoints import files
 from halfstep.checkpoints.generators import check_saved_states
 from halfstep.checkpoints.preemption import Preemption
 from halfstep.errors import CheckpointError, StepError
@@ -653,9 +653,7 @@ def test_a_folder_in_which_another_process_saves_is_refused_by_its_name(tmp_path
     assert names(tmp_path) == [".lock"]
 
 
-@pytest.mark.parametrize(
-    "process", [GONE, ELSEWHERE, "x", writers.this_process()], ids=["gone", "elsewhere", "x", "own"]
-)
+@pytest.mark.parametrize("process", [GONE, ELSEWHERE, "x", files.this_process()], ids=["gone", "elsewhere", "x", "own"])
 def test_a_lock_that_was_left_blocks_nothing(tmp_path: Path, process: str) -> None:
     (tmp_path / ".lock").symlink_to(f"{process}:12345678")
     assert hs.save(made(), tmp_path).path.is_dir() and names(tmp_path) == ["000001-step-0"]

@@ -306,3 +306,20 @@ def test_a_model_whose_parts_are_on_the_host_computes_where_its_mesh_is(monkeypa
     parameter: Any = next(model.parameters())
     monkeypatch.setattr(type(parameter.device_mesh), "device_type", "cuda")
     assert device_types_of([model]) == ("cuda", "cpu")
+
+
+def test_a_checkpoint_of_several_optimizers_is_loaded(tmp_path: Path) -> None:
+    def made() -> hs.TrainStep:
+        model = hs.shard(net(), policy("O2:bf16:master=master"))
+        parameters = [*model.parameters()]
+        several = [torch.optim.AdamW(parameters[:1], lr=1e-2), torch.optim.SGD(parameters[1:], lr=1e-2)]
+        return hs.TrainStep(model, several, loss_of)
+
+    first, second = made(), made()
+    first(*next(batches(0, 0)))
+    hs.save(first, tmp_path / "run")
+    hs.load(second, tmp_path / "run")
+    for step in (first, second):
+        step(*next(batches(1, 0)))
+    states = [whole(step.model) for step in (first, second)]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())

@@ -18,8 +18,8 @@ import halfstep as hs
 from halfstep.binding.precise import KEY
 from halfstep.errors import BindError
 from halfstep.kernels import pages
-from halfstep.weights import every_step
-from halfstep.weights.every_step import Turn, at_each_step
+from halfstep.weights import attachment, states
+from halfstep.weights.attachment import CALLS, USERS, Turn, at_each_step
 
 FORMS = [("mixed", "auto"), ("O2", "master"), ("O2", "split"), ("pure", "stochastic"), ("lean", "auto"), ("O3", "none")]
 every_form = pytest.mark.parametrize(("name", "master"), FORMS)
@@ -99,15 +99,16 @@ def test_when_the_model_is_gone_nothing_is_left(name: str, master: str) -> None:
 def test_hooks_that_stay_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the two laws above."""
     gc.collect()
-    every = every_step._every_step()
-    before, users = traces(Net()), set(every.users)
-    monkeypatch.setattr(every_step._EveryStep, "leave", lambda self, user: None)
+    before, users = traces(Net()), set(USERS)
+    end = attachment.not_at_each_step
+    monkeypatch.setattr(attachment, "not_at_each_step", lambda turn, user: None)
+    monkeypatch.setattr(states, "not_at_each_step", lambda turn, user: None)
     model = hs.unprepare(trained("O2", "master")[0])
-    assert every.users > users and (users or traces(model) != before)
+    assert USERS > users and (users or traces(model) != before)
     monkeypatch.undo()
-    for user in every.users - users:
-        every.leave(user)
-    assert traces(model) == before and every.users == users
+    for user in USERS - users:
+        end(*user)
+    assert traces(model) == before and USERS == users
 
 
 def test_calls_before_a_step_have_an_order() -> None:
@@ -115,7 +116,7 @@ def test_calls_before_a_step_have_an_order() -> None:
         pass
 
     made, users = list[str](), [User(), User()]
-    kept = dict(every_step._every_step().calls)
+    kept = dict(CALLS)
     try:
         at_each_step(Turn.CHECK, users[0], lambda _: made.append("check"))
         at_each_step(Turn.ATTACH, users[1], lambda _: made.append("attach"))
@@ -123,7 +124,7 @@ def test_calls_before_a_step_have_an_order() -> None:
         torch.optim.SGD([parameter], lr=0.1).step()
     finally:
         users.clear()
-        every_step._every_step().calls.update(kept)
+        CALLS.update(kept)
     assert made == ["attach", "check"]
 
 

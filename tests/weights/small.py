@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from halfstep.weights import WeightStore
 
 Make = Callable[[Any], Optimizer]
 
@@ -49,3 +51,8 @@ def gradients(parameters: Iterable[nn.Parameter], step: int, dtype: torch.dtype)
     for p in parameters:
         value = torch.randn(p.shape, generator=generator).to(dtype)
         p.grad = value.to(p.dtype)
+
+
+def buffers(store: WeightStore) -> list[Tensor]:
+    """Return the fp32 gradients that are kept from step to step."""
+    return [buffer for attachment in store.attached.values() for buffer in attachment.buffers.values()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
 from halfstep.weights.strategies import MasterWeights
-from tests.weights.small import gradients, shapes
+from tests.weights.small import buffers, gradients, shapes
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -123,16 +123,16 @@ def test_gradients_are_widened_once_into_the_same_buffers() -> None:
     store = adopted(parameters)
     store.attach(optimizer)
     gradients(parameters, 0, BF16)
-    first = store.widen_gradients(optimizer)
-    assert all(g.dtype is FP32 for g in first) and store.widen_gradients(optimizer) is first
+    first = store.attached[id(optimizer)].widen_gradients(optimizer)
+    assert all(g.dtype is FP32 for g in first) and store.attached[id(optimizer)].widen_gradients(optimizer) is first
     optimizer.step()
     gradients(parameters, 1, BF16)
-    second = store.widen_gradients(optimizer)
+    second = store.attached[id(optimizer)].widen_gradients(optimizer)
     assert [g.data_ptr() for g in first] == [g.data_ptr() for g in second]
-    store.drop_gradients(optimizer)
-    assert sum(b.numel() for b in store.buffers()) == sum(p.numel() for p in parameters)
+    store.attached[id(optimizer)].drop_gradients()
+    assert sum(b.numel() for b in buffers(store)) == sum(p.numel() for p in parameters)
     store.release()
-    assert not list(store.buffers())
+    assert not buffers(store)
 
 
 def test_fp32_gradients_are_used_as_they_are() -> None:
@@ -174,7 +174,7 @@ def test_an_optimizer_made_later_steps_the_masters_too() -> None:
         for i in range(4):
             gradients(parameters, i, BF16)
             optimizer.step()
-        assert store.attached(optimizer)
+        assert id(optimizer) in store.attached
         return [store.read(p) for p in parameters]
 
     want = train("attached")
@@ -188,7 +188,7 @@ def test_adagrad_made_later_has_precise_state() -> None:
     optimizer = torch.optim.Adagrad(parameters, 1e-2)
     gradients(parameters, 0, BF16)
     optimizer.step()
-    assert store.attached(optimizer) and all(optimizer.state[p]["sum"].dtype is FP32 for p in parameters)
+    assert id(optimizer) in store.attached and all(optimizer.state[p]["sum"].dtype is FP32 for p in parameters)
 
 
 def test_state_that_was_rounded_on_loading_is_refused() -> None:

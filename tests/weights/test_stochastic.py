@@ -68,6 +68,7 @@ def test_it_leaves_torchs_generator_alone() -> None:
 def test_replicas_draw_the_same_bits_whatever_their_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     first, second = (trained(2.0**-10, 5, seed=seed, count=1000)[0] for seed in (3, 4))
     assert torch.equal(first, second)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,20 +52,16 @@ class StepSnapshot(Snapshot):
     """Everything that training steps change of a model, not prepared, and its optimizer; see the note above."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         modules = list(model.modules())
         self.others = Modules(known=modules, gradients=True)  # that `loss_fn` calls besides; found in the first step
         self._loan = Loan(model, optimizer)
         super().__init__(
             noted(generators_of(modules)), self.others, optimizer_state(optimizer), gradients(model.parameters()),
-            self._loan, attributes(modules), bound(model), self._drop_gradients,
+            self._loan, attributes(modules), bound(model),
+            partial(nn.Module.zero_grad, model),  # of low parameters, which the fp32 ones could not have
         )  # fmt: skip
         self.unwatched = True  # until the first step; later ones call the same modules
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None  # of a low parameter, which the fp32 one could not have
 
     @contextmanager
     def lent(self) -> Iterator[None]:

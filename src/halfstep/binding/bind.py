@@ -667,16 +667,6 @@ def _name_for_fx(binding: Binding) -> str:
 # ------------------------------------------------------------------ parts made later, copies, pickles
 
 
-class _Unkept:
-    """A weight store, which copies and pickles of what holds this lack; a shallow copy has it."""
-
-    def __init__(self, store: WeightStore | None = None) -> None:
-        self.store = store
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Unkept, ()
-
-
 class _Carried(NamedTuple):
     """The state of a bound module while it is copied; the low parameters in it, by name, take the `precise` values."""
 
@@ -695,14 +685,14 @@ def _reduce(binding: Binding, protocol: Any) -> Any:
     precise = {name: store.value(parameter) for name, parameter, store in low_parameters(module)}
     if isinstance(state, tuple):
         state = tuple(map(binding.without, state))
-    given = (binding.settings(), _Unkept(binding.store), make, *map(binding.without, args))
+    given = (binding.settings(), make, *map(binding.without, args))
     return _rebuild, given, _Carried(binding.without(state), precise), *rest[:-1]
 
 
-def _rebuild(settings: dict[str, Any], unkept: _Unkept, make: Callable[..., Any] | None, *args: Any) -> nn.Module:
+def _rebuild(settings: dict[str, Any], make: Callable[..., Any] | None, *args: Any) -> nn.Module:
     """Make the bound instance that `_set_state` fills."""
     module: nn.Module = args[0].__new__(args[0]) if make is None else make(*args)
-    bind(module, Binding(**settings, store=unkept.store))
+    bind(module, Binding(**settings))
     return module
 
 
@@ -712,6 +702,7 @@ def _set_state(binding: Binding, carried: Any) -> None:
     state, precise = carried if isinstance(carried, _Carried) else (carried, {})
     if state is not None:
         type(module).__setstate__(module, state)
+    binding.store = next(filter(None, map(WeightStore.behind, module.parameters())), None)
     if binding.store is None:  # else a shallow copy, which shares the low parameters
         make_precise(module, precise)
     bind(module, binding)  # the class may have replaced the whole `__dict__`
@@ -782,4 +773,4 @@ COMMON: dict[str, Callable[..., Any]] = {
 """The methods that all bound modules get, by name; the first argument of each is the `Binding`."""
 
 # a script that loads a whole model with ``weights_only=True`` allows its own classes; these are what binding adds
-torch.serialization.add_safe_globals([_rebuild, _Unkept, _Carried, Policy, ScaleRule])
+torch.serialization.add_safe_globals([_rebuild, _Carried, Policy, ScaleRule])

@@ -79,14 +79,7 @@ def save(binding: Binding, destination: dict[str, Any], prefix: str, keep_vars: 
 
 
 def load(
-    binding: Binding,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    binding: Binding, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any, **named: Any
 ) -> None:
     """Read the fp32 values of a module's own parameters: its `_load_from_state_dict`."""
     self = binding.here()
@@ -105,9 +98,7 @@ def load(
     with ExitStack() as loading:
         for owner in {owner for *_, owner in (*low, *UnkeptWeights.of(self._parameters.items()))}:
             loading.enter_context(owner.loaded())
-        load_state_of(type(self))(
-            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        load_state_of(type(self))(self, state_dict, prefix, local_metadata, *rest, **named)
     for name, parameter, store in low:
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.shape == parameter.shape:

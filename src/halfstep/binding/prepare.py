@@ -116,7 +116,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     trained = {id(p) for o in optimizer_list for group in o.param_groups for p in group["params"]}
     known = [s for m in model_list if (s := store_of(m)) is not None]
     for optimizer, before in product(optimizer_list, known):
-        if not before.attached(optimizer):
+        if id(optimizer) not in before.attached:
             before.refuse_rounded(optimizer)
     halved = [buffer for model, plan in fresh for buffer in _low_buffers(model, plan)]
     store = _lower(fresh, concrete, trained)  # raises before it changes anything
@@ -232,7 +232,7 @@ def _attach(model: nn.Module, optimizers: list[Optimizer], *, low_states: bool) 
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         if store is not None:
             # also if the parameters of `model` in it are not low (yet)
-            if not store.attached(optimizer) and any(id(p) in own for p in stepped):
+            if id(optimizer) not in store.attached and any(id(p) in own for p in stepped):
                 store.attach(optimizer)
             stepped = [p for p in stepped if p not in store]
         keep_working_form(optimizer, stepped)

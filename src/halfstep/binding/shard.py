@@ -154,20 +154,16 @@ class _Grouping:
         self._paths = {module: path for path, module in model.named_modules()}
         self._rules = {m.path: m.rule for m in plan.modules}
         self._operators = {name: decision.rule for name, decision in plan.operators}
-        self._stored = {id(model.get_parameter(p.name)): DTYPES[p.format] for p in plan.parameters}
-        self._formats = self._gathered()
-
-    def _gathered(self) -> dict[int, torch.dtype]:
-        """Return the formats in which parameters are gathered, by id: of a shared one, that which suits all owners."""
-        low = DTYPES[self._plan.policy.dtype] if self._plan.policy.dtype in DTYPES else torch.float32
-        formats: dict[int, torch.dtype] = {}
-        for module in self._model.modules():
+        stored = {id(model.get_parameter(p.name)): DTYPES[p.format] for p in plan.parameters}
+        low = DTYPES.get(plan.policy.dtype, torch.float32)
+        # by id of a parameter: its format, and that in which it is gathered; of a shared one, what suits all owners
+        self._kinds: dict[int, tuple[torch.dtype, torch.dtype]] = {}
+        for module in model.modules():
             for parameter in module.parameters(recurse=False):
-                stored = self._stored.get(id(parameter), parameter.dtype)
-                wanted = low if stored is torch.float32 and self._reads_low(module) else stored
-                known = formats.get(id(parameter), wanted)
-                formats[id(parameter)] = wanted if wanted is known else stored
-        return formats
+                own = stored.get(id(parameter), parameter.dtype)
+                wanted = low if own is torch.float32 and self._reads_low(module) else own
+                _, known = self._kinds.get(id(parameter), (own, wanted))
+                self._kinds[id(parameter)] = own, wanted if wanted is known else own
 
     def _reads_low(self, module: nn.Module) -> bool:
         """Return whether every operator that reads the parameters of `module` itself reads them in the low format."""
@@ -190,7 +186,7 @@ class _Grouping:
         owners: dict[tuple[torch.dtype, torch.dtype], list[nn.Module]] = {}
         for module in unit.modules():
             left = [p for p in module.parameters(recurse=False) if id(p) not in done]
-            kinds = {self._kind(p) for p in left}
+            kinds = {self._kinds[id(p)] for p in left}
             if len(kinds) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in sorted(kinds, key=str))
                 raise BindError(
@@ -200,7 +196,7 @@ class _Grouping:
                 )
             for kind in kinds:
                 owners.setdefault(kind, []).append(module)
-        own = next((self._kind(p) for p in unit.parameters(recurse=False) if id(p) not in done), None)
+        own = next((self._kinds[id(p)] for p in unit.parameters(recurse=False) if id(p) not in done), None)
         if own is None and owners:  # the format that most of the unit has
             own = max(
                 owners, key=lambda kind: sum(p.numel() for m in owners[kind] for p in m.parameters(recurse=False))
@@ -209,7 +205,7 @@ class _Grouping:
             if kind == own:
                 continue
             for module in modules:  # it would take all parameters below it
-                inside = {self._kind(p) for p in module.parameters() if id(p) not in done}
+                inside = {self._kinds[id(p)] for p in module.parameters() if id(p) not in done}
                 if len(inside) > 1:
                     yield from self._of(module, done)
             modules = [m for m in modules if any(id(p) not in done for p in m.parameters(recurse=False))]
@@ -218,9 +214,6 @@ class _Grouping:
                 yield modules, self._formats_of(kind)
         done.update(id(p) for p in unit.parameters())
         yield [unit], self._formats_of(own or (torch.float32, torch.float32))
-
-    def _kind(self, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-        return self._stored.get(id(parameter), parameter.dtype), self._formats[id(parameter)]
 
     def _formats_of(self, kind: tuple[torch.dtype, torch.dtype]) -> MixedPrecisionPolicy:
         """Return the formats of a group. Inputs and outputs are the region's to cast."""

@@ -12,8 +12,8 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,31 +53,26 @@ TENSOR = {
 }
 
 
-@dataclass(kw_only=True)
-class Found:
-    """What a checkpoint has; None: not there."""
-
-    kind: str  # whose it is, for messages
-    model: Mapping[str, Any]  # weights by name
-    optimizer: Mapping[str, Any]  # the state of a torch optimizer
-    scaler: Mapping[str, Any] | None = None  # the state of a torch.amp.GradScaler
-    scheduler: Mapping[str, Any] | None = None
-    updates: int | None = None
-    masters: list[list[Tensor]] | None = None  # fp32 parameters by group: those that are low in `model`, or all
-    random: dict[str, Any] | None = None  # as `generators.saved_states` returns them
-    extra: Any = None  # all else
-    notes: list[str] = field(default_factory=list)  # what was left out
-
-
 FOUND = {
-    "model": Each(str, Any),
+    "kind": str,  # whose it is, for messages
+    "model": Each(str, Any),  # weights by name
+    # the state of a torch optimizer
     "optimizer": {"state": Each(Any, {"step?": NUMBER, ...: Any}), "param_groups": [Each(str, Any), ...], ...: Any},
-    "scaler": (None, {}, {"scale": NUMBER, ...: Any}),
+    "scaler": (None, {}, {"scale": NUMBER, ...: Any}),  # the state of a torch.amp.GradScaler
     "scheduler": (None, Each(str, Any)),
     "updates": (None, whole()),
-    "masters": (None, [[Tensor, ...], ...]),
-    ...: Any,
+    "masters": (None, [[Tensor, ...], ...]),  # fp32 parameters by group: those that are low in `model`, or all
+    "random": Any,  # as `generators.saved_states` returns them
+    "extra": Any,  # all else
+    "notes": [str, ...],  # what was left out
 }
+
+
+class Found(SimpleNamespace):
+    """What a checkpoint has, by the names of `FOUND`; None: not there."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**dict.fromkeys(FOUND), "notes": [], **given})
 
 
 def converted(
@@ -112,16 +107,9 @@ def _file(place: Path, content: Any) -> Found:
     if not isinstance(taken.get("optimizer"), Mapping):
         raise refusal(place, WEIGHTS_ALONE)
     others = {key: value for key, value in content.items() if key not in parts.values()}
-    updates = taken.get("updates")
-    found = Found(
-        kind="torch.amp's recipe",
-        model=taken["model"],
-        optimizer=taken["optimizer"],
-        scaler=taken.get("scaler"),
-        scheduler=taken.get("scheduler"),
-        updates=updates if isinstance(updates, int) and not isinstance(updates, bool) else None,
-        extra=others,
-    )
+    if type(taken.get("updates")) is not int:
+        taken["updates"] = None
+    found = Found(kind="torch.amp's recipe", **taken, extra=others)
     amp = others.get("amp")
     if isinstance(amp, Mapping) and any(re.fullmatch(r"loss_scaler\d+", str(key)) for key in amp):
         _apex(place, found, amp)

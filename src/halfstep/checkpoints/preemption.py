@@ -80,11 +80,7 @@ def on_preemption(
     known = Kind("numbers of signals, such as signal.SIGTERM", lambda one: bool(one) and all(map(_is_signal, one)))
     callback = Kind("a function without arguments, such as lambda: {...}", _takes_nothing)
     check("hs.on_preemption", CheckpointError, extra=(extra, callback | NONE), signals=(numbers, known))
-
-    def save_last() -> Saving:
-        return save(step, path, keep=keep, extra=None if extra is None else extra())
-
-    return Preemption(step, save_last, numbers)
+    return Preemption(step, lambda: save(step, path, keep=keep, extra=None if extra is None else extra()), numbers)
 
 
 def _is_signal(number: object) -> bool:

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from halfstep.arguments import FLAG, check
 from halfstep.binding.wrappers import unwrap
-from halfstep.checkpoints import files, writers
+from halfstep.checkpoints import files
 from halfstep.checkpoints.foreign import converted, is_foreign
 from halfstep.checkpoints.generators import check_saved_states, put_saved_states, saved_states
-from halfstep.checkpoints.names import names_of, reordered, sharded_as, split
-from halfstep.checkpoints.writers import Lock
+from halfstep.checkpoints.names import names_of, split
 from halfstep.errors import CheckpointError, StepError, first_line, lacks_memory, warn
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.sharded import is_sharded
@@ -97,7 +96,7 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, work: Callable[[], None], lock: Lock, *, wait: bool) -> None:
+    def begin(self, work: Callable[[], None], lock: files.Lock, *, wait: bool) -> None:
         """Do the work and release the lock, here or in a thread that the interpreter waits for before it exits."""
         if wait:
             with lock:
@@ -164,35 +163,12 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
     root = destination(path)
     previous = step.record.saving
     room = Meeting("hs.save", next(MEETINGS))
-    cause: Exception | None = None
-    try:
-        if previous is not None:
-            previous.wait()
-        state, names = step.state_dict(), names_of(unwrap(step.model), step.optimizer)
-        try:
-            check_state(step, state, tensors=False)
-        except StepError as error:
-            raise CheckpointError(f"the state could not be loaded again: {error}") from error
-        tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
-        layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
-        mine: dict[str, Any] = {
-            "error": "",
-            "step": state["step"],
-            "layout": hashlib.sha256(layout.encode()).hexdigest(),
-            "sharded": any(map(is_sharded, tensors.values())),
-            "own": {"random": saved_states(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
-        }
-    except Exception as error:
-        if room.size == 1:
-            raise
-        cause = error if lacks_memory(error) else None
-        mine = {"error": f"{type(error).__name__}: {error}"}
+    state, names, mine = _together(room, lambda: _gathered(step, previous, extra), "saved")
     told = room.gather(mine if wait else _copied(mine))
-    lock = Lock(root)
+    lock = files.Lock(root)
     try:
-        plan: dict[str, Any] = room.publish(_planned(lock, previous, told) if room.rank == 0 else None)
-        if plan["error"]:
-            raise cause or CheckpointError(plan["error"])
+        planned = _together(room, lambda: None if room.rank else _planned(lock, previous, told), "saved")
+        plan: dict[str, Any] = room.publish(planned)
         group = None if previous is None else previous.group
         if plan["sharded"] and group is None:
             group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
@@ -223,13 +199,34 @@ def destination(path: str | Path) -> Path:
     return root
 
 
-def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Take the lock; return what all ranks do, or the error that all of them raise."""
-    for rank, one in enumerate(told):
-        if one["error"]:
-            return {"error": f"rank {rank}: {one['error']}; no rank has saved"}
+def _gathered(
+    step: TrainStep, previous: Saving | None, extra: Any
+) -> tuple[dict[str, Any], list[list[str]], dict[str, Any]]:
+    """Return the state of the step, the names of the optimizer's parameters, and what rank 0 is told of both."""
+    if previous is not None:
+        previous.wait()
+    state, names = step.state_dict(), names_of(unwrap(step.model), step.optimizer)
+    try:
+        check_state(step, state, tensors=False)
+    except StepError as error:
+        raise CheckpointError(f"the state could not be loaded again: {error}") from error
+    tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+    layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
+    told = {
+        "step": state["step"],
+        "layout": hashlib.sha256(layout.encode()).hexdigest(),
+        "sharded": any(map(is_sharded, tensors.values())),
+        "own": {"random": saved_states(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
+    }
+    return state, names, told
+
+
+def _planned(lock: files.Lock, previous: Saving | None, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the lock; return what all ranks do."""
     if len(steps := {one["step"] for one in told}) > 1:
-        return {"error": f"ranks have done {sorted(steps)} micro-batches; call hs.save on all after the same update"}
+        raise CheckpointError(
+            f"ranks have done {sorted(steps)} micro-batches; call hs.save on all after the same update"
+        )
     whole = len({one["layout"] for one in told}) == 1
     root = lock.root
     here = previous is not None and previous.path.parent == root
@@ -238,21 +235,19 @@ def _planned(lock: Lock, previous: Saving | None, told: list[dict[str, Any]]) ->
         lock.take()
         files.refuse_others(root, previous.seen if previous is not None and here else -1)
         folder, final = files.make_folder(root, told[0]["step"], lock.token)
-    except CheckpointError as error:
-        return {"error": str(error)}
     except (OSError, ValueError) as error:
-        return {"error": f"{root} cannot be written to: {error}"}
+        raise CheckpointError(f"{root} cannot be written to: {error}") from error
     sharded = any(one["sharded"] for one in told) or not whole
     run = previous.run if previous is not None and previous.run else uuid4().hex[:12]
     names = {"folder": folder.name, "final": final.name, "run": run, "seen": files.number_of(final) - 1}
-    return {"error": "", **names, "sharded": sharded, "stages": not whole}
+    return {**names, "sharded": sharded, "stages": not whole}
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
     """The writing of one checkpoint: on rank 0 all of it, on others their shards."""
 
-    lock: Lock
+    lock: files.Lock
     folder: Path
     saving: Saving
     keep: int | None
@@ -277,18 +272,15 @@ class _Write:
         assert group is not None
         tensors, rest = split(state, model, names, self.room.rank)
         others = {key: value for key, value in state.items() if key not in {"model", "optimizer"}}
-        writer, future = shards.Writer(self.folder), None
+        writer = shards.Writer(self.folder)
         if not wait:
             others, rest = _copied(others), _copied(rest)
-            future = writer.write_later(tensors, group)
+        write = writer.write(tensors, group, wait=wait)
 
         def work() -> None:
             mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if every else None}
             try:
-                if future is None:
-                    writer.write(tensors, group)
-                else:
-                    future.result()
+                write()
                 mine["files"] = {p.name: files.digest(p) for p in shards.own_files(self.folder, self.room.rank)}
             except BaseException as error:  # torch's own for errors of ranks is none of Exception
                 mine["error"] = f"rank {self.room.rank}: {_in_a_line(error)}"
@@ -386,7 +378,7 @@ def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Load
     place = Path(path).absolute()
     if step.record.saving is not None:
         step.record.saving.wait()
-    found = room.publish(_together(room, lambda: _find(place)))
+    found = room.publish(_together(room, lambda: _find(place), "loaded anything"))
     if found == "nothing":
         if missing_ok:
             return None
@@ -414,8 +406,8 @@ def _find(place: Path) -> Any:
     return found or ("foreign" if is_foreign(place) else "nothing")
 
 
-def _together(room: Meeting, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns here, once it has succeeded on all ranks; else raise on all of them."""
+def _together(room: Meeting, work: Callable[[], Any], done: str) -> Any:
+    """Return what `work` returns once it has succeeded on all ranks; else raise on all, none of which has `done`."""
     value, mine = None, None
     try:
         value = work()
@@ -426,7 +418,7 @@ def _together(room: Meeting, work: Callable[[], Any]) -> Any:
     if mine is not None:
         raise mine
     if problems:
-        raise CheckpointError(f"{problems[0]}; no rank has loaded anything")
+        raise CheckpointError(f"{problems[0]}; no rank has {done}")
     return value
 
 
@@ -463,25 +455,24 @@ def _another_run(found: list[Path], last: Saving | None) -> list[str]:
         own = files.run_of(found[1]) or "", f"that of {found[1].name}, the one before"
     if not run or own is None or not own[0] or own[0] == run:
         return []
-    process = writers.in_words(files.manifest_of(found[0]).get("process", ""))
+    process = files.in_words(files.manifest_of(found[0]).get("process", ""))
     return [f"{found[0]} was saved by another run, {process}, than {own[1]}: two runs have saved into one folder"]
 
 
 def _load_folder(step: TrainStep, folder: Path, room: Meeting, notes: list[str]) -> Loaded:
     manifest = files.manifest_of(folder)
 
-    def read() -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]], int]:
         state, ranks = _read(step, folder, room, manifest)
-        same = len(ranks) == room.size
-        own = ranks[room.rank] if same else ranks[0]
-        if own[WEIGHTS]:
-            state[WEIGHTS] = _on_own_device(own[WEIGHTS], step)
+        own = room.rank if len(ranks) == room.size else 0
+        if weights := ranks[own][WEIGHTS]:
+            state[WEIGHTS] = _on_own_device(weights, step)
         if room.rank < len(ranks):
             check_saved_states(ranks[room.rank]["random"])
         check_state(step, state)
-        return state, ranks, same
+        return state, ranks, own
 
-    state, ranks, same = _together(room, read)
+    state, ranks, own = _together(room, read, "loaded anything")
     step.load_state_dict(state)
     group = None if step.record.saving is None else step.record.saving.group
     step.record.saving = Saving(folder, group, manifest.get("run", ""), files.last_number(folder.parent))
@@ -494,14 +485,13 @@ def _load_folder(step: TrainStep, folder: Path, room: Meeting, notes: list[str])
         )
         if room.rank == 0:
             warn(notes[-1])
-    if not same:
+    if len(ranks) != room.size:
         notes.append(
             f"saved by {len(ranks)} processes and loaded by {room.size}: ranks that did not save keep their own random "
             "states, and `extra` is that of rank 0"
         )
     extras = tuple(one["extra"] for one in ranks)
-    extra = extras[room.rank] if same else extras[0]
-    return Loaded(path=folder, step=state["step"], extra=extra, extras=extras, notes=tuple(notes))
+    return Loaded(path=folder, step=state["step"], extra=extras[own], extras=extras, notes=tuple(notes))
 
 
 def _kernels(step: TrainStep) -> str:
@@ -534,30 +524,26 @@ def _read(
     names = names_of(model, optimizer)
     if "rests" not in content and whole and content["names"] == names:
         return state, ranks
+    from halfstep.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
+
     _check_groups(content.get("rests", [content]), names)
     if "rests" in content:
-        from halfstep.checkpoints import shards
-
-        rests = content["rests"]
         check_content(content, {"shards": shards.TABLE, ...: Any}, str(place), CheckpointError)
-        if not rests:
-            raise CheckpointError(f"{place}: 'rests' is empty; nothing was loaded")
-        if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
-            raise CheckpointError(
-                f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
-                f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
-            )
-        rank = room.rank if len(ranks) == room.size else None
-        state["model"], state["optimizer"] = shards.read(folder, content["shards"], have, optimizer, names, rests, rank)
-        return state, ranks
-    state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
-    state["model"] = {name: sharded_as(value, have.get(name)) for name, value in state["model"].items()}
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
-    saved["state"] = {
-        number: {key: sharded_as(value, parameters.get(number)) for key, value in entry.items()}
-        for number, entry in saved["state"].items()
-    }
+        shards.check_parts(content["shards"], folder)
+    elif [*map(sorted, content["names"])] != [*map(sorted, names)]:
+        return state, ranks  # the checks of the state say what is wrong
+    else:
+        content = shards.of_whole(state, model, content["names"])
+    rests = content["rests"]
+    if not rests:
+        raise CheckpointError(f"{place}: 'rests' is empty; nothing was loaded")
+    if wrong := next((rest for rest in rests if not len(rest["groups"]) == len(rest["names"]) == len(names)), None):
+        raise CheckpointError(
+            f"the saved optimizer has {len(wrong['groups'])} groups of parameters, and here it has "
+            f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
+        )
+    rank = room.rank if len(ranks) == room.size else None
+    state["model"], state["optimizer"] = shards.read(folder, content, have, optimizer, names, rank)
     return state, ranks
 
 
@@ -589,7 +575,7 @@ def _load_foreign(step: TrainStep, place: Path, room: Meeting) -> Loaded:
             check_saved_states(random)
         return state, notes, random, extra
 
-    state, notes, random, extra = _together(room, read)
+    state, notes, random, extra = _together(room, read, "loaded anything")
     step.load_state_dict(state)
     if random is not None:
         put_saved_states(random)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from halfstep.arguments import whole
 from halfstep.checkpoints.files import FILE, refusal
-from halfstep.checkpoints.names import Names, chunk_of
+from halfstep.checkpoints.names import Names, chunk_of, split
 from halfstep.errors import CheckpointError, first_line, lacks_memory
+from halfstep.kernels.sharded import is_sharded
 from halfstep.schema import Each, regular
 
 Table = dict[str, dict[str, Any]]
@@ -54,15 +56,16 @@ class Writer(FileSystemWriter):
                 parts.append({"at": list(chunk.offsets), "size": list(chunk.sizes), **where})
             self.table[name] = {"dtype": tensor.properties.dtype, "size": list(tensor.size), "parts": parts}
 
-    def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Write `tensors`; collective on `group`: if a rank could not write, CheckpointException on all of them."""
-        save(tensors, storage_writer=self, process_group=group)
+    def write(self, tensors: dict[str, Tensor], group: dist.ProcessGroup, *, wait: bool) -> Callable[[], object]:
+        """Return what writes `tensors`; collective on `group`: if a rank could not, CheckpointException on all of them.
 
-    def write_later(self, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Future[Any]:
-        """Copy `tensors` to the host and write the copies in a thread, as `write` does; return its future."""
+        With ``wait=False`` they are copied to the host now, and a thread writes the copies, for which it waits.
+        """
+        if wait:
+            return partial(save, tensors, storage_writer=self, process_group=group)
         future = async_save(tensors, storage_writer=self, process_group=group)
         assert isinstance(future, Future)  # what torch returns unless it is given a stager that copies later
-        return future
+        return future.result
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:
@@ -70,22 +73,27 @@ def own_files(folder: Path, rank: int) -> list[Path]:
     return [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
+def of_whole(state: Mapping[str, Any], model: nn.Module, names: Names) -> dict[str, Any]:
+    """Return what `read` takes of a state that was saved whole: each tensor is the one part of itself."""
+    tensors, rest = split(state, model, names, 0)
+    table = {}
+    for name, tensor in tensors.items():
+        size = list(tensor.shape)
+        part = {"at": [0] * len(size), "size": size, "tensor": tensor}
+        table[name] = {"dtype": tensor.dtype, "size": size, "parts": [part]}
+    return {"shards": table, "rests": [rest]}
+
+
 def read(
-    folder: Path,
-    known: Table,
-    have: Mapping[str, Any],
-    optimizer: Optimizer,
-    names: Names,
-    rests: Sequence[Any],
-    rank: int | None,
+    folder: Path, content: Any, have: Mapping[str, Any], optimizer: Optimizer, names: Names, rank: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return states of a model and an optimizer in the sharding of those that are here; nothing of them is changed.
 
-    `known` is the table of the `Writer`, `have` the model's state now, `names` those of the optimizer's parameters.
-    `rests` is what `split` returned besides tensors, of one rank or of all that had other parameters. Buffers are those
-    of `rank`; None: those that one of the ranks wrote for all.
+    `content` has the table of the `Writer` as "shards", and as "rests" what `split` returned besides tensors, of one
+    rank or of all that had other parameters. `have` is the model's state now, `names` those of the optimizer's
+    parameters. Buffers are those of `rank`; None: those that one of the ranks wrote for all.
     """
-    _check(known, folder)
+    known, rests = content["shards"], content["rests"]
     wanted: dict[str, Tensor] = {}
     model: dict[str, Any] = {}
     for name, value in have.items():
@@ -114,7 +122,7 @@ def read(
     for flat, tensor in wanted.items():
         if not tensor.is_meta:  # else of another shape: the checks of the state name it
             _fill(tensor, known[flat], folder, flat)
-    return model, {"state": state, "param_groups": groups}
+    return model, {**rests[0].get("more", {}), "state": state, "param_groups": groups}
 
 
 def _entries(
@@ -142,10 +150,10 @@ def _empty(saved: Mapping[str, Any], like: Tensor) -> Tensor:
     """Return an empty tensor in the sharding of `like`, or one without memory if it was saved in another shape."""
     if tuple(saved["size"]) != tuple(like.shape):
         return torch.empty(saved["size"], dtype=saved["dtype"], device="meta")
-    return torch.empty_like(like.detach(), dtype=saved["dtype"])
+    return torch.empty_like(like.detach(), dtype=saved["dtype"], device=None if is_sharded(like) else "cpu")
 
 
-def _check(known: Table, folder: Path) -> None:
+def check_parts(known: Table, folder: Path) -> None:
     """Check that no tensor of a table is larger than the parts that it is read from, and these than their files."""
     sizes: dict[str, int] = {}
     for flat, saved in known.items():
@@ -181,6 +189,8 @@ def _fill(tensor: Tensor, saved: Mapping[str, Any], folder: Path, flat: str) -> 
 
 
 def _part(folder: Path, part: Mapping[str, Any], flat: str) -> Tensor:
+    if isinstance(saved := part.get("tensor"), Tensor):
+        return saved
     try:
         with (folder / part["file"]).open("rb") as file:
             file.seek(part["offset"])

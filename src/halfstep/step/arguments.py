@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, one_of, shown
-from halfstep.auto.choose import Choice
+from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.errors import CheckpointError, StepError
 from halfstep.optim import Optimizers, Schedulers, members
-from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
 from halfstep.update.updater import ClipNorm, check_rates
@@ -41,29 +40,18 @@ CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
 """Where torch's losses are defined: they take outputs and targets."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Given:
-    """The arguments of a training step as they are now, checked; `TrainStep` describes them."""
+class Given(SimpleNamespace):
+    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
 
-    model: nn.Module
-    optimizer: Optimizer
-    loss_fn: Callable[..., Any]
-    policy: Policy | str | Path | None
-    clip_norm: ClipNorm
-    clip_value: float | None
-    accumulate: int
-    scaler: GradScaler | None
-    scheduler: Any  # an LRScheduler, or an object with its methods; None: none
-    compile: bool | Mapping[str, Any] | None
-    cuda_graph: bool
-    blackbox: bool | str | Path
-    retry: int  # how often a window runs again, 0 for False
-    update_in_backward: bool | str
-    state: str
-    evidence: Path | None = None  # the folder that `blackbox` names
-    choice: Choice | None = None  # what policy="auto" has chosen
+    Attributes:
+        retry: how often a window runs again, 0 for False.
+        evidence: the folder that `blackbox` names, or None.
+        choice: what policy="auto" has chosen, or None.
+    """
 
-    def __post_init__(self) -> None:
+    def check(self: Any) -> None:
+        """Refuse what no step can be made of, and bring the others into one form."""
+        self.optimizer = unwrap_optimizer(self.optimizer)
         check("TrainStep", StepError, model=(self.model, MODEL))
         check_loss_function(self.loss_fn)
         check(
@@ -74,11 +62,12 @@ class Given:
             scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
             update_in_backward=(self.update_in_backward, FLAG | Kind(repr(TWICE), lambda value: value == TWICE)),
             state=(self.state, one_of("device", HOST)),
+            blackbox=(self.blackbox, FLAG | EVIDENCE),
+            retry=(self.retry, ATTEMPTS),
         )
         self.scheduler = one_scheduler(self.scheduler, check_optimizer(self.optimizer))
         self.clip_norm = norm_limit(self.clip_norm, self.optimizer)
         self.clip_value = limit("clip_value", self.clip_value)
-        check("TrainStep", StepError, blackbox=(self.blackbox, FLAG | EVIDENCE), retry=(self.retry, ATTEMPTS))
         self.accumulate = int(self.accumulate)
         if not isinstance(self.blackbox, bool):
             self.evidence = Path(self.blackbox)

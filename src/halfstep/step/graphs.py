@@ -17,33 +17,36 @@ all graphs are dropped and captured again.
 Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
 the last with its update; what one leaves for the next is in static tensors, so that any first graph can precede any
 last one.
+
+`Graphs` uses the two methods of `CudaRecorder` and nothing else of CUDA graphs, so its bookkeeping can be tested on any
+machine, with another recorder in `RECORDERS`.
 """
 
 from __future__ import annotations
 
-import linecache
+import ctypes
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from traceback import extract_tb
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError, lacks_memory, warn
+from halfstep.errors import StepError, lacks_memory, ours, warn
 from halfstep.events import StepResult
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS
 from halfstep.kernels.optimizers import optimizer_names
+from halfstep.kernels.triton.tables import tables_of
 from halfstep.optim import members
-from halfstep.snapshot import Snapshot, gradients, noted
+from halfstep.snapshot import Snapshot, cloned, gradients, noted
 from halfstep.step.moments import Phase
-from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.torch_private.foreach import foreach_copy_
 from halfstep.trees import map_tensors, opened
 from halfstep.update.optimizer_step import can_fuse, is_fused, takes_predicate
@@ -54,12 +57,13 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 LOG = logging.getLogger("halfstep.step")
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 REMEDY = "leave cuda_graph out"
 WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before a warning that graphs are captured again and again
+THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of CUDA's driver
 Work = Callable[[], tuple[StepResult, Tensor]]  # what is captured; it returns what `_packed` does
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -79,13 +83,10 @@ class Graphs:
     """The graphs of one training step; `captures` and `replays` count them and the calls that were replays."""
 
     def __init__(self, step: TrainStep, device: torch.device) -> None:
-        recorder = recorder_for(device)
-        assert recorder is not None  # `refuse_graph` has checked it
         self._step, self._device, self._run = step, device, step._micro_batch
         self._moments, self._statistics, self._updater = step._moments, step._statistics, step._updater
-        self._recorder: Recorder = recorder
+        self._recorder = RECORDERS[device.type](device)  # `refuse_graph` has checked that there is one
         self._model = unwrap(step.model)
-        self._statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()
@@ -97,7 +98,8 @@ class Graphs:
         self._models: dict[int, nn.Module] = {}  # those that ran: graphs read their tensors, so they stay
         self._scale: Tensor | None = None  # of a window, and gradients: note [windows]
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._rates = Rates(self._device)
+        self._rates: list[Tensor | None] = []  # of each group on the device, where graphs read it; None: it is there
+        self._filled: list[float | None] = []
         self._full = False
 
     def __call__(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
@@ -130,7 +132,7 @@ class Graphs:
             with self._rates_as_tensors(updates=updates):
                 result, _ = self._recorder.warm(work)
             graph.calls += 1
-            return replace(result, scale=result.scale.clone(), aux=map_tensors(result.aux, _copied))
+            return replace(result, scale=result.scale.clone(), aux=cloned(result.aux))
         self._capture(graph, work, generators, updates=updates)
         return self._replayed(graph, updates=updates)
 
@@ -185,8 +187,37 @@ class Graphs:
                 foreach_copy_([self._gradients[p] for p in moved], [made[p] for p in moved])
         return result
 
-    def _rates_as_tensors(self, *, updates: bool) -> AbstractContextManager[None]:
-        return self._rates.as_tensors(self._step.optimizer) if updates else nullcontext()
+    @contextmanager
+    def _rates_as_tensors(self, *, updates: bool) -> Iterator[None]:
+        """Replace learning rates by tensors that `_fill_rates` has filled, and mark the optimizer capturable."""
+        groups = self._step.optimizer.param_groups if updates else []
+        before = [(group["lr"], group.get("capturable")) for group in groups]
+        for group, tensor in zip(groups, self._rates, strict=False):
+            if tensor is not None:
+                group["lr"] = tensor
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, before, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def _fill_rates(self) -> None:
+        """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
+        groups = self._step.optimizer.param_groups
+        if not self._rates:
+            self._rates = [
+                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
+                for group in groups
+            ]
+            self._filled = [None] * len(groups)
+        for i, (group, tensor) in enumerate(zip(groups, self._rates, strict=True)):
+            if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
+                tensor.fill_(now)
+                self._filled[i] = now
 
     def _capture(self, graph: _Graph, work: Work, generators: list[torch.Generator], *, updates: bool) -> None:
         """Capture `work` into `graph`; if that fails all is as before the call, and the next one is a warm-up."""
@@ -236,7 +267,7 @@ class Graphs:
                 static.grad = None  # a warm-up's
         if updates:
             self._updater.check_optimizer()
-            self._rates.fill(self._step.optimizer)
+            self._fill_rates()
 
     def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `moments`)."""
@@ -273,7 +304,7 @@ class Graphs:
         numbers, skipped = graph.numbers.clone(), static.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
-        aux = map_tensors(static.aux, _copied)
+        aux = cloned(static.aux)
         result = StepResult(number, loss, aux, numbers[0], numbers[1], skipped, updates)
         if updates:
             if isinstance(static.find_culprits, Culprits):
@@ -295,24 +326,20 @@ class Graphs:
         step = self._step
         facts = facts_of(step)
         if self._facts is not None and facts != self._facts:
-            changed = [name for name, value in facts.items() if self._facts[name] != value]
+            changed = " and ".join(name for name, value in facts.items() if self._facts[name] != value)
             if any(graph.replay is not None for graph in self._graphs.values()):
-                self._report_reset(" and ".join(changed))
-            if step.record.micro_batches == 0:
-                self.reset()
-            else:
-                raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
+                self._resets += 1
+                LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", changed)
+                if self._resets == RESETS:
+                    warn(
+                        f"cuda_graph=True: graphs were dropped {RESETS} times because {changed} changed, and a graph "
+                        "cannot change it; only the learning rate may change from step to step (OneCycleLR: "
+                        f"cycle_momentum=False), or {REMEDY}"
+                    )
+            if step.record.micro_batches:
+                raise StepError(f"cuda_graph=True: {changed} changed within an accumulation window")
+            self.reset()
         self._facts, self._state = facts, [one.state for one in members(step.optimizer)]  # kept alive: ids are facts
-
-    def _report_reset(self, what: str) -> None:
-        self._resets += 1
-        LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", what)
-        if self._resets == RESETS:
-            warn(
-                f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
-                "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
-                f"{REMEDY}"
-            )
 
 
 def _packed(result: StepResult) -> tuple[StepResult, Tensor]:
@@ -322,10 +349,6 @@ def _packed(result: StepResult) -> tuple[StepResult, Tensor]:
         parts.append(result.find_culprits.norms)
     numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
     return result, numbers
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def facts_of(step: TrainStep) -> dict[str, Any]:
@@ -348,46 +371,6 @@ def _on_device(rate: object) -> bool:
     return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
-class Rates:
-    """Learning rates as fp32 tensors on the device in warm-ups and captures; a tensor there already stays as it is."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: list[Tensor | None] = []  # of each group
-        self._filled: list[float | None] = []
-
-    @contextmanager
-    def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
-        """Replace the rates of `optimizer` by tensors that `fill` has filled, and mark it capturable."""
-        groups = optimizer.param_groups
-        before = [(group["lr"], group.get("capturable")) for group in groups]
-        for group, tensor in zip(groups, self._tensors, strict=True):
-            if tensor is not None:
-                group["lr"] = tensor
-            if "capturable" in group:
-                group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group, (rate, capturable) in zip(groups, before, strict=True):
-                group["lr"] = rate
-                if "capturable" in group:
-                    group["capturable"] = capturable
-
-    def fill(self, optimizer: Optimizer) -> None:
-        """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
-        if not self._tensors:
-            self._tensors = [
-                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
-                for group in optimizer.param_groups
-            ]
-            self._filled = [None] * len(self._tensors)
-        for i, (group, tensor) in enumerate(zip(optimizer.param_groups, self._tensors, strict=True)):
-            if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
-                tensor.fill_(now)
-                self._filled[i] = now
-
-
 def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
     """Refuse what cannot be captured, before anything is changed; return the model's device."""
     wrapper = type(model).__name__
@@ -401,7 +384,7 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
         if hasattr(parameter, "full_tensor"):
             raise StepError(f"cuda_graph=True and parameter {name} is sharded (DTensor); {REMEDY}")
     devices = sorted({str(p.device) for p in inner.parameters()})
-    if len(devices) != 1 or recorder_for(torch.device(devices[0])) is None:
+    if len(devices) != 1 or torch.device(devices[0]).type not in RECORDERS:
         raise StepError(
             f"cuda_graph=True needs a model on one CUDA device and this one is on {', '.join(devices) or 'none'}; "
             f"move it with model.to('cuda') before the optimizer is made, or {REMEDY}"
@@ -446,9 +429,98 @@ def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -
 
 def place_of(error: BaseException) -> str:
     """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
-    place = ""
-    for frame, line in walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if not name.startswith((*OURS, "<")):
-            place = f" at {name}:{line} `{linecache.getline(name, line).strip()}`"
-    return place
+    passed = [f for f in extract_tb(error.__traceback__) if not ours(f.filename) and not f.filename.startswith("<")]
+    return f" at {passed[-1].filename}:{passed[-1].lineno} `{passed[-1].line}`" if passed else ""
+
+
+# ---------------------------------------------------------------------- what is recorded on a device
+
+
+class CudaRecorder:
+    """CUDA graphs, captured on one side stream, in one memory pool as long as there are any.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (torch 2.13). One pool is enough because the graphs
+    of a training step never run at the same time, and none reads freed memory of another. torch refuses to capture into
+    a pool whose graphs are gone, so the next one gets a new pool.
+
+    Note [failed captures]: an operation that a capture forbids makes `CUDAGraph.capture_end` raise. Up to torch 2.13 it
+    raises in its first call of CUDA and leaves what follows undone: torch's allocators still record into the pool, and
+    its random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture
+    of the same stream in its place does all of that; torch would begin one with a state of its own, so the driver
+    begins it. torch 2.14 needs only `reset`. ``torch.cuda.graph`` is not used: it also leaves the side stream current
+    (up to torch 2.14).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those in the pool
+
+    def warm(self, function: Callable[[], T]) -> T:
+        """Call `function` on the side stream, in order with the work before and after it: what it does is done."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = function()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
+        """Record what `function` does, which does not happen yet; if that fails, raise what it raised.
+
+        Return what repeats it, and what `function` has returned.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # the pool can use none of what is cached
+            with tables_of(graph, self._device):
+                try:
+                    # thread_local: a data loader's thread that pins memory meanwhile would end a "global" capture
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    result = function()
+                except BaseException:
+                    with suppress(Exception):
+                        self._end(graph)
+                    graph.reset()  # what was raised may keep it alive
+                    raise
+                self._end(graph)
+        self._graphs.add(graph)
+        return graph.replay, result
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        torch.cuda.set_stream(self._stream)  # the function may have left another one current
+        try:
+            graph.capture_end()
+        except Exception as error:
+            if not hasattr(graph, "capture_end_pre"):
+                self._end_instead(graph, error)
+            graph.reset()
+            raise
+
+    def _end_instead(self, graph: torch.cuda.CUDAGraph, error: Exception) -> None:
+        """End an empty capture in place of that of `graph`, which has ended with `error`; note [failed captures]."""
+        try:
+            mark = torch.zeros((), device=self._device)
+            driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(self._stream.cuda_stream), THREAD_LOCAL)
+            if status:
+                raise RuntimeError(f"cuStreamBeginCapture returned {status}")
+            mark.zero_()  # torch warns of graphs without any work
+            graph.capture_end()
+        except Exception as again:
+            LOG.warning(
+                "a capture failed (%s) and torch's state could not be restored (%s): start the process anew before the "
+                "next capture, or leave cuda_graph out",
+                str(error).strip(),
+                again,
+            )
+
+
+RECORDERS = {"cuda": CudaRecorder}
+"""Type of a device -> what records its work."""

@@ -12,10 +12,9 @@ continues from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,9 @@ class Phase(Enum):
     UNDECIDED = "the choice of a policy"
 
 
-REVERSE = ("after_update", "abort")
+MOMENTS = [name for name in vars(Part) if not name.startswith("_")]
+
+REVERSE = ("repeats", "after_update", "abort")
 """Moments at which parts are called in reverse of their order."""
 
 
@@ -71,23 +72,14 @@ def one_thread(function: F) -> F:
 
 
 class Moments:
-    """Calls the parts of one training step, and keeps how far its current call has come; `call` makes the lists."""
+    """Calls the parts of one training step, and keeps how far its current call has come.
 
-    begin_call: list[Callable[[], None]]
-    begin_window: list[Callable[[], None]]
-    begin_micro_batch: list[Callable[..., None]]
-    passes: list[Callable[..., AbstractContextManager[Any]]]
-    after_forward: list[Callable[[Tensor], None]]
-    seed: list[Callable[[Tensor], Tensor]]
-    around_backward: list[Callable[..., None]]
-    end_micro_batch: list[Callable[..., None]]
-    before_update: list[Callable[[], None]]
-    repeats: list[Callable[[Tensor], bool]]
-    again: list[Callable[..., Any]]
-    after_update: list[Callable[[Tensor], Exception | None]]
-    abort: list[Callable[..., None]]
-    end_call: list[Callable[..., None]]
-    loss_scale: list[Callable[[torch.device], Tensor]]
+    For each moment it has a list of methods, under the name that `Part` gives it; `call` makes the lists.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> list[Callable[..., Any]]: ...
 
     def __init__(self, parts: Iterable[object], has_written: Callable[[], bool]) -> None:
         self.phase = Phase.REST  # how far a call has come, or where it was cut off
@@ -103,19 +95,19 @@ class Moments:
     def call(self, parts: Iterable[object]) -> None:
         """Call these parts from now on: find their methods."""
         self.parts: tuple[object, ...] = (*parts,)
-        for name in Moments.__annotations__:
+        for name in MOMENTS:
             methods = []
             for part in self.parts:
                 found = getattr(type(part), name, None)
                 if callable(found) and found is not getattr(Part, name):  # those of `Part` do nothing
                     methods.append(getattr(part, name))
             setattr(self, name, methods[::-1] if name in REVERSE else methods)
-        self.loss_scale = self.loss_scale[-1:]
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Return the loss scale of the coming window, 0-dim fp32 on `device`; 1 where no part decides it."""
-        for call in self.loss_scale:
-            return call(device)
+        if self.loss_scale:
+            scale: Tensor = self.loss_scale[-1](device)  # the last part decides
+            return scale
         if self._one is None or self._one.device != device:
             self._one = torch.ones((), dtype=torch.float32, device=device)
         return self._one
@@ -191,16 +183,14 @@ class Watchers(list[StepWatcher]):
         super().__init__()
         self.parameters = parameters  # returns the optimizer's parameters that have gradients
         self.paused = False  # whether they see nothing: a captured update is no update
-        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None  # whether their window runs again instead
 
-    def before_update(self) -> None:
-        """Show the watchers what is about to be updated."""
+    def repeats(self, bad: Tensor) -> bool:
+        """Show the watchers what is about to be updated; `Retry`, which is asked before, does not run it again."""
         if self and not self.paused:
             parameters = self.parameters()
-            if self.discards is not None and any(w.wants_update() for w in self) and self.discards(parameters):
-                return
             for watcher in self:
                 watcher.before_update(parameters)
+        return False
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Show them what became of it; return what one of them raised."""

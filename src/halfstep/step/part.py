@@ -38,8 +38,8 @@ class Part:
     5. `end_call`
 
     `abort` is called in the place of the rest where an exception cuts a call off, and before a window runs again. Parts
-    are called in their order, at `after_update` and `abort` in reverse. A method must not wait for the device unless
-    its part says so.
+    are called in their order, at `repeats`, `after_update` and `abort` in reverse. A method must not wait for the
+    device unless its part says so.
 
     Examples:
         >>> class Largest(hs.step.Part):

@@ -67,7 +67,7 @@ STATE: dict[Any, Any] = {
     "policy": text(words="the text that state_dict() saves (TOML)"),
     "step": whole(of="micro-batches"),
     "weights?": (ROUNDING, {}),  # only there where a weight strategy has a state besides the fp32 weights
-    "reference?": (None, FINITE_NUMBER),  # of weights of micro-batches: `parts.weights`
+    "reference?": (None, FINITE_NUMBER),  # of weights of micro-batches: `parts.gradients.Weights`
     "choice?": (None, {"compiled": bool, "line": str}),  # under policy="auto": what it chose besides the policy
 }
 """A state of a training step, whose parts the functions below compare with those of the step."""
@@ -76,7 +76,10 @@ NUMPY = {"keys": Tensor, "place": whole(0, 624), "has_gauss": whole(0, 1), "cach
 PYTHON = {"version": whole(), "words": Tensor, "gauss": (None, number())}
 RANDOM = {"torch": Tensor, "python": PYTHON, "numpy?": NUMPY, ...: [Tensor, ...]}
 NAMES = [[str, ...], ...]
-REST = {"model": Each(str, Any), "groups": [Each(Any, Any), ...], "names": NAMES, "other": Each(Any, Any)}
+REST = {
+    "model": Each(str, Any), "groups": [Each(Any, Any), ...], "names": NAMES, "other": Each(Any, Any),
+    "more?": Each(str, Any),
+}  # fmt: skip
 RANKS = [{"random": RANDOM, "extra": Any, "weights": (ROUNDING, {})}, ...]
 PLAIN: dict[Any, Any] = {"state": STATE, "ranks": RANKS, "names": NAMES}
 SHARDED: dict[Any, Any] = {

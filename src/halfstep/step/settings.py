@@ -33,21 +33,12 @@ from halfstep.formats import DTYPES
 from halfstep.optim import Optimizers
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.arguments import (
-    HOST,
-    TWICE,
-    Given,
-    check_loss_function,
-    check_optimizer,
-    limit,
-    norm_limit,
-    one_scheduler,
-)
-from halfstep.step.compiled import CompiledLoss, compile_options
+from halfstep.step import arguments
 from halfstep.step.graphs import Graphs, refuse_graph
+from halfstep.step.loss import CompiledLoss, compile_options
 from halfstep.step.moments import Moments, Phase, Watchers, one_thread
 from halfstep.step.part import Part
-from halfstep.step.parts.gradients import KeptPages, Sums, Unfinished
+from halfstep.step.parts.gradients import KeptPages, Sums, Unfinished, Weights
 from halfstep.step.parts.host_state import HostState
 from halfstep.step.parts.in_backward import InBackward
 from halfstep.step.parts.metrics import Metrics, MetricsLogger
@@ -56,9 +47,8 @@ from halfstep.step.parts.record import Record
 from halfstep.step.parts.scaling import Retry, Scaling
 from halfstep.step.parts.statistics import Statistics
 from halfstep.step.parts.verdicts import Verdicts
-from halfstep.step.parts.weights import Weights
 from halfstep.update import updater
-from halfstep.update.updater import ClipNorm, updater_of
+from halfstep.update.updater import ClipNorm
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -76,13 +66,13 @@ def _assigned(name: str, assign: Callable[[Any, Any], None]) -> Any:
 
 
 def _set_clip(name: str, step: Any, value: object) -> None:
-    found = norm_limit(value, step.optimizer) if name == "clip_norm" else limit(name, value)
-    whole = name == "clip_norm" and step.update_in_backward == TWICE and not isinstance(found, Mapping)
-    if found is not None and step.update_in_backward and not whole:
+    given = arguments.norm_limit(value, step.optimizer) if name == "clip_norm" else arguments.limit(name, value)
+    whole = name == "clip_norm" and step.update_in_backward == arguments.TWICE and not isinstance(given, Mapping)
+    if given is not None and step.update_in_backward and not whole:
         raise SettingError(
             f"TrainStep.{name}: update_in_backward={step.update_in_backward!r} sees one gradient at a time; {ANEW}"
         )
-    setattr(step._given, name, found)
+    setattr(step._given, name, given)
 
 
 def _set_accumulate(step: Any, accumulate: int) -> None:
@@ -96,14 +86,14 @@ def _set_accumulate(step: Any, accumulate: int) -> None:
 
 
 def _set_loss_fn(step: Any, loss_fn: Callable[..., Any]) -> None:
-    check_loss_function(loss_fn)
+    arguments.check_loss_function(loss_fn)
     if loss_fn is not step.loss_fn and (step.compile or step.cuda_graph):
         raise SettingError(f"TrainStep.loss_fn: the one there was is compiled, or captured in a graph; {ANEW}")
     step._given.loss_fn = loss_fn
 
 
 def _set_scheduler(step: Any, scheduler: LRScheduler | None) -> None:
-    step._given.scheduler = one_scheduler(scheduler, step.optimizer)
+    step._given.scheduler = arguments.one_scheduler(scheduler, step.optimizer)
     record = step.record
     record.scheduled = scheduler is not None
     if record.micro_batches:  # the verdict on the update before the window is not for it
@@ -115,7 +105,7 @@ class Settings:
     """The public attributes of a `TrainStep`, what happens when one is assigned, and the parts of the step."""
 
     _calls: threading.RLock
-    _given: Given
+    _given: arguments.Given
     _moments: Any  # Moments, or `Undecided` under policy="auto" before the first call
     _in_backward: InBackward | None
     _graphs: Graphs | None
@@ -290,7 +280,8 @@ class Settings:
         wrapped = getattr(given.model, "no_sync", None) is not None  # its hooks read each gradient in its place
         names = {id(p): name for name, p in model.named_parameters()}
         store = store_of(given.model)
-        self._updater = updater_of(optimizer, store, names)
+        several = isinstance(optimizer, Optimizers)
+        self._updater = (updater.SeveralUpdaters if several else updater.Updater)(optimizer, store, names)
         windows = given.accumulate > 1 and not given.cuda_graph  # a graph does not repeat what is added by Python
         wide = self._updater.stepped_parameters() if store is None else ()
         self._copies = Copies(model, wide if windows else (), self._binding.recipe, sums=not wrapped)
@@ -302,7 +293,7 @@ class Settings:
         self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
         parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record]
-        if given.state == HOST:  # its copies are queued before the record sends the verdict, after which they are there
+        if given.state == arguments.HOST:  # its copies are queued before the record's verdict, and there before it is
             parts.append(HostState(self._updater, model))
         if windows:
             parts.append(self._copies)
@@ -314,13 +305,13 @@ class Settings:
         parts.append(self._watchers)
         self._scales = scales = self._scaler.is_enabled()
         if scales and given.retry:
-            retry = Retry(given.retry, self._scaler, optimizer, record, ranks, moments)
-            self._watchers.discards = retry.discards_unseen
-            parts.append(retry)
+            parts.append(Retry(given.retry, self._scaler, self._updater, record, ranks, moments))
         elif scales:
-            parts.append(Scaling(self._scaler, optimizer))
+            parts.append(Scaling(self._scaler, self._updater))
         if windows:
-            parts.append(Unfinished(optimizer, record, names))
+            parts.append(Unfinished(self._updater, record))
+        if record.history is not None:  # `Retry` may have made it
+            parts.insert(parts.index(record), record.history)
         self._make_in_backward()
         self._moments.call(parts)
         record.scheduled = given.scheduler is not None
@@ -343,7 +334,7 @@ class Settings:
     def _replace_optimizer(self, optimizer: Optimizer) -> None:
         """Train with another optimizer over parameters of the model from the next window on."""
         optimizer, before = unwrap_optimizer(optimizer), self.optimizer
-        check_optimizer(optimizer)
+        arguments.check_optimizer(optimizer)
         if optimizer is before:
             return
         self._refuse_within("step.optimizer = ...")
@@ -357,12 +348,10 @@ class Settings:
             raise SettingError(f"TrainStep.optimizer: one optimizer does not take the place of several; {ANEW}")
         if self.cuda_graph:
             refuse_graph(self.model, optimizer)
-        binding = binding_of(unwrap(self.model))
-        assert binding is not None
         in_backward = self._in_backward
         with unchanged_on_failure(self.model, optimizer):
             try:
-                prepare_with(self.model, optimizer, binding.wanted, one_pass=not updater.unsuited(optimizer))
+                prepare_with(self.model, optimizer, self._binding.wanted, one_pass=not updater.unsuited(optimizer))
                 self._use(optimizer)
                 self._take_optimizer()
                 self._make_in_backward()
@@ -374,9 +363,6 @@ class Settings:
     def _use(self, optimizer: Optimizer) -> None:
         self._given.optimizer = optimizer
         self._updater.use(optimizer)
-        for part in self.parts:
-            if isinstance(part, (Scaling, Unfinished)):
-                part.optimizer = optimizer
 
     def _refuse_within(self, what: str) -> None:
         self._moments.refuse(self.record.done)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim import Optimizer
-
+from halfstep.auto.choose import FP32, POLICIES
 from halfstep.binding.prepare import prepared_policy
 from halfstep.binding.wrappers import unwrap
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
+from halfstep.scale.scaler import GradScaler
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
 from halfstep.step.arguments import HOST
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 WEIGHTS, CHOICE, REFERENCE = "weights", "choice", "reference"  # the keys that may be absent
-KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward state".split()
-"""What a copy of a step is given."""
 
 
 def rounding(updater: Updater) -> dict[str, Any]:
@@ -44,21 +41,12 @@ def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
 
 
-def rebuild(
-    kind: type[TrainStep],
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[..., Any],
-    named: dict[str, Any],
-    step: int,
-    weights: dict[str, Any],
-    choice: Any,
-) -> TrainStep:
+def rebuild(kind: type[TrainStep], named: dict[str, Any], done: int, weights: dict[str, Any], choice: Any) -> TrainStep:
     """Make the copy of a training step: `Stateful.__reduce__` returns the arguments."""
-    made = kind(model, optimizer, loss_fn, **named)
+    made = kind(**named)
     if weights:
         load_rounding(made._updater, weights)
-    made.record.done, made._given.choice = step, choice
+    made.record.done, made._given.choice = done, choice
     return made
 
 
@@ -102,22 +90,24 @@ class Stateful(Settings):
         Raises:
             StepError: in the middle of an accumulation window (gradients are not part of the state).
         """
-        if self._moments.phase is Phase.UNDECIDED:
-            undecided: dict[str, Any] = self._moments.state_dict()
-            return undecided
-        self._settle("state_dict()")
-        policy = prepared_policy(self.model)
-        assert policy is not None
-        weights = rounding(self._updater)
-        chosen = self.choice and {CHOICE: {"compiled": self.choice.compiled, "line": self.choice.line}}
-        weighing = self._weighing()
+        state: dict[str, Any] = {}
+        if self._moments.phase is Phase.UNDECIDED:  # after it is loaded the step chooses too
+            policy, scaler = Policy.of(POLICIES[FP32]), GradScaler(enabled=False)
+            state[CHOICE] = None
+        else:
+            self._settle("state_dict()")
+            policy, scaler = self._binding.wanted, self.scaler
+            if weights := rounding(self._updater):
+                state[WEIGHTS] = weights
+            if (weighing := self._weighing()) is not None:
+                state[REFERENCE] = weighing.reference
+            if self.choice is not None:
+                state[CHOICE] = {"compiled": self.choice.compiled, "line": self.choice.line}
         return {
-            **({WEIGHTS: weights} if weights else {}),
-            **({REFERENCE: weighing.reference} if weighing is not None else {}),
-            **(chosen or {}),
+            **state,
             "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "policy": policy.to_toml(),
             "step": self.record.done,
@@ -126,14 +116,13 @@ class Stateful(Settings):
     @one_thread
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict."""
-        if self._moments.phase is Phase.UNDECIDED:
-            made: tuple[Any, ...] = self._moments.copied()
-            return made
-        self._settle("a copy")
-        named = {name: getattr(self, name) for name in KEPT}
-        named |= {"policy": prepared_policy(self.model), "blackbox": self._given.blackbox}
-        done, weights, choice = self.record.done, rounding(self._updater), self.choice
-        return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, done, weights, choice)
+        named = {name: value for name, value in vars(self._given).items() if name not in {"evidence", "choice"}}
+        weights: dict[str, Any] = {}
+        if self._moments.phase is not Phase.UNDECIDED:  # else the copy chooses for itself
+            self._settle("a copy")
+            named |= {"policy": self._binding.wanted, "scaler": self.scaler}
+            weights = rounding(self._updater)
+        return rebuild, (type(self), named, self.record.done, weights, self.choice)
 
     @one_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
@@ -126,24 +125,11 @@ class TrainStep(Stateful):
         update_in_backward: bool | str = False,
         state: str = "device",
     ) -> None:
+        arguments = dict(locals())
+        del arguments["self"]
         self._calls = threading.RLock()  # held by the thread that is inside of a call
-        self._given = Given(
-            model=model,
-            optimizer=unwrap_optimizer(optimizer),
-            loss_fn=loss_fn,
-            policy=policy,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            accumulate=accumulate,
-            scaler=scaler,
-            scheduler=scheduler,
-            compile=compile,
-            cuda_graph=cuda_graph,
-            blackbox=blackbox,
-            retry=retry,
-            update_in_backward=update_in_backward,
-            state=state,
-        )
+        self._given = Given(**arguments, evidence=None, choice=None)
+        self._given.check()
         if isinstance(policy, str) and policy == "auto":
             self._moments: Any = Undecided(self, TrainStep)
         else:
@@ -207,7 +193,7 @@ class TrainStep(Stateful):
         number = record.done + record.micro_batches + 1
         for begin in moments.begin_micro_batch:
             begin(number, batch, named)
-        kept, record.kept = record.kept, None
+        kept = record.history.window.batches[-1] if record.history else None
         last = record.micro_batches + 1 == self.accumulate
         with ExitStack() if moments.passes else NOTHING as stack:
             for passes in moments.passes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,15 @@ from halfstep.errors import StepError
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of
-from halfstep.scale.scaler import GradScaler
-from halfstep.step.compiled import compile_options, uses_graphs
+from halfstep.step.loss import compile_options, uses_graphs
 from halfstep.step.moments import Moments, Phase
 from halfstep.step.parts.record import Record
-from halfstep.step.state import CHOICE, check_state, rebuild
+from halfstep.step.state import CHOICE, check_state
 from halfstep.torch_private.distributed import comm_hooks, renew_reducer
 from halfstep.update.updater import Deferral
 
 if TYPE_CHECKING:
-    from halfstep.step.compiled import CompiledLoss
+    from halfstep.step.loss import CompiledLoss
     from halfstep.step.train_step import TrainStep
 
 LOG = logging.getLogger("halfstep")
@@ -51,7 +50,7 @@ class Undecided(Moments):
         _refuse(given)
         snapshot = StepSnapshot(unwrap(given.model), given.optimizer)
         with snapshot.returning(Deferral()):  # raises here what the first call would raise
-            settings = self._settings()
+            settings = {name: getattr(given, name) for name in SETTINGS}
             make(given.model, given.optimizer, given.loss_fn, policy=POLICIES[FP32], blackbox=False, **settings)
         step._record = Record(given.model, replayable=False)
         fp32: Any = SimpleNamespace(recipe=recipe_for(Policy.of(POLICIES[FP32]), device_types_of([given.model])))
@@ -64,9 +63,6 @@ class Undecided(Moments):
         assert step is not None
         return step
 
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self.step, name) for name in SETTINGS}
-
     def refuse(self, done: int) -> None:
         """Refuse nothing: no call was cut off."""
 
@@ -77,9 +73,10 @@ class Undecided(Moments):
     def _build(self, choice: Choice, compiled: CompiledLoss | None = None) -> None:
         """Build the step under what was chosen; if that fails, it stays undecided."""
         step = self.step
-        given, before = step._given, dict(vars(step))
-        asked, saving = (given.policy, given.compile), step.record.saving
+        before, saving = dict(vars(step)), step.record.saving
+        given: Any = copy(step._given)
         given.policy, given.compile = choice.policy, (given.compile or True) if choice.compiled else False
+        step._given = given
         ddp = given.model if isinstance(given.model, DistributedDataParallel) else None
         try:
             with unchanged_on_failure(given.model, given.optimizer):
@@ -88,8 +85,8 @@ class Undecided(Moments):
                     renew_reducer(ddp)
                 step._build()
         except BaseException:
-            _put(step, before)
-            given.policy, given.compile = asked
+            vars(step).clear()
+            vars(step).update(before)
             raise
         step.record.saving, given.choice = saving, choice
         for part in self.parts:
@@ -98,21 +95,8 @@ class Undecided(Moments):
             step._compiled = compiled
         LOG.warning("%s", choice.line)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of a step that has not chosen, and chooses after it is loaded too."""
-        given = self.step._given
-        return {
-            CHOICE: None,
-            "model": unwrap(given.model).state_dict(),
-            "optimizer": given.optimizer.state_dict(),
-            "scaler": GradScaler(enabled=False).state_dict(),
-            "scheduler": None if given.scheduler is None else given.scheduler.state_dict(),
-            "policy": Policy.of(POLICIES[FP32]).to_toml(),
-            "step": 0,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, and take the policy it was saved under without measuring."""
+        """Restore what `TrainStep.state_dict` returned, and take its policy without measuring."""
         step = self.step
         given = step._given
         check_state(step, state)
@@ -125,7 +109,7 @@ class Undecided(Moments):
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
         compiled = bool(saved.get("compiled", False) if given.compile is None else given.compile is not False)
         line = f"auto: {described(policy, device_types_of([given.model])[0], compiled)}, as in the checkpoint"
-        before, asked = dict(vars(step)), (given.policy, given.compile)
+        before = dict(vars(step))
         snapshot = StepSnapshot(unwrap(given.model), given.optimizer)
         self._build(Choice(policy=policy, compiled=compiled, line=line))
         try:
@@ -133,21 +117,9 @@ class Undecided(Moments):
         except BaseException:
             if step._moments.phase is Phase.REST:  # else it refuses to go on until another state is loaded
                 snapshot.restore()
-                _put(step, before)
-                given.policy, given.compile = asked
-                given.choice = None
+                vars(step).clear()
+                vars(step).update(before)
             raise
-
-    def copied(self) -> tuple[Any, ...]:
-        """Copy and pickle: a new step of the copied model and optimizer, which chooses for itself."""
-        given = self.step._given
-        named = self._settings() | {"compile": given.compile, "blackbox": given.blackbox, "policy": "auto"}
-        return rebuild, (type(self.step), given.model, given.optimizer, given.loss_fn, named, 0, {}, None)
-
-
-def _put(step: TrainStep, values: Mapping[str, Any]) -> None:
-    vars(step).clear()
-    vars(step).update(values)
 
 
 def _refuse(given: Any) -> None:

@@ -64,7 +64,7 @@ class _Call:
 
     group: dict[str, Any]  # the optimizer's, with its numbers
     form: str  # note [forms] in `kernels.ops`
-    shard: int | None  # which part of sharded parameters is here (`shard_of`); None where none is sharded
+    shard: int  # which part of sharded parameters is here (`shard_of`)
     start: int  # place of its first parameter in the update, which numbers random bits
     chosen: list[int]  # places of its parameters among those of the update
     values: tuple[list[Tensor], list[Tensor]]  # weights, and what is beside them
@@ -126,7 +126,7 @@ class FusedUpdate:
                 weights, beside = [], []
                 for parameter in parameters:
                     weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
-                    weights.append(weight if shard is None else local(weight))
+                    weights.append(local(weight))
                     if other is not None:
                         beside.append(other)
                 chosen = [places[id(p)] for p in parameters]
@@ -243,7 +243,7 @@ class FusedUpdate:
             rate = call.group["lr"]
             tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
             number = 0.0 if tensor is not None else float(rate)
-            bits = None if self._draws is None else self._draws.on(factor.device, call.shard or 0)
+            bits = None if self._draws is None else self._draws.on(factor.device, call.shard)
             given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(spec.keys, call.group))
             if kernels is None or call.packed is None:
                 with torch.no_grad():
@@ -269,15 +269,13 @@ def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _by_form(
     parameters: Sequence[nn.Parameter], store: WeightStore | None
-) -> list[tuple[str, int | None, list[nn.Parameter]]]:
+) -> list[tuple[str, int, list[nn.Parameter]]]:
     """Return (form, shard, parameters) as in `_Call` of those that have gradients, those with values behind first."""
     able = [p for p in parameters if p.grad is not None]
     if store is None:
         lists = [("plain", able)]
     else:
         lists = [(store.form, [p for p in able if p in store]), ("plain", [p for p in able if p not in store])]
-    if all(type(p) in KERNEL_TYPES for p in able):
-        return [(form, None, some) for form, some in lists if some]
     found: dict[tuple[str, Any], list[nn.Parameter]] = {}  # in an order that all ranks share: it numbers random bits
     for form, some in lists:
         for parameter in some:

@@ -81,7 +81,10 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def can_fuse(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` itself allows torch's fused form."""
-    return type(optimizer) in FUSED and not _stepped(optimizer) and all(map(_free, optimizer.param_groups))
+    if type(optimizer) not in FUSED or not all(map(_free, optimizer.param_groups)):
+        return False
+    # no state that a step left: Adagrad makes some, with step 0, when it is built
+    return not any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
 def _free(group: dict[str, Any]) -> bool:
@@ -96,11 +99,6 @@ def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] |
     if not all(_free(group) for group in state["param_groups"]):
         return None
     return {**state, "param_groups": [{**group, "fused": True, "foreach": False} for group in state["param_groups"]]}
-
-
-def _stepped(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` has state that a step left (Adagrad makes some, with step 0, when it is built)."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
 def takes_predicate(optimizer: Optimizer) -> bool:

@@ -190,18 +190,17 @@ class Updater:
             self.host_read = 0
             return fused.check(gradients, divisor, clip_norm), fused.write
         if self.store is not None:
-            gradients = self.store.widen_gradients(self.optimizer)
+            gradients = self.store.attached[id(self.optimizer)].widen_gradients(self.optimizer)
         check = check_gradients(gradients, divisor, clip_norm)
-        if clip_value is not None:
-            clip_values_(gradients, divisor, clip_value)
-        unscaled = divisor if clip_value is not None else None
         scaled = divisor is not None or clip_norm is not None
         if self.states is None:  # else its states are made anew around each step
             self._marks = Marks(self.optimizer, self.store)
 
         def write(factor: Tensor, bad: Tensor) -> None:
-            whole = factor if unscaled is None else factor * unscaled
-            self._step_optimizer(gradients, whole if scaled else None, bad)
+            if clip_value is not None:
+                clip_values_(gradients, divisor, clip_value)
+                factor = factor if divisor is None else factor * divisor
+            self._step_optimizer(gradients, factor if scaled else None, bad)
 
         return check, write
 
@@ -223,7 +222,7 @@ class Updater:
             self._marks.end()
         if self.store is not None:
             self.store.restore()  # what an optimizer whose step does not call its hooks has left
-            self.store.drop_gradients(self.optimizer)
+            self.store.attached[id(self.optimizer)].drop_gradients()
         torch.clear_autocast_cache()
         self._marks = None
 
@@ -235,7 +234,7 @@ class Updater:
         """Put the host's side of an update that was cut off in order."""
         if self.store is not None:
             self.store.restore(write_back=written)
-            self.store.drop_gradients(self.optimizer)
+            self.store.attached[id(self.optimizer)].drop_gradients()
         if self._marks is not None:
             self._marks.end() if written else self._marks.restore()
         if not written:
@@ -322,12 +321,6 @@ class SeveralUpdaters(Updater):
         """Put the host's side of an update that was cut off in order."""
         for member in self.members.values():
             member.abort(written=written)
-
-
-def updater_of(optimizer: object, store: WeightStore | None, names: Mapping[int, str]) -> Updater:
-    """Return what updates through one optimizer or several."""
-    kind: Callable[..., Updater] = SeveralUpdaters if isinstance(optimizer, Optimizers) else Updater
-    return kind(optimizer, store, names)
 
 
 # ------------------------------------------------------------------ signals

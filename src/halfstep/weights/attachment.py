@@ -1,5 +1,7 @@
 """Attach an optimizer to a weight store: it steps fp32 values while the model has low weights.
 
+`at_each_step` makes calls around the steps of all optimizers of the process, made after `hs.prepare` too.
+
 Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` contain fp32 parameters, the
 masters, and its `state` is keyed by them; before and after, they contain the model's own parameters. The storage of the
 model's parameters is never replaced: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks
@@ -15,12 +17,15 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import IntEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
@@ -271,3 +276,48 @@ def skipped(optimizer: Optimizer) -> bool:
     found = getattr(optimizer, "found_inf", None)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return fused and type(found) is Tensor and found.device.type == "cpu" and peek(found)
+
+
+# ------------------------------------------------------------------ around the steps of all optimizers
+
+Call = Callable[[Optimizer], None]
+
+
+class Turn(IntEnum):
+    """The order of calls. A store is attached to an optimizer before its states, which that re-keys, become low."""
+
+    ATTACH = 0
+    LOW_STATES = 1
+    CHECK = 2
+
+
+CALLS: dict[Turn, tuple[Call, Call]] = {}  # before and after a step
+USERS: set[tuple[Turn, int]] = set()  # what needs the calls of a turn, by id
+HANDLES: list[RemovableHandle] = []  # torch's hooks, while there are users
+
+
+def at_each_step(turn: Turn, user: object, before: Call, after: Call = lambda optimizer: None) -> None:
+    """Call `before` and `after`, one pair for all users of a turn, around every step as long as `user` lives."""
+    CALLS[turn] = before, after
+    if (turn, id(user)) not in USERS:
+        USERS.add((turn, id(user)))
+        weakref.finalize(user, not_at_each_step, turn, id(user)).atexit = False
+    if not HANDLES:
+        HANDLES.extend((register_optimizer_step_pre_hook(_before_each), register_optimizer_step_post_hook(_after_each)))
+
+
+def not_at_each_step(turn: Turn, user: int) -> None:
+    """End what `at_each_step` began for the user with this id."""
+    USERS.discard((turn, user))
+    while HANDLES and not USERS:
+        HANDLES.pop().remove()
+
+
+def _before_each(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for turn in sorted(CALLS):
+        CALLS[turn][0](optimizer)
+
+
+def _after_each(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for turn in sorted(CALLS):
+        CALLS[turn][1](optimizer)

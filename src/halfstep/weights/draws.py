@@ -14,7 +14,6 @@ parameters have seeds of their own, by number: with equal bits their rounding er
 from __future__ import annotations
 
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import WeightsError, lacks_memory
 from halfstep.kernels.reference.operators import noise
-from halfstep.weights.ranks import replicated
+from halfstep.meeting import processes
 
 ROUNDING = "halfstep_rounding"
 """Key of an optimizer's state_dict: a state of `Draws` for each store or optimizer state that draws in its step."""
@@ -51,7 +50,7 @@ class Draws:
         return counters[shard]
 
     def _first(self) -> list[int]:
-        return [0 if replicated() else self._seed, 0]
+        return [0 if processes()[1] > 1 else self._seed, 0]
 
     def bits(self, tensor: int, stream: int, like: Tensor, shard: int = 0) -> Tensor:
         """Return 16 bits for every element of `like`, int64, in its shape and memory order."""
@@ -68,23 +67,22 @@ class Draws:
 
     def save_with(self, optimizer: Optimizer) -> None:
         """Save and load the state with that of `optimizer`: a loop that saves this resumes with the same bits."""
-        known = _saved_with()
-        if optimizer not in known:
+        if optimizer not in SAVED_WITH:
             handles = [
                 optimizer.register_state_dict_post_hook(_add_state),
                 optimizer.register_load_state_dict_pre_hook(_take_state),
             ]
-            known[optimizer] = [], handles
-        kept, _ = known[optimizer]
+            SAVED_WITH[optimizer] = [], handles
+        kept, _ = SAVED_WITH[optimizer]
         if self not in kept:
             kept.append(self)
 
     def leave(self, optimizer: Optimizer) -> None:
         """End `save_with`."""
-        kept, handles = _saved_with().get(optimizer, ([], []))
+        kept, handles = SAVED_WITH.get(optimizer, ([], []))
         kept[:] = [draws for draws in kept if draws is not self]
         if not kept:
-            _saved_with().pop(optimizer, None)
+            SAVED_WITH.pop(optimizer, None)
             for handle in handles:
                 handle.remove()
 
@@ -116,19 +114,17 @@ class Draws:
                 counter.copy_(first + torch.tensor([_offset(shard), 0], device=device))
 
 
-@cache
-def _saved_with() -> weakref.WeakKeyDictionary[Optimizer, tuple[list[Draws], list[RemovableHandle]]]:
-    """Return what is saved with which optimizer, and the hooks that save it."""
-    return weakref.WeakKeyDictionary()
+SAVED_WITH = weakref.WeakKeyDictionary[Optimizer, tuple[list[Draws], list[RemovableHandle]]]()
+"""What is saved with which optimizer, and the hooks that save it."""
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = [draws.state() for draws in _saved_with()[optimizer][0]]
+    states = [draws.state() for draws in SAVED_WITH[optimizer][0]]
     return {**state_dict, ROUNDING: states} if states else state_dict
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for draws, state in zip(_saved_with()[optimizer][0], state_dict.get(ROUNDING, ()), strict=False):
+    for draws, state in zip(SAVED_WITH[optimizer][0], state_dict.get(ROUNDING, ()), strict=False):
         draws.load_state(state)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,8 +52,3 @@ def _waits(hook: object) -> bool:
     """Return whether `hook`, or one that it was made of, is of `WAITING`."""
     inside = [getattr(hook, "func", None), *(c.cell_contents for c in getattr(hook, "__closure__", None) or ())]
     return str(getattr(hook, "__module__", "")).endswith(WAITING) or any(map(_waits, filter(callable, inside)))
-
-
-def replicated() -> bool:
-    """Return whether torch.distributed runs more than one process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, MutableMapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES
 from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
-from halfstep.weights.attachment import refuse_unhooked, skipped
+from halfstep.weights.attachment import Turn, at_each_step, not_at_each_step, refuse_unhooked, skipped
 from halfstep.weights.draws import Draws
-from halfstep.weights.every_step import Turn, at_each_step, not_at_each_step
 
 
 class LowStates:
@@ -66,18 +64,16 @@ class LowStates:
     @classmethod
     def keep_low(cls, parameters: Iterable[nn.Parameter], draws: Draws | None = None) -> None:
         """Keep the states of every optimizer low that steps one of `parameters`, also if it is made later."""
-        listed = _listed()
         for parameter in parameters:
-            listed[parameter] = draws
+            LISTED[parameter] = draws
             at_each_step(Turn.LOW_STATES, parameter, _keep_if_listed)
 
     @classmethod
     def release(cls, parameters: set[int]) -> None:
         """Give optimizers with any of `parameters` (ids) their fp32 states back, and keep none low from now on."""
-        listed = _listed()
-        for parameter in [p for p in listed if id(p) in parameters]:
-            del listed[parameter]
-            not_at_each_step(Turn.LOW_STATES, parameter)
+        for parameter in [p for p in LISTED if id(p) in parameters]:
+            del LISTED[parameter]
+            not_at_each_step(Turn.LOW_STATES, id(parameter))
         for optimizer, states in list(cls._known.items()):
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
                 for handle in states._handles:
@@ -116,19 +112,16 @@ class LowStates:
                 state[name] = value.to(torch.bfloat16)
 
 
-@cache
-def _listed() -> MutableMapping[nn.Parameter, Draws | None]:
-    """Return the parameters whose optimizer states are to be low; an optimizer made later is found when it steps."""
-    return WeakIdKeyDictionary()
+LISTED: MutableMapping[nn.Parameter, Draws | None] = WeakIdKeyDictionary()
+"""The parameters whose optimizer states are to be low; an optimizer made later is found when it steps."""
 
 
 def _keep_if_listed(optimizer: Optimizer) -> None:
-    listed = _listed()
-    if not listed or optimizer in LowStates._known:
+    if not LISTED or optimizer in LowStates._known:
         return
-    found = next((p for group in optimizer.param_groups for p in group["params"] if p in listed), None)
+    found = next((p for group in optimizer.param_groups for p in group["params"] if p in LISTED), None)
     if found is not None:
-        LowStates(optimizer, listed[found])
+        LowStates(optimizer, LISTED[found])
 
 
 def _elementwise(parameter: object, state: object) -> list[tuple[str, Tensor]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from operator import attrgetter
 from typing import ClassVar
 
@@ -30,13 +29,13 @@ from torch.optim import Optimizer
 from halfstep.errors import WeightsError
 from halfstep.kernels.sharded import local, put, sharded_like
 from halfstep.kernels.watched import Owner, unwatch, watch
+from halfstep.meeting import processes
 from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.torch_private.distributed import broadcast_coalesced
 from halfstep.torch_private.fake import is_fake
-from halfstep.weights.attachment import Attachment, is_low, refuse_wrapper
+from halfstep.weights.attachment import Attachment, Turn, at_each_step, is_low, refuse_wrapper
 from halfstep.weights.draws import Draws
-from halfstep.weights.every_step import Turn, at_each_step
-from halfstep.weights.ranks import replicated, training_wrapper
+from halfstep.weights.ranks import training_wrapper
 
 NEAR = 0.1  # of its norm, or of a value: what differs by less is the next one, and not another model's
 SHARE = 0.25  # of the values of a weight; of two weights that have nothing to do with each other 0.05 are near
@@ -66,7 +65,7 @@ class WeightStore(Owner):
     ) -> None:
         super().__init__(in_region)
         pairs = list(named)
-        self.dtype = low
+        self.dtype, self._kind = low, str(low).removeprefix("torch.")
         for name, parameter in pairs:
             if parameter.dtype not in {torch.float32, low}:
                 raise WeightsError(
@@ -80,14 +79,14 @@ class WeightStore(Owner):
         self.generation = 0  # counts up when other tensors store the fp32 value of a parameter
         self._data_read = False  # whether a parameter's ``.data`` was given out: writes into it are in no version
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
-        self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
+        self.attached = weakref.WeakValueDictionary[int, Attachment]()  # by id of the optimizer; its hooks own them
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # optimizers that have masters now
         self._without_low: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
         self.editing = False  # whether the model contains fp32 values in place of low parameters
         for name, parameter in pairs:
             self.adopt(name, parameter, frozen=id(parameter) in frozen)
-        stores().add(self)
+        STORES.add(self)
         at_each_step(Turn.ATTACH, self, _attach_if_needed)
 
     # ------------------------------------------------------------------ what strategies define or replace
@@ -214,7 +213,7 @@ class WeightStore(Owner):
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
         """Return the store that has the fp32 values of `parameter`, or None."""
-        return next((store for store in stores() if parameter in store), None)
+        return next((store for store in STORES if parameter in store), None)
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._parameters
@@ -233,7 +232,7 @@ class WeightStore(Owner):
             self.versions[key] = parameter._version
             self._frozen.remove(key)
         if self.written_unseen(parameter):
-            if not (key in self._fresh and replicated()):  # else DistributedDataParallel has made ranks equal
+            if not (key in self._fresh and processes()[1] > 1):  # else DistributedDataParallel has made ranks equal
                 self._warn_unseen(parameter)
             self.versions[key] = parameter._version
             with torch.no_grad():
@@ -347,10 +346,6 @@ class WeightStore(Owner):
         self.versions.update(zip(map(id, parameters), map(_version, parameters), strict=True))
 
     # ------------------------------------------------------------------ manual changes: note [changes by hand]
-
-    @property
-    def _kind(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
     @contextmanager
     def writing(self, parameter: nn.Parameter, *, fills: bool, counted: bool) -> Iterator[Tensor]:
@@ -504,7 +499,7 @@ class WeightStore(Owner):
     def attach(self, optimizer: Optimizer) -> None:
         """Let `optimizer` step the masters of the low parameters it holds."""
         refuse_wrapper(optimizer)
-        self._attached[id(optimizer)] = Attachment(self, optimizer)
+        self.attached[id(optimizer)] = Attachment(self, optimizer)
 
     def attach_if_needed(self, optimizer: Optimizer) -> None:
         """Attach `optimizer`, which is about to step, if it has low parameters and is not attached yet."""
@@ -517,7 +512,7 @@ class WeightStore(Owner):
                     f"own: it would pass by the fp32 values that {kind} holds; train under a policy with params="
                     "'fp32' ('mixed'), or without the wrapper"
                 )
-        if self.attached(optimizer):
+        if id(optimizer) in self.attached:
             return
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._without_low.get(optimizer) == count:  # checked before
@@ -539,18 +534,6 @@ class WeightStore(Owner):
                     "optimizer) first, then optimizer.load_state_dict"
                 )
 
-    def attached(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer` steps these masters."""
-        return id(optimizer) in self._attached
-
-    def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Do `Attachment.widen_gradients` for `optimizer`."""
-        return self._attached[id(optimizer)].widen_gradients(optimizer)
-
-    def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Forget the widened gradients: their step is over, or was skipped."""
-        self._attached[id(optimizer)].drop_gradients()
-
     def restore(self, *, write_back: bool = True) -> bool:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
         if not self.substituted:
@@ -561,11 +544,6 @@ class WeightStore(Owner):
             attachment.recover(optimizer)
         self.settle()
         return True
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Iterate over the fp32 gradient buffers that are kept from step to step."""
-        for attachment in self._attached.values():
-            yield from attachment.buffers.values()
 
     def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give parameters (default: all) their fp32 values back, in place; if none is left, detach the optimizers."""
@@ -578,11 +556,11 @@ class WeightStore(Owner):
                 put(parameter, wide)
                 self._remove(parameter)
             unwatch(parameter, self)
-        for attachment in list(self._attached.values()):
+        for attachment in list(self.attached.values()):
             attachment.buffers.clear()
             attachment.drop_gradients()
             if not self._parameters and (optimizer := attachment.optimizer()) is not None:
-                del self._attached[id(optimizer)]
+                del self.attached[id(optimizer)]
                 attachment.remove(optimizer)
 
 
@@ -599,12 +577,10 @@ def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
     return f"parameter {name} holds a weight of magnitude {worst:.8g}, and {kind} ends at {torch.finfo(low).max:.8g}"
 
 
-@cache
-def stores() -> weakref.WeakSet[WeightStore]:
-    """Return all living stores; an optimizer made after `hs.prepare` is attached from here when it steps."""
-    return weakref.WeakSet()
+STORES = weakref.WeakSet[WeightStore]()
+"""All living stores; an optimizer made after `hs.prepare` is attached from here when it steps."""
 
 
 def _attach_if_needed(optimizer: Optimizer) -> None:
-    for store in list(stores()):
+    for store in list(STORES):
         store.attach_if_needed(optimizer)

@@ -25,11 +25,12 @@ from halfstep.kernels.eager.low import join_bf16, split_bf16
 from halfstep.kernels.reference.operators import WEIGHT, split_kahan, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.kernels.watched import Owner, owner_of, unwatch, watch
+from halfstep.meeting import processes
 from halfstep.torch_private.autograd import unsafe_preserve_version_counter
 from halfstep.torch_private.foreach import foreach_copy_
+from halfstep.weights.attachment import Turn, at_each_step
 from halfstep.weights.draws import Draws
-from halfstep.weights.every_step import Turn, at_each_step
-from halfstep.weights.ranks import replicated, training_wrapper
+from halfstep.weights.ranks import training_wrapper
 from halfstep.weights.store import WeightStore
 
 
@@ -54,7 +55,7 @@ class MasterWeights(WeightStore):
         return local(self._masters[key]), local(Tensor.detach(self._parameters[key]))
 
     def _read_low(self, key: int) -> None:
-        if key in self._fresh and replicated():  # a broadcast: only the low weights are equal on all ranks
+        if key in self._fresh and processes()[1] > 1:  # a broadcast: only the low weights are equal on all ranks
             local(self._masters[key]).copy_(local(self._parameters[key]))
         else:
             self._read_unseen(key)

@@ -180,11 +180,12 @@ class BlackBox(Box):
         self._flag = self._bad = None
         self.step += 1
         self._memory.judged = None
-        self._memory.begin()
+        self._memory.begin_window()
         self._statistics.begin_window()
         self._around = regions_here()
         self._synced = vars(self.model).get("require_backward_grad_sync", True)
-        return self._memory.keep(self.step, batch, named)
+        self._memory.begin_micro_batch(self.step, batch, named)
+        return self._memory.window.batches[-1]
 
     def attach(self, kept: MicroBatch, loss: Tensor | None) -> None:
         """Have the gradients of a loss looked at when its backward pass ends."""

@@ -1,4 +1,4 @@
-"""The gradients of a window: how those of its micro-batches are added, and that nothing else writes to them meanwhile.
+"""The gradients of a window: how those of its micro-batches are added and weighed, and that nothing else writes them.
 
 Note [sums]: fp32 gradients of low parameters are added over the micro-batches, none cast into memory first. With
 ``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes an element each
@@ -6,28 +6,39 @@ micro-batch. Here autograd hands over the low gradient and a hook adds it into m
 bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format, so a
 parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``. That is
 also how a backward pass outside of a step finds every parameter.
+
+Note [reference]: micro-batch i, the mean of whose loss has the gradient m_i, has the weight w_i, such as its number of
+tokens. The gradient of a window is the sum of w_i m_i over micro-batches and ranks, divided by the sum of w_i. A
+backward pass knows its own w_i only, so it begins from ``w_i / reference``, and the update divides by the sum over
+`reference`. This is a power of two near the first weight of the run, so gradients have the magnitude of means, and no
+bit depends on it.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from halfstep.binding.fsdp import is_distributed
 from halfstep.errors import StepError
 from halfstep.events import StepResult, hook_weakly
 from halfstep.kernels.eager.low import add_low_
 from halfstep.kernels.pages import keep_pages
+from halfstep.step.arguments import Given
 from halfstep.step.loss import RECOMPUTES
 from halfstep.step.moments import Moments
 from halfstep.step.part import Part, Run
+from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import post_accumulate_grad_hooks
 from halfstep.trees import graph_of
+from halfstep.update.updater import Updater
 
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
 
@@ -153,15 +164,15 @@ class KeptPages(Part):
 class Unfinished(Part):
     """The gradients that one training step has left for its next micro-batch."""
 
-    def __init__(self, optimizer: Optimizer, record: Record, names: Mapping[int, str]) -> None:
-        self.optimizer, self._record, self._names = optimizer, record, names
+    def __init__(self, updater: Updater, record: Record) -> None:
+        self._updater, self._record = updater, record
         self._seen: list[tuple[Tensor, Tensor | None, int]] = []
 
     def end_micro_batch(self, seed: Tensor, *, last: bool) -> None:
         """Note the gradients as they are; torch counts the writes to each."""
         if last:
             return
-        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for group in self._updater.optimizer.param_groups for p in group["params"]]
         self._seen = [(p, grad, 0 if grad is None else grad._version) for p, grad in gradients]
 
     def begin_call(self) -> None:
@@ -170,8 +181,57 @@ class Unfinished(Part):
             now = parameter.grad
             if now is not noted or (now is not None and now._version != version):
                 raise StepError(
-                    f"the gradient of {self._names.get(id(parameter), 'a parameter')} was "
+                    f"the gradient of {self._updater.names.get(id(parameter), 'a parameter')} was "
                     f"{'dropped' if now is None else 'written to'} between two micro-batches of a window, outside of "
                     "the step; leave zero_grad(), clipping (clip_norm=) and backward() to the step, and end the window "
                     "of one step before the loss of another runs through its model. The window begins anew"
                 )
+
+
+class Weights(Part):
+    """Weighs the micro-batches of windows whose loss function returns an `hs.Loss`."""
+
+    def __init__(self, given: Given, record: Record, ranks: OneRank) -> None:
+        self._given, self._record, self._ranks = given, record, ranks
+        self._group = ranks.group if ranks.group is not None or not is_distributed(given.model) else dist.group.WORLD
+        self.reference: float | None = None
+
+    def begin_window(self) -> None:
+        """Forget the weights of the last window."""
+        self._record.weighed = self._record.share = None
+
+    def seed(self, seed: Tensor) -> Tensor:
+        """Return `seed` times the weight of the micro-batch."""
+        record = self._record
+        if record.micro_batches and (record.weight is None) is not (record.weighed is None):
+            this, before = ("no", "an") if record.weight is None else ("an", "no")
+            raise StepError(
+                f"micro-batch {record.micro_batches + 1} of a window returned {this} hs.Loss, and the one before it "
+                f"{before}; return hs.Loss(sum, weight) from all of them"
+            )
+        if record.weight is None:
+            return seed
+        if self.reference is None:
+            self.reference = self._near(record.weight)
+        weight = record.weight / self.reference
+        record.weighed = weight if record.weighed is None else record.weighed + weight
+        return seed * weight.to(seed.dtype)
+
+    def _near(self, weight: Tensor) -> float:
+        """Return a power of two near `weight`, the same on all ranks; waits for the device, once in a run."""
+        largest = torch.zeros_like(weight) if self._ranks.joining else weight.clone()
+        if self._group is not None and not self._ranks.joining:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        size = float(largest)
+        return 2.0 ** round(math.log2(size)) if 0.0 < size < math.inf else 1.0
+
+    def before_update(self) -> None:
+        """Say by what the gradients are to be divided beside the loss scale; `Ranks.agree` has where it is asked."""
+        total = self._record.weighed
+        ranks = self._ranks
+        if total is None or (ranks.group is not None and (ranks.joining or not ranks.averaged)):
+            return
+        if self._group is not None:
+            total = total / dist.get_world_size(self._group)
+            dist.all_reduce(total, group=self._group)
+        self._record.share = total / self._given.accumulate

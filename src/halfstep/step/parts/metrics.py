@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -87,16 +86,13 @@ class Metrics(Part):
         3 0
     """
 
-    def __init__(
-        self, every: int, clock: Callable[[], float] = time.perf_counter, *, to: MetricsLogger | None = None
-    ) -> None:
+    def __init__(self, every: int, *, to: MetricsLogger | None = None) -> None:
         check("metrics", StepError, every=(every, COUNT))
         if to is not None and not callable(getattr(to, "add", None)):
             found = f"metrics(to={to!r}): expected a logger with a method add(record)"
             raise StepError(f"{found}, such as hs.integrations.loggers.TensorBoard(folder)")
         self.every, self.dropped, self._to = every, 0, to
-        self._clock = clock
-        self._since = clock()
+        self._since = time.perf_counter()
         self._updates = self._losses = self._samples = 0
         self._loss: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
@@ -118,8 +114,7 @@ class Metrics(Part):
         if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
             self._send(result)
         if self._to is not None:
-            for record in self.poll():
-                self._to.add(record)
+            self.poll()
 
     def _note(self, result: StepResult) -> None:
         """Keep the norms of an update that was not applied, by a choice that the device makes."""
@@ -138,7 +133,7 @@ class Metrics(Part):
         if culprits is not None:
             packed = torch.cat([packed, culprits.norms.to(packed)])
         landing = Landing().take([packed])
-        now = self._clock()
+        now = time.perf_counter()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
         self._waiting.append((result.step, rate, landing, culprits))
         self._loss, self._losses, self._samples, self._since, self._culprits = 0.0, 0, 0, now, None
@@ -157,12 +152,10 @@ class Metrics(Part):
 
     def flush(self) -> list[StepMetrics]:
         """Return every record that is still on its way; waits for the device. For the end of a run."""
-        records = self._records(wait=True)
-        for record in records if self._to is not None else ():
-            self._to.add(record)  # type: ignore[union-attr]
-        return records
+        return self._records(wait=True)
 
     def _records(self, *, wait: bool) -> list[StepMetrics]:
+        """Take the records that are there, and give them to the logger."""
         found = []
         while self._waiting:
             step, rate, landing, culprits = self._waiting[0]
@@ -182,4 +175,6 @@ class Metrics(Part):
                     culprits=() if culprits is None else replace(culprits, norms=packed[4:])(),
                 )
             )
+            if self._to is not None:
+                self._to.add(found[-1])
         return found

@@ -148,12 +148,6 @@ class Ranks(OneRank):
         postpones = not first and (self.own or self.joining or not last)
         return self._no_sync() if postpones and self._no_sync is not None else NOTHING
 
-    @property
-    def device(self) -> torch.device:
-        """The device for tensors of host numbers that are sent."""
-        device: torch.device = next(self.ddp.module.parameters()).device
-        return device
-
     def agree(self, accumulate: int) -> tuple[float, Tensor]:
         """Return the mean of micro-batches, or weights, in all ranks' unfinished windows, and their loss scale.
 
@@ -166,7 +160,8 @@ class Ranks(OneRank):
         if not count:
             self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
-        numbers = [torch.full((), n, dtype=torch.float32, device=self.device) for n in (count, size, -1.0)]  # no copies
+        device = self.ddp.device
+        numbers = [torch.full((), n, dtype=torch.float32, device=device) for n in (count, size, -1.0)]  # no copies
         weight = numbers[2] if weighed is None or not count else weighed
         mine = torch.stack([numbers[0], scale.to(numbers[0]), numbers[1], weight])
         votes = [torch.empty_like(mine) for _ in range(self._count)]
@@ -187,7 +182,7 @@ class Ranks(OneRank):
                 f"ranks began their windows under the loss scales {sorted(scales)}, and their gradients cannot be "
                 "added; begin the windows of all ranks between the same two updates of the scaler"
             )
-        return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
+        return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=device)
 
     def keep_up(self) -> None:
         """Communicate as the first forward pass of a window: DDP rebuilds its buckets once, and sends buffers."""
@@ -232,7 +227,7 @@ class Ranks(OneRank):
             self.refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
-        used = torch.ones(len(there), dtype=torch.int32, device=self.device)  # a copy of `there` would wait
+        used = torch.ones(len(there), dtype=torch.int32, device=self.ddp.device)  # a copy of `there` would wait
         for place in [n for n, one in enumerate(there) if not one]:
             used[place].zero_()
         dist.all_reduce(used, group=self.group)

@@ -23,6 +23,7 @@ from halfstep.kernels.native.calls import number, peek
 from halfstep.snapshot import generators_of, noted, put_buffers
 from halfstep.step.part import Part
 from halfstep.step.parts.signals import Signals
+from halfstep.step.parts.statistics import BUFFERS
 from halfstep.torch_private.modules import NormBase
 from halfstep.trees import tensors
 
@@ -32,7 +33,6 @@ FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it i
 VIEWED = 1 << 16  # bytes: a loss that is a view of more is copied to be remembered
 JUMP = 10.0  # times that a loss is above those before
 FADE = 0.99  # in some hundred updates a large loss is forgotten
-STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 @dataclass(slots=True)
@@ -104,28 +104,17 @@ class Record(Part):
         self.scheduled = False  # whether a scheduler will read it
         self.awaited = False  # whether a scheduler or a black box waits for it
         self.saving: Any = None  # the last `hs.save`, whose writing may be under way
-        self.kept: MicroBatch | None = None  # the micro-batch that begins
         self.weight: Tensor | None = None  # 0-dim fp32, what the loss of this micro-batch was summed over; None: a mean
-        self.weighed: Tensor | None = None  # the sum of the window's, see `parts.weights`
+        self.weighed: Tensor | None = None  # the sum of the window's, see `gradients.Weights`
         self.share: Tensor | None = None  # 0-dim fp32, what divides the gradients of a weighed window
-        self.landing = Landing()
-        self.model, self.signals = model, Signals()
-        self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
+        history = History(model)
+        self.model, self.landing, self.signals = model, history.landing, history.signals
+        self.history = history if replayable else None
 
     @property
     def judged(self) -> bool:
         """Whether the black box has not been given the last update."""
         return self.history is not None and self.history.judged is not None
-
-    def begin_window(self) -> None:
-        """Begin a window."""
-        if self.history is not None:
-            self.history.begin()
-
-    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Keep the micro-batch, if the window may run again."""
-        if self.history is not None:
-            self.kept = self.history.keep(number, batch, named)
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the micro-batches of the window as done; return what keeping them raised."""
@@ -153,18 +142,21 @@ class Record(Part):
         """Remember loss and gradient norm, on a CPU as values: tensors kept cost 4 % of a small network's step."""
         if not result.due or batch is None:  # a flush has no loss
             return
+        signals = self.signals
         if self.history is None:  # a graph, which Python does not see, or no black box
-            self.signals.count(result.step + 1, self.model)
-        elif self.signals.learning.open:
-            self.signals.learning.end(result)
+            signals.windows += 1
+            if signals.windows == signals.due:
+                signals.sample(result.step + 1, self.model, None)
+        elif signals.learning.open:
+            signals.learning.end(result)
         loss, norm = result.loss, result.grad_norm
         if loss.is_cpu and norm.is_cpu and type(loss) is type(norm) is Tensor:
-            self.signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))
+            signals.recent.append((result.step, number(loss), number(norm), None, peek(result.skipped), None))
             return
         if loss.untyped_storage().nbytes() > VIEWED:
             loss = loss.clone()
         versions = loss._version, norm._version
-        self.signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
+        signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
 
     def look(self) -> None:
         """Find out whether a scheduler or a black box waits for the verdict on the last update."""
@@ -187,25 +179,16 @@ class Record(Part):
             self.micro_batches = 0
 
 
-class History:
+class History(Part):
     """The micro-batches of the current window, and those of the last update until its verdict is known.
 
     `watched`: whether good updates are of interest too; else a CPU drops their batches at once. `examined`: whether a
     black box reads it; else a window is dropped with its update.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        watched: bool = False,
-        examined: bool = True,
-        landing: Landing | None = None,
-        signals: Signals | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, watched: bool = False, examined: bool = True) -> None:
         self.model, self.watched, self.examined = model, watched, examined
-        self.landing = Landing() if landing is None else landing
-        self.signals = Signals() if signals is None else signals
+        self.landing, self.signals = Landing(), Signals()
         self._limit = LIMIT
         self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
@@ -224,7 +207,7 @@ class History:
         check("history", StepError, limit=(limit, Kind("a number of bytes, a whole number from 0", WHOLE.has)))
         self._limit = int(limit)  # type: ignore[call-overload]
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """Begin a window."""
         old = self.judged
         if old is not None and (old.seen or (old.bad is None and old.flag is not self.landing.flag)):
@@ -236,8 +219,8 @@ class History:
             if (value := module._buffers.get(name)) is not None:
                 window.buffers.append((module, name, value.clone()))
 
-    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
-        """Keep micro-batch `number` and the states of generators before its forward pass."""
+    def begin_micro_batch(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Keep micro-batch `number`, the last of the window now, and the states of generators."""
         kept = MicroBatch(batch, named, random_states(), versions_of((*batch, *named.values())))
         if self._own is not None:
             kept.tensors, kept.put_generators = tensors((batch, named)), noted(self._own)
@@ -249,7 +232,6 @@ class History:
         self.window.batches.append(kept)
         if self.judged is not None or len(self.window.batches) > 1:
             self._make_room()
-        return kept
 
     def _make_room(self) -> None:
         windows = [w for w in (self.judged, self.window if self._own is None else None) if w is not None]
@@ -354,7 +336,7 @@ class History:
                 key = (id(module), name)
                 if value is None or key in self._changing or value.is_inference():
                     continue
-                if name in STATISTICS and isinstance(module, NormBase):
+                if name in BUFFERS and isinstance(module, NormBase):  # `Statistics` has them
                     continue
                 self._unchanged.append((module, name, value, value._version))
                 size = value.numel() * value.element_size()
@@ -376,22 +358,24 @@ def versions_of(values: Sequence[Any]) -> list[int]:
     return [t._version for t in (values if flat else tensors(values)) if not t.is_inference()]
 
 
+def _generators() -> dict[str, torch.Generator]:
+    """Return torch's generators by device, without those of a device that captures a graph."""
+    found, device = {"cpu": torch.default_generator}, torch.accelerator.current_accelerator()
+    if device is not None and (others := default_generators()) and not capturing(device.type):
+        found |= {f"{device.type}:{index}": one for index, one in enumerate(others)}
+    return found
+
+
 def random_states() -> dict[str, torch.Generator]:
     """Return copies of torch's generators, those of all devices, without waiting for one.
 
     A copy of the CPU's has half the bytes of the tensor that ``get_state()`` returns.
     """
-    states = {"cpu": torch.default_generator.clone_state()}
-    device = torch.accelerator.current_accelerator()
-    if device is not None and (found := default_generators()) and not capturing(device.type):
-        states |= {f"{device.type}:{index}": one.clone_state() for index, one in enumerate(found)}
-    return states
+    return {name: one.clone_state() for name, one in _generators().items()}
 
 
 def put_random(states: dict[str, torch.Generator]) -> None:
     """Put the states of copies that `random_states` returned back; those of devices that are not here are left out."""
-    here = {"cpu": torch.default_generator}
-    if (device := torch.accelerator.current_accelerator()) is not None:
-        here |= {f"{device.type}:{index}": one for index, one in enumerate(default_generators())}
-    for name in states.keys() & here.keys():
-        here[name].set_state(states[name].get_state())
+    for name, one in _generators().items():
+        if name in states:
+            one.set_state(states[name].get_state())

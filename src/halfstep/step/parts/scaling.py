@@ -19,19 +19,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from halfstep.errors import ScaleError
 from halfstep.events import StepResult
+from halfstep.meeting import processes
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.moments import Moments
 from halfstep.step.part import Part, RunMicro
 from halfstep.step.parts.ranks import OneRank
 from halfstep.step.parts.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
-from halfstep.update.fused import check_gradients
+from halfstep.update.updater import Updater
 
 LOG = logging.getLogger("halfstep")
 
@@ -39,8 +38,8 @@ LOG = logging.getLogger("halfstep")
 class Scaling(Part):
     """The loss scale of a GradScaler, which moves with each update."""
 
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
+    def __init__(self, scaler: GradScaler, updater: Updater) -> None:
+        self.scaler, self._updater = scaler, updater
 
     def loss_scale(self, device: torch.device) -> Tensor:
         """Return a copy of the scale: a window has one, also if another step moves the scaler's meanwhile."""
@@ -48,7 +47,7 @@ class Scaling(Part):
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the update and move the scale; return the scale's alarm, if its rule raises one."""
-        self.scaler.record(bad, optimizer=self.optimizer)
+        self.scaler.record(bad, optimizer=self._updater.optimizer)
         try:
             self.scaler.update()
         except (ScaleError, Warning) as error:
@@ -60,12 +59,13 @@ class Retry(Scaling):
     """The loss scale, and which windows of one training step run again at a lower one."""
 
     def __init__(
-        self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, ranks: OneRank, moments: Moments
+        self, most: int, scaler: GradScaler, updater: Updater, record: Record, ranks: OneRank, moments: Moments
     ) -> None:
-        super().__init__(scaler, optimizer)
+        super().__init__(scaler, updater)
         self.most, self.record, self._ranks, self.moments = most, record, ranks, moments
         if record.history is None:
-            record.history = History(record.model, examined=False, signals=record.signals)
+            record.history = History(record.model, examined=False)
+            record.history.signals = record.signals
         record.history.keep_generators()
         self.history = record.history
         self._warned = False
@@ -91,16 +91,9 @@ class Retry(Scaling):
         self._uncounted, self.fallen = found or (0, self.fallen)
         return self.due
 
-    def discards_unseen(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return what `repeats` will, from the gradients themselves: before watchers are shown them."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        divisor = self.record.scale.to(gradients[0].device)
-        return self.repeats(check_gradients(gradients, divisor, None).bad)
-
     def _lower(self) -> tuple[int, float] | None:
         """Return how many bad steps of the scaler lead to a lower scale, and that scale; None: the step is skipped."""
-        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        window = self.history.window
+        ranks, window = processes()[1] > 1, self.history.window
         if not ranks and not window.finite():  # no scale of a backward pass helps
             return None
         if obstacle := next(self._obstacles(window.batches), ""):

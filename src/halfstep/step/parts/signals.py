@@ -105,24 +105,19 @@ class Signals:
         self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
         self._kept = Kept()
 
-    def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
-        """Take norms of parameters and batch before micro-batch `number`; waits for nothing."""
-        self._weights.append((number, Weights.of(model)))
-        self.sample_batch(number, values)
-        self.look(number, model)
-        self.learning.begin(self.windows, model)
+    def sample(self, number: int, model: nn.Module, values: Iterable[Tensor] | None) -> None:
+        """Look at buffers before micro-batch `number`, the first of a window; waits for nothing.
 
-    def count(self, number: int, model: nn.Module) -> None:
-        """Count a window that was not begun here, and look at buffers if it is due; micro-batch `number` comes next."""
-        self.windows += 1
-        if self.windows == self.due:
-            self.look(number, model)
-
-    def look(self, number: int, model: nn.Module) -> None:
-        """Look at buffers before micro-batch `number`; waits for nothing."""
+        Where Python sees the window, take norms of parameters and of `values`, the batch; else `values` is None.
+        """
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
+        if values is not None:
+            self._weights.append((number, Weights.of(model)))
+            self.sample_batch(number, values)
         with DisableTorchFunction(), torch.no_grad():
             self._kept.look(number, self.windows, model)
+        if values is not None:
+            self.learning.begin(self.windows, model)
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
         """Take the largest magnitudes of a batch, that of micro-batch `number`; waits for nothing."""
@@ -159,7 +154,7 @@ class Signals:
     def read(self) -> History:
         """Return what is remembered; waits for the device."""
         found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
-        rows = [_row(*entry[1:]) for entry in found.values()]
+        rows = [_row(entry) for entry in found.values()]
         losses, gradients, applied = zip(*rows, strict=True) if rows else ((), (), ())
         trained = self._weights[-1][1].count if self._weights else 0
         return History(
@@ -178,13 +173,8 @@ def _largest(tensor: Tensor) -> Tensor | None:
     return torch.linalg.vector_norm(part, math.inf) if has_norm(part) else None
 
 
-def _row(
-    loss: Tensor | float | None,
-    gradient: Tensor | float,
-    versions: tuple[int, int] | None,
-    bad: Tensor | bool | None,
-    scale: Tensor | None,
-) -> tuple[float, float, bool]:
+def _row(entry: Update) -> tuple[float, float, bool]:
+    _, loss, gradient, versions, bad, scale = entry
     if versions is None or isinstance(loss, float) or isinstance(gradient, float):
         assert isinstance(loss, float) and isinstance(gradient, float)
         return loss, gradient, not bad

@@ -55,7 +55,6 @@ class Statistics(Part):
         self._found: list[Tensor] = []  # their buffers
         self._join = join
         self.open: list[_Kind] = []  # the buffers that a verdict, or `abort`, may still restore
-        self.blind = False  # whether verdicts must not be read on the host: a captured step repeats what was done
         self.add(model)
 
     def add(self, model: nn.Module) -> None:
@@ -97,7 +96,7 @@ class Statistics(Part):
     def after_update(self, bad: Tensor) -> None:
         """Restore the copies where `bad`, a 0-dim bool, is true; waits for nothing."""
         kinds, self.open = self.open, []
-        if self.blind or type(bad) is not Tensor or bad.device.type != "cpu" or peek(bad):
+        if type(bad) is not Tensor or bad.device.type != "cpu" or peek(bad):
             for kind in kinds:
                 kind.restore_where(bad)
 
