@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.lens.box import advice as causes
 from halfstep.lens.box.advice import settle
+from halfstep.lens.box.diagnose import CURABLE
 from halfstep.lens.box.trials import Trial
 from halfstep.lens.verdict import Verdict
 
@@ -35,11 +36,11 @@ def settled(
     if updated:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model, replay=SimpleNamespace(window=()))
+    subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model, window=())
     usual = before[-1] if before else None
     trials: Any = SimpleNamespace(wide=wide, before=before, usual=usual, astray=astray, by_name=False)
     attempt: Any = SimpleNamespace()
-    found = settle(subject, Verdict(kind=kind, parameter="input 0"), attempt, trials)
+    found = settle(subject, Verdict(kind=kind, parameter="input 0"), attempt, trials if kind in CURABLE else None)
     assert bool(found.because) == bool(found.cause) == bool(found.sure) >= bool(found.shown)
     return found
 

@@ -20,7 +20,7 @@ import halfstep as hs
 from benchmarks.cases import gpt_case
 from halfstep.errors import RegionError, StepError
 from halfstep.step.compiled import CompiledLoss
-from halfstep.tasks.registry import load_task
+from halfstep.tasks.task import load_task
 
 MEAN = "norm.running_mean"
 AOT = {"backend": "aot_eager"}  # forward and backward are traced whole, and run by torch's own kernels

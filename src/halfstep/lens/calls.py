@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
-from halfstep.errors import PolicyError
+from halfstep.errors import HalfstepError, PolicyError
 from halfstep.formats import float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
@@ -31,7 +33,7 @@ from halfstep.torch_private.modes import is_functorch_wrapped_tensor, is_traceab
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
-TAG = "halfstep.site"
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments of a loss function after the model
 
 Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
@@ -89,27 +91,6 @@ def region_here() -> Policy | None:
     owner = STATE.frames[-1].owner() if STATE.frames else None
     return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
 
-
-def name_of_node(name: str) -> str:
-    """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
-    stem = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
-    word = "".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem))
-    name = public(word)
-    return name if name in known() else stem
-
-
-def tag(tensor: Tensor, site: Site) -> None:
-    """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
-    todo: list[Any] = [tensor.grad_fn]  # torch types a node's metadata as a method
-    while todo:
-        node = todo.pop()
-        if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):
-            continue
-        node.metadata[TAG] = site
-        todo += [following for following, _ in node.next_functions]
-
-
-PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)  # types of values that are kept as they are
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
@@ -210,6 +191,19 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
 def place(tensor: Tensor) -> int:
     """Return the address of the memory of a dense tensor; another tensor may get it once this one is freed."""
     return tensor.untyped_storage().data_ptr()
+
+
+def taken_from(batches: object, most: int, error: type[HalfstepError]) -> list[Batch]:
+    """Return the first batches of an iterable, each a tuple, a list, a dict or one argument; `error` if it has none."""
+    if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
+        raise error(
+            f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
+        )
+    return [
+        ((), dict(batch)) if isinstance(batch, Mapping)
+        else (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+        for batch in islice(batches, min(most, sys.maxsize))
+    ]  # fmt: skip
 
 
 def writes(func: Callable[..., Any]) -> bool:

@@ -9,26 +9,21 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SarifResult:
-    """One finding."""
+def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[tuple[str, str, str, str, int]]) -> dict[str, Any]:
+    """Return a SARIF log of plain values.
 
-    rule: str  # its name
-    level: str  # "error", "warning" or "note"
-    text: str  # what was found; its first line is shown in lists
-    file: str = ""  # its path; "" if it is in none
-    line: int = 0  # from 1; 0 for the whole file
-
-
-def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult]) -> dict[str, Any]:
-    """Return a SARIF log of plain values; `page` is the page on a rule, in which ``{}`` stands for its name."""
+    Args:
+        rules: name -> title.
+        page: the page on a rule, in which ``{}`` stands for its name.
+        results: (rule, level, text, file, line) of each finding. Its level is "error", "warning" or "note"; the first
+            line of its text is shown in lists; "" for no file, 0 for no line.
+    """
     names = list(rules)
     described = [
         {"id": name, "shortDescription": {"text": rules[name]}, "help": {"text": f"See {page.format(name)}."}}
@@ -36,27 +31,27 @@ def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult
     ]
     found = [
         {
-            "ruleId": result.rule,
-            "ruleIndex": names.index(result.rule),
-            "level": result.level,
-            "message": {"text": result.text},
-            "locations": [_location(result)] if result.file else [],
+            "ruleId": rule,
+            "ruleIndex": names.index(rule),
+            "level": level,
+            "message": {"text": text},
+            "locations": [_location(file, line)] if file else [],
         }
-        for result in results
+        for rule, level, text, file, line in results
     ]
     tool = {"driver": {"name": "halfstep", "rules": described}}
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": found}]}
 
 
-def _location(result: SarifResult) -> dict[str, Any]:
+def _location(file: str, line: int) -> dict[str, Any]:
     """Return where a finding is; paths below the current folder are relative to it, as SARIF's readers expect."""
-    path = Path(result.file)
+    path = Path(file)
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     uri = path.as_uri() if path.is_absolute() else path.as_posix()
     place: dict[str, Any] = {"artifactLocation": {"uri": uri}}
-    if result.line:
-        place["region"] = {"startLine": result.line}
+    if line:
+        place["region"] = {"startLine": line}
     return {"physicalLocation": place}
 
 

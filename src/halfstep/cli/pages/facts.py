@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import halfstep as hs
-from halfstep.cli.pages.figures import amp_label, interval, ratio_text
 from halfstep.report import Fact, Section, Size, listed, sentence
-from halfstep.tasks.candidates import AMP, FP32
+from halfstep.tasks.candidates import AMP, FP32, amp_of
 from halfstep.tasks.compare import CandidateRow, Comparison, Cost, Pace
+from halfstep.tasks.demo import Rescue, Workload
 from halfstep.tasks.measure import WITHIN
-from halfstep.tasks.overflow import Rescue
-from halfstep.tasks.workloads import Workload
 from halfstep.timing import Ratio
 
 SAME = "as much as fp32"
@@ -34,6 +32,16 @@ class Demo:
     sections: list[Section] = field(default_factory=list)  # what was found, as pages and terminals show it
     missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
 
+    @property
+    def heavy(self) -> Pace:
+        """That of the model with most parameters, whose bytes between steps are shown."""
+        return max((made for _, made in self.paces), key=lambda made: made.parameters)
+
+    @property
+    def deep(self) -> Pace:
+        """That of the deepest model, whose bytes for backward are shown."""
+        return max((made for _, made in self.paces), key=lambda made: made.rows[0].saved_bytes)
+
 
 def findings(comparison: Comparison) -> tuple[Fact, ...]:
     """Return what the comparison found about result, time and memory."""
@@ -43,7 +51,7 @@ def findings(comparison: Comparison) -> tuple[Fact, ...]:
 def conclusions(demo: Demo) -> tuple[Fact, ...]:
     """Return what the finished parts show, and what was not measured."""
     facts = [_demo_time(workload, made, demo.units) for workload, made in demo.paces]
-    facts += _demo_memory([made for _, made in demo.paces], demo.units) if demo.paces else []
+    facts += [_demo_memory(demo)] if demo.paces else []
     facts += [_accuracy(made) for made in demo.comparisons]
     facts += [_rescue(demo.rescue)] if demo.rescue is not None else []
     return (*facts, _missing(demo.units, demo.missing))
@@ -86,6 +94,14 @@ def _result(comparison: Comparison) -> Fact:
 # ------------------------------------------------------------------ time
 
 
+def ratio_text(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> str:
+    """Return a ratio, or that it is finer than `control` can resolve; "" if there is none."""
+    if ratio is None or control is None:
+        return ""
+    shown = f"{ratio:.2f}" if intervals else f"{ratio.median:.3f}"
+    return f"undecided ({shown})" if ratio.finer_than(control) else shown
+
+
 def _timed(rows: Sequence[Cost]) -> list[tuple[Cost, Ratio]]:
     """Return the rows in low formats that were timed, the fastest first."""
     timed = [(row, row.to_fp32) for row in rows if row.to_fp32 is not None and row.label != "O0"]
@@ -95,7 +111,7 @@ def _timed(rows: Sequence[Cost]) -> list[tuple[Cost, Ratio]]:
 def _time(heading: str, rows: Sequence[Cost], control: Ratio) -> Fact:
     """Return which low format is fastest, and how torch.amp and halfstep's own fp32 compare; one was timed."""
     (best, ratio), *others = _timed(rows)
-    found = f"{interval(ratio)} of fp32's time"
+    found = f"{ratio:.2f} of fp32's time"
     if ratio.finer_than(control):
         text = f"Undecided: {best.label} comes first with {found}, which this machine cannot tell from 1."
         tone = "open"
@@ -107,7 +123,7 @@ def _time(heading: str, rows: Sequence[Cost], control: Ratio) -> Fact:
     more = [f"Cannot be told from it: {listed(alike)}."] if alike else []
     if best.to_amp is not None:
         finer = ", undecided" if best.to_amp.finer_than(control) else ""
-        more.append(f"Against {amp_label(rows)}: {best.to_amp.median:.2f}{finer}.")
+        more.append(f"Against {amp_of(rows).label}: {best.to_amp.median:.2f}{finer}.")
     for row in rows:
         if row.to_fp32 is not None and row is not best and row.label.startswith(("O0", AMP)):
             words = "halfstep's step in fp32 (O0)" if row.label == "O0" else row.label
@@ -196,14 +212,12 @@ def _compared_memory(comparison: Comparison) -> Fact:
     return Fact("Memory", text, (*more, *_between(comparison.rows)), "good" if least else "open")
 
 
-def _demo_memory(paces: Sequence[Pace], units: hs.policy.Units) -> list[Fact]:
-    """Return the bytes for backward of the deepest model, and those between steps of the one with most parameters."""
-    heavy, deep = max(paces, key=lambda made: made.parameters), max(paces, key=lambda made: made.rows[0].saved_bytes)
-    text, _ = _saved(deep.rows)
-    text = f"{text.rstrip('.')}, in the step of {deep.about}."
-    more = [*_between(heavy.rows), f"Bytes between steps are those of {heavy.about}."]
-    more += [] if units.bf16 else ["They are saved on any machine, also without units for bf16, as here."]
-    return [Fact("Bytes, counted", text, tuple(more), "good")]
+def _demo_memory(demo: Demo) -> Fact:
+    text, _ = _saved(demo.deep.rows)
+    text = f"{text.rstrip('.')}, in the step of {demo.deep.about}."
+    more = [*_between(demo.heavy.rows), f"Bytes between steps are those of {demo.heavy.about}."]
+    more += [] if demo.units.bf16 else ["They are saved on any machine, also without units for bf16, as here."]
+    return Fact("Bytes, counted", text, tuple(more), "good")
 
 
 def _change(count: int, reference: int) -> str:

@@ -342,24 +342,23 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else ""
 
 
-def cells(row: AuditRow) -> tuple[str, ...]:
-    """Return the row as text, a cell for each of `COLUMNS`."""
-    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
-    return (
-        row.module or "(root)",
-        operator,
-        row.role,
-        row.format,
-        three_digits(row.amax),
-        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
-        percent(row.zeros),
-        percent(row.nonfinite),
-        percent(row.underflow),
-        percent(row.subnormal),
-        percent(row.error),
-        percent(row.accumulated),
-        percent(row.time),
-    )
+def cells(row: AuditRow) -> dict[str, str]:
+    """Return the row as text, by `COLUMNS` and those that a page has besides."""
+    shares = ("underflow", "subnormal", "error", "accumulated", "time")
+    return {
+        "module": row.module or "(root)",
+        "operator": f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op,
+        "role": row.role,
+        "format": row.format,
+        "amax": three_digits(row.amax),
+        "headroom": f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
+        "zero": percent(row.zeros),
+        "inf, nan": percent(row.nonfinite),
+        **{name: percent(getattr(row, name)) for name in shares},
+        "casts": str(row.casts or ""),
+        "kB": f"{row.bytes / 1e3:.3g}",
+        "rule": row.rule,
+    }
 
 
 SUMS = frozenset({"add", "sub"})

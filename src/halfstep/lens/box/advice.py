@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import store_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
@@ -178,8 +178,7 @@ def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
     """
     if optimizer is None:
         return ""
-    optimizer, binding = unwrap_optimizer(optimizer), binding_of(model)
-    store = None if binding is None else binding.store
+    optimizer, store = unwrap_optimizer(optimizer), store_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         eps = group.get("eps")
@@ -284,7 +283,7 @@ BEGAN = 3  # a state that was loaded shows in so many updates
 APART = 10.0  # times that an average is beyond what any gradients give, above what a low format or a new beta makes
 
 
-def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
+def settle(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials | None) -> Verdict:
     """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
     cause, because, shown = _cause(subject, verdict, attempt, trials)
     rows: list[tuple[int, float | None, float | None]] = []
@@ -296,7 +295,7 @@ def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     return replace(verdict, cause=cause, because=because, sure=sure, shown=shown, history=tuple(rows))
 
 
-def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> tuple[str, str, str]:
+def _cause(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials | None) -> tuple[str, str, str]:
     """Return cause, evidence, and what could have refuted it; "" for a cause that is not known, or was not tried."""
     found = suspects(subject, attempt)
     if verdict.kind == "bad_batch":
@@ -304,8 +303,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "data", evidence, "the values are there before the first operator, and the loss or a gradient needs them"
     if verdict.kind == "not_reproducible":
         return "", "", ""
-    target, batch, away, state = wrong_target(subject, attempt), poisoned(subject), runaway(subject), loaded(subject)
-    wide = None if attempt is None or trials is None or verdict.kind == "bad_state" else trials.wide
+    target, batch, away, state = wrong_target(attempt), poisoned(subject), runaway(subject), loaded(subject)
+    wide = None if trials is None else trials.wide
     # a step that is not finite cannot be trained on
     tried = f"in fp32: {wide.outcome}" if wide is not None and (wide.trained or wide.finite_once is False) else ""
     lost = "" if wide is not None and wide.trains else tried
@@ -315,7 +314,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "divergence", state, ""
     if verdict.kind == "bad_state" and (eps := lost_eps(subject.optimizer, subject.model)):
         return "precision", eps, ""
-    if wide is None or trials is None or attempt is None:
+    if wide is None or trials is None:
         return ("divergence", away, "") if away else ("", "", "")
     if away and not _back(subject, trials):
         return "divergence", away, tried
@@ -451,7 +450,7 @@ def poisoned(subject: Subject) -> str:
 
 def _before(subject: Subject) -> tuple[Rise | None, str]:
     """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
-    signals, window = subject.signals, subject.replay.window
+    signals, window = subject.signals, subject.window
     if signals is None:
         return None, ""
     history = signals.read()

@@ -32,16 +32,8 @@ from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
-from halfstep.lens.box.evidence import (
-    buffers_of,
-    load_evidence,
-    load_optimizer,
-    load_weights,
-    restate_evidence,
-    window_of,
-)
+from halfstep.lens.box.evidence import SAME, load_evidence, restate_evidence, restored
 from halfstep.lens.box.loop import Loop, poisoned
-from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
@@ -378,32 +370,17 @@ class BlackBox(Box):
         return "dynamic" if max(last, self._highest) > 1 else "none"
 
     def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        subject, seed = self._subject(window), window.batches[0].seed
-        if math.isinf(subject.scale):
-            name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
-            cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
-            self.verdict = Verdict(
-                kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
-                step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
-                shown="the gradient that backward() began with is infinite",
-            )  # fmt: skip
-            self._explained_step = window.last
-            return self.verdict
+        seed = window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:  # a replay from it finds nothing that is this model's
-            cure = Cure(policy=None, text="look at what computed that gradient", verified=False)
-            self.verdict = Verdict(
-                kind="bad_batch", phase="backward", rank=subject.rank, step=window.last, cures=(cure,),
-                parameter="the gradient that backward() was given", detail="not all of it is finite",
-                notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
-            )  # fmt: skip
             self._explained_step = window.last
+            self.verdict = replace(_of_seed(seed, self._scale()), rank=processes()[0], step=window.last)
             return self.verdict
-        verdict = super()._explained(window, place)
+        verdict, scaling = super()._explained(window, place), self._scaling()
         notes = []
         if self._is_written():
             more = "" if self.optimizer is not None else "; pass optimizer="
             notes.append(f"the weights have been written to since: the replay ran with others than the step{more}")
-        if len(self._scales) >= STUCK and subject.scaling == "static":
+        if len(self._scales) >= STUCK and scaling == "static":
             notes.append(
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
                 "step, and make the scaler once, before the loop"
@@ -426,8 +403,10 @@ class BlackBox(Box):
         policy = prepared_policy(model)
         under = instead if policy is None else rebound
         return Subject(
-            replay=Replay(model, forward, window.batches, [*window.buffers, *self._statistics.kept()]),
             model=model,
+            forward=forward,
+            window=window.batches,
+            buffers=[*window.buffers, *self._statistics.kept()],
             optimizer=self.optimizer,
             policy=policy,
             under=lambda tried: under(model, tried),
@@ -440,6 +419,24 @@ class BlackBox(Box):
             more=self._more,
             signals=self._memory.signals,
         )
+
+
+def _of_seed(seed: Tensor, scale: float) -> Verdict:
+    """Return the verdict on a step whose backward pass began with a gradient that is not finite."""
+    if math.isinf(scale):
+        name = str(seed.dtype).removeprefix("torch.")
+        cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
+        return Verdict(
+            kind="scale_too_high", cause="scale", sure="shown", phase="backward", cures=(cure,),
+            because=f"the loss is {name}, which cannot hold it once it is scaled",
+            shown="the gradient that backward() began with is infinite",
+        )  # fmt: skip
+    return Verdict(
+        kind="bad_batch", phase="backward", parameter="the gradient that backward() was given",
+        detail="not all of it is finite",
+        cures=(Cure(policy=None, text="look at what computed that gradient", verified=False),),
+        notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
+    )  # fmt: skip
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
@@ -515,7 +512,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     content = load_evidence(file)
     model = task.model()
     policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
-    optimizer, scale = task.optimizer(model), float(content["scale"])
+    optimizer = task.optimizer(model)
     box: BlackBox | StepBox
     if content["region"]:
         box = BlackBox(model, task.loss_fn, optimizer)
@@ -524,17 +521,13 @@ def replay(file: str | Path, task: Any) -> Verdict:
     else:
         step = TrainStep(model, optimizer, task.loss_fn, policy=policy or "O0")
         box, signals = StepBox(step), step.record.signals
-    load_weights(model, content, file)
-    load_optimizer(optimizer, model, content)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = window_of(content, device), buffers_of(model, content, device)
-    window = Window(*found, content["step"], torch.tensor(scale, device="cpu"))
+    window = restored(content, file, model, optimizer)
     if content["signals"] is not None:
         signals.restore(content["signals"])
-    same = {name: content[name] for name in ("scaling", "floor", "rank", "dropped", "clip_norm", "clip_value")}
+    same = {name: content[name] for name in (*SAME, "clip_norm")}
     if isinstance(box, BlackBox):
         box._memory.window = window
-    subject = replace(box._subject(window), scale=scale, notes=tuple(content["notes"]), **same)
+    subject = replace(box._subject(window), notes=tuple(content["notes"]), **same)
     box._judged = partial(_as_loop, content["verdict"])
     verdict = box.explain_subject(subject)
     if verdict.kind == "not_reproducible" and not verdict.detail:

@@ -41,7 +41,7 @@ from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.exchange import Exchange, exchange_of
-from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
@@ -286,19 +286,18 @@ class Box:
             began = time.monotonic()
             sharded = has_parts(subject.model)
             parts = [n for n, p in subject.model.named_parameters() if not extremes(p)[1]] if sharded else []
-            attempt: Attempt | None = None
             try:
                 if sharded:
                     self._gather(subject.model, topic, whole)
-                verdict, attempt = (inspect(subject, subject.gone), None) if subject.gone else diagnose(subject)
+                verdict, attempt = inspect(subject, subject.gone) if subject.gone else diagnose(subject)
                 if sharded and verdict.kind == "bad_state" and not parts:
                     verdict = replace(verdict, kind="not_reproducible", detail=ELSEWHERE, parameter="")
             except Exception as error:
                 why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
                 if topic is None and not sharded:
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
-                verdict = inspect(subject, why)
-            if attempt is not None and not attempt.odd:  # the step itself can be run
+                verdict, attempt = inspect(subject, why)
+            if not attempt.odd:  # the step itself can be run
                 refuse_wrong(subject)
             replays = REPLAYS * (time.monotonic() - began)
             if verdict.parameter in parts:
@@ -543,15 +542,12 @@ class StepBox(Box):
         if step.compile:
             notes.append("the step is compiled; the replay ran it eagerly")
         return Subject(
-            replay=Replay(
-                model=model,
-                forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
-                window=window.batches[0 if gone else dropped :],
-                buffers=window.buffers,
-                around=lambda: recomputing(_recipe(model)),
-                wide=step.policy.grads == "fp32",
-            ),
             model=model,
+            forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
+            window=window.batches[0 if gone else dropped :],
+            buffers=window.buffers,
+            around=lambda: recomputing(_recipe(model)),
+            wide=step.policy.grads == "fp32",
             optimizer=step.optimizer,
             policy=None if binding is None else binding.wanted,
             under=lambda policy: rebound(model, policy),
@@ -577,17 +573,16 @@ def _weight(verdict: Verdict) -> int:
     return 1 if verdict.parameter else 2 if verdict.detail else FINITE
 
 
-def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
-    if attempt is not None and subject.foreign and attempt.trace is not None:
+def _cured(subject: Subject, verdict: Verdict, attempt: Attempt) -> Verdict:
+    if subject.foreign and attempt.trace is not None:
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject)
+    trials = Trials(subject) if verdict.kind in CURABLE else None
     try:
         verdict = settle(subject, verdict, attempt, trials)
-        if attempt is None or trials is None:
-            return replace(verdict, cures=advice(verdict))
-        return replace(verdict, cures=cures(subject, verdict, attempt, trials))
+        found = advice(verdict) if trials is None else cures(subject, verdict, attempt, trials)
+        return replace(verdict, cures=found)
     except Exception as error:  # the place is known, a cure is not
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 
