@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
-from halfstep.cli.demo import TIMED, carry_out
-from halfstep.cli.pages.facts import Demo, conclusions
+from halfstep.cli.demo import TIMED, Demo, carry_out, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import Cost, Pace, Probe, pace

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import statistics
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from rich.console import Console
 import halfstep as hs
 from halfstep import report as doc
 from halfstep.cli.pages import comparison as pages
-from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import FP32, candidates
-from halfstep.tasks.compare import compare, pace, probed
-from halfstep.tasks.demo import Workload, rescue, workloads
+from halfstep.tasks.compare import Comparison, Pace, compare, pace, probed
+from halfstep.tasks.demo import Rescue, Workload, rescue, workloads
 from halfstep.tasks.machine import device_type, threads_here, threads_of_torch
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
@@ -34,6 +34,30 @@ LEAST_STEPS = 10  # of them, however slow the machine is
 TRAINED, EXPLAINED = 25.0, 8.0  # seconds of each of these tasks, and of the run that goes NaN
 BROKEN_STEPS = 120  # of the run that goes NaN
 TIMED = ("mixed", "lean", "pure", "O0")  # mixed and lean first: the same colours as in the comparisons
+ENDS = 10  # steps whose mean loss stands for the end of a run
+
+
+@dataclass(kw_only=True, slots=True)
+class Demo:
+    """What a demo has measured so far."""
+
+    device: str
+    units: hs.policy.Units
+    paces: list[tuple[Workload, Pace]] = field(default_factory=list)
+    rescue: Rescue | None = None
+    comparisons: list[Comparison] = field(default_factory=list)
+    sections: list[doc.Section] = field(default_factory=list)  # what was found, as pages and terminals show it
+    missing: list[str] = field(default_factory=list)  # parts that were not finished, the first with the reason
+
+    @property
+    def heavy(self) -> Pace:
+        """That of the model with most parameters, whose bytes between steps are shown."""
+        return max((made for _, made in self.paces), key=lambda made: made.parameters)
+
+    @property
+    def deep(self) -> Pace:
+        """That of the deepest model, whose bytes for backward are shown."""
+        return max((made for _, made in self.paces), key=lambda made: made.rows[0].saved_bytes)
 
 
 OnShare = Callable[[float], None]
@@ -226,3 +250,78 @@ def demo_page(demo: Demo, *, about: Mapping[str, Any], command: str, day: dateti
 
 def _bytes(demo: Demo) -> doc.Gallery:
     return pages.memory_gallery(demo.heavy.rows, demo.deep.rows, f" {demo.heavy.about}.", f" {demo.deep.about}.")
+
+
+# ------------------------------------------------------------------ what was found, in words
+
+
+def conclusions(demo: Demo) -> tuple[doc.Fact, ...]:
+    """Return what the finished parts show, and what was not measured."""
+    facts = [_demo_time(workload, made, demo.units) for workload, made in demo.paces]
+    facts += [_demo_memory(demo)] if demo.paces else []
+    facts += [_accuracy(made) for made in demo.comparisons]
+    facts += [_rescue(demo.rescue)] if demo.rescue is not None else []
+    return (*facts, _missing(demo.units, demo.missing))
+
+
+def _demo_time(workload: Workload, made: Pace, units: hs.policy.Units) -> doc.Fact:
+    heading = f"Bound by {workload.bound_by}; {made.about}"
+    slow = [row for row in made.rows if row.slow]
+    least = min((row.slow for row in slow), default=0.0)
+    without = "" if units.bf16 else f": {units.reason}"
+    if pages.timed(made.rows):
+        fact = pages.time_fact(heading, made.rows, made.control)
+    else:
+        o0 = next((row.to_fp32 for row in made.rows if row.label == "O0"), None)
+        more = (f"halfstep's step in fp32 (O0): {pages.ratio_text(o0, made.control, intervals=True)}.",) if o0 else ()
+        text = f"fp32 is fastest. A step of each low format took over {least:.0f} times as long{without}."
+        fact, slow = doc.Fact(heading, text, more), []
+    names = doc.listed([row.label for row in slow])
+    lost = [f"A step took over {least:.0f} times fp32's, and was left out: {names}{without}."] if slow else []
+    return replace(fact, more=(*fact.more, *lost, doc.sentence(workload.lesson)))
+
+
+def _demo_memory(demo: Demo) -> doc.Fact:
+    text, _ = pages.saved_words(demo.deep.rows)
+    text = f"{text.rstrip('.')}, in the step of {demo.deep.about}."
+    more = [*pages.between_steps(demo.heavy.rows), f"Bytes between steps are those of {demo.heavy.about}."]
+    more += [] if demo.units.bf16 else ["They are saved on any machine, also without units for bf16, as here."]
+    return doc.Fact("Bytes, counted", text, tuple(more), "good")
+
+
+def _accuracy(made: Comparison) -> doc.Fact:
+    first = pages.findings(made)[0]
+    margin = f"The margin, fixed beforehand, is {made.margin:.2g}; {made.steps} steps, {len(made.seeds)} seeds."
+    ends = f"fp32 ends at {statistics.fmean(made.rows[0].metrics):.4g}."
+    return replace(first, heading=f"Accuracy of {made.task} ({made.metric})", more=(*first.more, ends, margin))
+
+
+def _rescue(rescued: Rescue) -> doc.Fact:
+    verdict = rescued.verdict
+    last = _end(rescued.broken[: rescued.broken_at - 1])
+    steps = len(rescued.cured)
+    remedy = rescued.cure.text.splitlines()[0]
+    text = f"Step {rescued.broken_at} in fp16 was not finite: {verdict.op} in module {verdict.module}, {verdict.line}."
+    again = f", {rescued.cured_skipped} of them skipped" if rescued.cured_skipped else ""
+    more = (
+        f"Cause: {verdict.what}. Left as it was, {rescued.skipped} of the {steps} steps from there on were skipped.",
+        f"Cure, {'verified by training on' if rescued.cure.verified else 'not verified'}: {remedy}. Under it the run "
+        f"went on for {steps} steps{again}; mean loss of {ENDS} steps {last} before, {_end(rescued.cured)} at the end.",
+    )
+    return doc.Fact("A run that went NaN, explained and cured", text, more, "good")
+
+
+def _end(losses: Sequence[float]) -> str:
+    last = [loss for loss in losses[-ENDS:] if math.isfinite(loss)]
+    return f"{statistics.fmean(last):.2g}" if last else "not finite"
+
+
+def _missing(units: hs.policy.Units, missing: Sequence[str]) -> doc.Fact:
+    words = [f"Not finished: {doc.listed(list(missing))}."] if missing else []
+    if units.device == "cpu":
+        words.append("There is no GPU here: all numbers are of this CPU and are no evidence of a GPU's speed.")
+        if not units.fp16:
+            words.append("fp16 is emulated: its results are those of a GPU's units, its time is not.")
+    words.append("Several devices were not tried.")
+    text, *more = words
+    return doc.Fact("Not measured", text, tuple(more), "open" if missing else "")

@@ -6,17 +6,19 @@ import datetime
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.cli.pages.facts import findings, ratio_text
 from halfstep.cli.terminal import machine_line
-from halfstep.tasks.candidates import FP32, SUFFIXES, amp_of
+from halfstep.tasks.candidates import AMP, FP32, SUFFIXES, amp_of
 from halfstep.tasks.compare import CURVE_POINTS, CandidateRow, Comparison, Cost
-from halfstep.tasks.measure import ENOUGH_SEEDS
+from halfstep.tasks.measure import ENOUGH_SEEDS, WITHIN
 from halfstep.timing import Ratio
 
+SAME = "as much as fp32"
+ALIKE = 1.01  # bytes that differ by less are not worth a decision
 MARKS = {"within the margin": "full", "better": "full", "undecided": "hollow", "worse": "cross", "diverged": "cross"}
 SMOOTHED = 20  # the curve of differences is a moving mean over one part in this many of its points
 MOST_MARKS = 40  # crosses on one curve; a run that skips more is better told by its number
@@ -209,6 +211,157 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
             "--policies torch.amp:fp16 adds it"
         )
     return tuple(lines)
+
+
+# ------------------------------------------------------------------ what was found, in words
+
+
+def findings(comparison: Comparison) -> tuple[doc.Fact, ...]:
+    """Return what the comparison found about result, time and memory."""
+    return _result(comparison), _compared_time(comparison), _compared_memory(comparison)
+
+
+def _result(comparison: Comparison) -> doc.Fact:
+    others = [row for row in comparison.rows if row.label != FP32]
+    groups: dict[str, list[str]] = {}
+    for row in others:
+        groups.setdefault(row.difference.verdict, []).append(row.label)
+    same = groups.pop(WITHIN, [])
+    near = f"{WITHIN} of {comparison.margin:.3g}{comparison.metric.partition(',')[2]}"
+    if len(same) == len(others) == 1:
+        text = f"{same[0]} ends {near}."
+    elif len(same) == len(others):
+        text = f"All {len(others)} end {near}."
+    elif same:
+        text = f"{len(same)} of {len(others)} end {near}: {doc.listed(same)}."
+    elif set(groups) == {"undecided"}:
+        del groups["undecided"]
+        one = len(comparison.seeds) == 1
+        text = f"Undecided: {'one seed has no interval' if one else 'the intervals cross the margin'}."
+    else:
+        text = f"None is {near}."
+    words = {
+        "better": "Better than fp32",
+        "worse": "Worse than fp32",
+        "diverged": "Diverged",
+        "undecided": "Undecided, the interval crosses the margin",
+    }
+    more = [f"{words[verdict]}: {doc.listed(groups[verdict])}." for verdict in words if verdict in groups]
+    skipped = [row.label for row in others if any(row.skipped)]
+    if skipped:
+        more.append(f"Skipped steps whose gradients overflowed: {doc.listed(skipped)}.")
+    verdicts = {row.difference.verdict for row in others}
+    tone = "bad" if verdicts & {"worse", "diverged"} else "open" if "undecided" in verdicts else "good"
+    return doc.Fact(f"Result ({comparison.metric})", text, tuple(more), tone)
+
+
+# ------------------------------------------------------------------ time
+
+
+def ratio_text(ratio: Ratio | None, control: Ratio | None, *, intervals: bool = False) -> str:
+    """Return a ratio, or that it is finer than `control` can resolve; "" if there is none."""
+    if ratio is None or control is None:
+        return ""
+    shown = f"{ratio:.2f}" if intervals else f"{ratio.median:.3f}"
+    return f"undecided ({shown})" if ratio.finer_than(control) else shown
+
+
+def timed(rows: Sequence[Cost]) -> list[tuple[Cost, Ratio]]:
+    """Return the rows in low formats that were timed, the fastest first."""
+    timed = [(row, row.to_fp32) for row in rows if row.to_fp32 is not None and row.label != "O0"]
+    return sorted(timed, key=lambda pair: pair[1].median)
+
+
+def time_fact(heading: str, rows: Sequence[Cost], control: Ratio) -> doc.Fact:
+    """Return which low format is fastest, and how torch.amp and halfstep's own fp32 compare; one was timed."""
+    (best, ratio), *others = timed(rows)
+    found = f"{ratio:.2f} of fp32's time"
+    if ratio.finer_than(control):
+        text = f"Undecided: {best.label} comes first with {found}, which this machine cannot tell from 1."
+        tone = "open"
+    elif ratio.median < 1.0:
+        text, tone = f"Fastest: {best.label}, {found}.", "good"
+    else:
+        text, tone = f"fp32 is fastest. The nearest low format is {best.label}: {found}.", "bad"
+    alike = [row.label for row, other in others if _alike(other, ratio, control)]
+    more = [f"Cannot be told from it: {doc.listed(alike)}."] if alike else []
+    if best.to_amp is not None:
+        finer = ", undecided" if best.to_amp.finer_than(control) else ""
+        more.append(f"Against {amp_of(rows).label}: {best.to_amp.median:.2f}{finer}.")
+    for row in rows:
+        if row.to_fp32 is not None and row is not best and row.label.startswith(("O0", AMP)):
+            words = "halfstep's step in fp32 (O0)" if row.label == "O0" else row.label
+            more.append(f"{words}: {ratio_text(row.to_fp32, control, intervals=True)}.")
+    return doc.Fact(heading, text, tuple(more), tone)
+
+
+def _alike(ratio: Ratio, other: Ratio, control: Ratio) -> bool:
+    """Return whether two ratios to the same baseline differ by less than can be resolved."""
+    overlap = ratio.low <= other.high and other.low <= ratio.high
+    return overlap or abs(ratio.median / other.median - 1.0) <= control.resolution
+
+
+def _compared_time(comparison: Comparison) -> doc.Fact:
+    heading, rows = "Time of a step", comparison.rows
+    if comparison.control is None:
+        return doc.Fact(heading, "Not measured: a run is too short for more than its warm-up.", tone="open")
+    fact = time_fact(heading, rows, comparison.control)
+    costs = [(row, ratio.median) for row, ratio in timed(rows) if isinstance(row, CandidateRow)]
+    return replace(fact, more=(*fact.more, *_caution(costs[0][0], costs)))
+
+
+def _caution(best: CandidateRow, costs: Sequence[tuple[CandidateRow, float]]) -> list[str]:
+    """Return a warning if the cheapest row did not keep the result, with the cheapest that did; `costs`: of each."""
+    if best.difference.verdict in (WITHIN, "better"):
+        return []
+    safe = [(cost, row.label) for row, cost in costs if row.difference.verdict == WITHIN]
+    first = f" First {WITHIN}: {min(safe, key=lambda pair: pair[0])[1]}." if safe else ""
+    return [f"Its result is {best.difference.verdict}.{first}"]
+
+
+# ------------------------------------------------------------------ memory
+
+
+def saved_words(rows: Sequence[Cost]) -> tuple[str, list[Cost]]:
+    """Return what saves least for backward, in words, and the rows that do; [] if none saves less than fp32."""
+    fp32, *others = rows
+    least = min(others, key=lambda row: row.saved_bytes)
+    size = doc.Size(row.saved_bytes for row in rows)
+    if least.saved_bytes >= fp32.saved_bytes:
+        return f"None saves less for backward than fp32's {size(fp32.saved_bytes)} {size.unit}.", []
+    alike = [row for row in others if row.saved_bytes <= ALIKE * least.saved_bytes]
+    share = _change(least.saved_bytes, fp32.saved_bytes)
+    labels = doc.listed([row.label for row in alike])
+    return f"Least saved for backward: {labels}, {size(least.saved_bytes)} {size.unit} ({share}).", alike
+
+
+def between_steps(rows: Sequence[Cost]) -> list[str]:
+    """Return how the bytes between steps compare with fp32's, the smallest first."""
+    fp32, *others = rows
+    groups: dict[str, list[Cost]] = {}
+    for row in sorted(others, key=lambda row: row.state_bytes):
+        groups.setdefault(_change(row.state_bytes, fp32.state_bytes), []).append(row)
+    if set(groups) == {SAME}:
+        return ["Between steps all hold as much as fp32."]
+    size = doc.Size(row.state_bytes for row in rows)
+    return [
+        f"Between steps {change}: {doc.listed([row.label for row in found])}, {size(found[0].state_bytes)} {size.unit}."
+        for change, found in groups.items()
+        if change != SAME
+    ]
+
+
+def _compared_memory(comparison: Comparison) -> doc.Fact:
+    text, least = saved_words(comparison.rows)
+    costs = [(row, row.saved_bytes) for row in comparison.rows[1:]]
+    cheapest = min(costs, key=lambda pair: pair[1])[0]
+    more = _caution(cheapest, costs) if len(least) <= 1 else []
+    return doc.Fact("Memory", text, (*more, *between_steps(comparison.rows)), "good" if least else "open")
+
+
+def _change(count: int, reference: int) -> str:
+    change = round(100 * (count / reference - 1)) if reference else 0
+    return f"{abs(change)} % {'more' if change > 0 else 'less'} than fp32" if change else SAME
 
 
 # ------------------------------------------------------------------ pictures

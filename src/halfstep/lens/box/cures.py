@@ -21,7 +21,7 @@ from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import LOWEST, Subject, low_of, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import FAILURES, Trials, highest, in_place_of
+from halfstep.lens.box.trials import Trials, highest, in_place_of
 from halfstep.lens.calls import RUNS_BACKWARD, Site, region_here, spelled
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
@@ -148,7 +148,7 @@ class _Search:
         try:
             with subject.under(policy):
                 trace = subject.run(only=self.index, traced=True).trace
-        except FAILURES:  # this model cannot run under it
+        except Exception:  # of the user's code, which cannot run under it
             return None
         if trace is None:
             return None

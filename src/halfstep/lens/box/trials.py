@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from halfstep.binding.fsdp import fits, is_distributed
 from halfstep.binding.prepare import store_of
 from halfstep.binding.wrappers import unwrap_optimizer
-from halfstep.errors import HalfstepError, StepError, lacks_memory
+from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
@@ -54,9 +54,6 @@ NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the larg
 LAST = 3  # so many losses are averaged at the end of a trial
 FELL = 0.25  # share of its size by which a loss falls in a trial, however large it is, where training goes on
 RISING = 1.5  # times that a loss rises within a trial, above the same steps without updates, where training runs away
-
-FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
-"""What a model raises that cannot run under a policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +215,17 @@ class Trials:
                 weight.leaf.copy_(weight.precise)
 
     def _finite(self, windows: Windows, window: Sequence[MicroBatch], scale: float) -> tuple[Attempt, float]:
-        return adapted(self.subject, lambda scale: windows(window, factor=scale / self.subject.scale), scale)
+        """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
+        subject = self.subject
+
+        def at(scale: float) -> Attempt:
+            return windows(window, factor=scale / subject.scale)
+
+        attempt = at(scale)
+        if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
+            return attempt, scale
+        lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
+        return (at(lower), lower) if lower else (attempt, scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step: those of the bad step, then the ones given, then these again.
@@ -361,15 +368,6 @@ def _form(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def adapted(subject: Subject, at: Callable[[float], Attempt], scale: float) -> tuple[Attempt, float]:
-    """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
-    attempt = at(scale)
-    if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-        return attempt, scale
-    lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
-    return (at(lower), lower) if lower else (attempt, scale)
 
 
 def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
