@@ -9,6 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
+from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import HalfstepError, PolicyError
@@ -29,7 +31,11 @@ from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.devices import get_privateuse1_backend_name, is_any_autocast_enabled, storage_key
-from halfstep.torch_private.modes import is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
+from halfstep.torch_private.modes import (
+    DisableTorchFunction,
+    is_functorch_wrapped_tensor,
+    is_traceable_wrapper_subclass,
+)
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
@@ -232,22 +238,26 @@ def autocasting() -> list[str]:
     return [kind for kind in (*TYPES, get_privateuse1_backend_name(), "cpu") if torch.is_autocast_enabled(kind)]
 
 
+@contextmanager
+def unruled() -> Iterator[None]:
+    """Run the operators of a block in the formats of their arguments: no region's rules and no autocast."""
+    with ExitStack() as stack:
+        for device in autocasting():
+            stack.enter_context(rules_off(device))
+        stack.enter_context(DisableTorchFunction())
+        yield
+
+
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
-    devices = autocasting()
-    for device in devices:
-        torch.set_autocast_enabled(device, False)
     try:
-        with torch.no_grad(), same_numbers(torch_states()):
+        with unruled(), torch.no_grad(), same_numbers(torch_states()):
             wide_args = map_tensors(list(args), _widened)
             wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
             wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
             return func(*wide_args, **wide_kwargs)
     except Exception:  # no float64 kernel, or an argument that names a format
         return None
-    finally:
-        for device in devices:
-            torch.set_autocast_enabled(device, True)
 
 
 # ------------------------------------------------------------------ what the arguments of a bad call show

@@ -194,7 +194,6 @@ class Run:
             shadow=shadow,
             parameters={id(p): name for name, p in model.named_parameters()},
             simulated=simulated,
-            devices=tuple(dict.fromkeys((plan.device, "cpu"))),
         )
         self.meter = Meter(self.train, self.recorder, moves=moves)
         self.tracer = Tracer(self.recorder, model)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.cast.arithmetic.rounded import rules_off
+from halfstep.cast.regions.recompute import no_saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, LOW_DTYPES, Format
 from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
-from halfstep.lens.calls import Args, Kwargs, copied, place, weak_storage
+from halfstep.lens.calls import Args, Kwargs, copied, place, unruled, weak_storage
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
-from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
+from halfstep.torch_private.autograd import base_of
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
@@ -151,10 +151,10 @@ class AuditRecorder(OperatorSink):
 
     def __init__(
         self, closed: frozenset[str], *, shadow: torch.dtype, parameters: Mapping[int, str],
-        simulated: Mapping[str, Format], devices: tuple[str, ...],
+        simulated: Mapping[str, Format],
     ) -> None:  # fmt: skip
         super().__init__(closed)
-        self.shadow, self.parameters, self.simulated, self.devices = shadow, parameters, simulated, devices
+        self.shadow, self.parameters, self.simulated = shadow, parameters, simulated
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.users: dict[str, tuple[str, str, str]] = {}
         self.forms: dict[str, Format] = {}
@@ -306,12 +306,8 @@ class AuditRecorder(OperatorSink):
         if getattr(func, "__name__", "") in {"half", "bfloat16"}:
             wide_func, wide_args = torch.Tensor.to, (wide_args[0], self.shadow)
         try:
-            with (
-                _unseen_by_checkpointing(),
-                same_numbers(random),
-                torch.set_grad_enabled(differentiable),
-                _without_rules(self.devices),
-            ):
+            # a checkpoint around must not count what a shadow saves
+            with no_saved_tensor_hooks(), same_numbers(random), torch.set_grad_enabled(differentiable), unruled():
                 wide = floats_of(wide_func(*wide_args, **wide_kwargs))[0]
         except (RuntimeError, TypeError, IndexError, NotImplementedError):
             self.skipped += 1
@@ -412,18 +408,11 @@ def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tenso
         return made[id(tensor)]
 
     low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-    with _unseen_by_checkpointing(), same_numbers(random), torch.enable_grad(), _own_casts():
+    with no_saved_tensor_hooks(), same_numbers(random), torch.enable_grad(), _own_casts():
         low = floats_of(func(*low_args, **low_kwargs))[0]
     if not low.requires_grad:
         return None
     return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
-
-
-def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
-    """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
-    if top_saved_tensors_default_hooks(False) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @contextmanager
@@ -434,15 +423,6 @@ def _own_casts() -> Iterator[None]:
         yield
     finally:
         STATE.casts = shared
-
-
-@contextmanager
-def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(rules_off(device))
-        stack.enter_context(DisableTorchFunction())
-        yield
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:

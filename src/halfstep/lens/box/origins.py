@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfstep.lens.calls import (
     DIVIDING,
     NORMALISING,
+    Args,
+    Kwargs,
     Site,
     constants,
     copied,
@@ -132,9 +134,7 @@ class Source:
 class Call:
     """One operator call with its tensors, for as long as it runs; made before it runs."""
 
-    def __init__(
-        self, origins: Origins, site: Site, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, origins: Origins, site: Site, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.inputs = read(func, args, kwargs)
         self.before = [extremes(tensor) for tensor in self.inputs]
