@@ -25,7 +25,7 @@ from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import HalfstepError, PolicyError
-from halfstep.formats import float64_of
+from halfstep.formats import LOW_DTYPES, float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
@@ -227,7 +227,7 @@ def copied(tensor: Tensor) -> Tensor:
     return Tensor.detach(tensor).clone()
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _in_float64(tensor: Tensor) -> Tensor:
     return float64_of(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
 
 
@@ -236,6 +236,22 @@ def autocasting() -> list[str]:
     if not is_any_autocast_enabled():
         return []
     return [kind for kind in (*TYPES, get_privateuse1_backend_name(), "cpu") if torch.is_autocast_enabled(kind)]
+
+
+BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def widened(
+    func: Callable[..., Any], args: Args, kwargs: Kwargs, wide: torch.dtype
+) -> tuple[Callable[..., Any], Args, Kwargs]:
+    """Return a call that names `wide` where another names a low format: ``x.half()``, ``dtype=torch.float16``."""
+    if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
+        return Tensor.to, (args[0], wide), {}
+    return (
+        func,
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
+    )
 
 
 @contextmanager
@@ -252,8 +268,8 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
     try:
         with unruled(), torch.no_grad(), same_numbers(torch_states()):
-            wide_args = map_tensors(list(args), _widened)
-            wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
+            wide_args = map_tensors(list(args), _in_float64)
+            wide_kwargs = {k: map_tensors(v, _in_float64) for k, v in kwargs.items() if k != "dtype"}
             wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
             return func(*wide_args, **wide_kwargs)
     except Exception:  # no float64 kernel, or an argument that names a format

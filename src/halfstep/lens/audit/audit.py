@@ -32,11 +32,11 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError, first_line, lacks_memory
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
-from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
+from halfstep.lens.audit.record import AuditRecorder, Reference
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import Meter, precise_of, swallow
-from halfstep.lens.calls import Batch, copied, taken_from
+from halfstep.lens.calls import BELOW_FP32, Batch, copied, taken_from
 from halfstep.lens.tracing import OperatorCall, Tracer
 from halfstep.optim import copy_of, stepped_by
 from halfstep.policy.plan import resolve

@@ -12,8 +12,8 @@ because the update changes in place what the shadows have saved.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,17 +24,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.cast.regions.recompute import no_saved_tensor_hooks
 from halfstep.cast.state import STATE
-from halfstep.formats import FP32, LOW_DTYPES, Format
+from halfstep.formats import FP32, Format
 from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
-from halfstep.lens.calls import Args, Kwargs, copied, place, unruled, weak_storage
+from halfstep.lens.calls import BELOW_FP32, Args, Kwargs, copied, place, unruled, weak_storage, widened
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.autograd import base_of
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
-
-BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their names do not end in an underscore."""
@@ -70,14 +68,6 @@ def floats_of(values: Any) -> list[Tensor]:
 def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
     """Return the key of the next conversion to integers: other conversions come and go with a policy's casts."""
     return call.module, "integers", sink.nth(call.module, "integers")
-
-
-def widened_dtypes(args: Args, kwargs: Kwargs, wide: torch.dtype) -> tuple[Args, Kwargs]:
-    """Return arguments in which low dtypes are `wide`."""
-    return (
-        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
-        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
-    )
 
 
 @dataclass(slots=True)
@@ -128,10 +118,7 @@ class Reference(OperatorSink):
 
     def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run it with fp32 in place of low formats."""
-        if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
-            return args[0].to(torch.float32)
-        if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
-            args, kwargs = widened_dtypes(args, kwargs, torch.float32)
+        func, args, kwargs = widened(func, args, kwargs, torch.float32)
         return func(*args, **kwargs)
 
 
@@ -301,10 +288,7 @@ class AuditRecorder(OperatorSink):
             return made
 
         wide_args, wide_kwargs = map_tensors((args, kwargs), wide_leaf)
-        wide_args, wide_kwargs = widened_dtypes(wide_args, wide_kwargs, self.shadow)
-        wide_func = func
-        if getattr(func, "__name__", "") in {"half", "bfloat16"}:
-            wide_func, wide_args = torch.Tensor.to, (wide_args[0], self.shadow)
+        wide_func, wide_args, wide_kwargs = widened(func, wide_args, wide_kwargs, self.shadow)
         try:
             # a checkpoint around must not count what a shadow saves
             with no_saved_tensor_hooks(), same_numbers(random), torch.set_grad_enabled(differentiable), unruled():
@@ -408,21 +392,13 @@ def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tenso
         return made[id(tensor)]
 
     low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-    with no_saved_tensor_hooks(), same_numbers(random), torch.enable_grad(), _own_casts():
+    with no_saved_tensor_hooks(), same_numbers(random), torch.enable_grad(), ExitStack() as after:
+        after.callback(setattr, STATE, "casts", STATE.casts)  # which the operators of the audited run share
+        STATE.casts = {}
         low = floats_of(func(*low_args, **low_kwargs))[0]
     if not low.requires_grad:
         return None
     return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
-
-
-@contextmanager
-def _own_casts() -> Iterator[None]:
-    """Leave the low copies alone that the audited run shares between its operators."""
-    shared, STATE.casts = STATE.casts, {}
-    try:
-        yield
-    finally:
-        STATE.casts = shared
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:

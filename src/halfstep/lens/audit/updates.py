@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from halfstep.binding.prepare import store_of
 from halfstep.errors import first_line
 from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
-from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
+from halfstep.lens.calls import BELOW_FP32
 from halfstep.lens.tracing import OperatorCall
 from halfstep.optim import clipped_together, copy_of, members, stepped_by
 from halfstep.step.train_step import TrainStep

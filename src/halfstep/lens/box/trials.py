@@ -33,7 +33,7 @@ from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.lens.calls import extremes, taken_from, writes
+from halfstep.lens.calls import extremes, taken_from, widened, writes
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.optim import clipped_together, copy_of, stepped_by
 from halfstep.policy.policy import Policy
@@ -439,12 +439,9 @@ class _NothingLow(Sink):
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes(func):
             return func(*args, **kwargs)
-        if func in {Tensor.half, Tensor.bfloat16}:
-            func = Tensor.float
         args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
-        low = {id(dtype) for dtype in LOW_DTYPES}
-        named = {name: torch.float32 if id(value) in low else value for name, value in kwargs.items()}
-        return func(*(torch.float32 if id(value) in low else value for value in args), **named)
+        func, args, kwargs = widened(func, args, kwargs, torch.float32)
+        return func(*args, **kwargs)
 
 
 @contextmanager
