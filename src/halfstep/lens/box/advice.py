@@ -286,11 +286,9 @@ APART = 10.0  # times that an average is beyond what any gradients give, above w
 def settle(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials | None) -> Verdict:
     """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
     cause, because, shown = _cause(subject, verdict, attempt, trials)
-    rows: list[tuple[int, float | None, float | None]] = []
-    if subject.signals is not None:
-        seen = subject.signals.read()
-        known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
-        rows = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
+    seen = subject.signals.read()
+    known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
+    rows: list[tuple[int, float | None, float | None]] = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
     sure = cause and ("shown" if shown else "likely")
     return replace(verdict, cause=cause, because=because, sure=sure, shown=shown, history=tuple(rows))
 
@@ -369,7 +367,7 @@ def _updated(subject: Subject) -> bool:
 def _off_course(subject: Subject, trials: Trials) -> str:
     """Return in words that losses rose or weights grew before the step; "" if they did not, or no weight has moved."""
     before = trials.before
-    if subject.signals is None or not before:
+    if not before:
         return ""
     first, then, now = subject.signals.growth(subject.model, subject.signals.read().steps[0]) or UNKNOWN
     rises = (at for at in range(1, len(before)) if min(before[at:]) >= ROSE * max(before[:at]))
@@ -392,7 +390,7 @@ def _reachable(found: Rise, subject: Subject) -> bool:
 
     An update of SGD moves them by the learning rate times the gradient, one of Adam each by about the learning rate.
     """
-    if found.what != WEIGHTS or subject.optimizer is None or subject.signals is None:
+    if found.what != WEIGHTS or subject.optimizer is None:
         return True
     updates = subject.signals.read().updates(until=subject.step)
     norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
@@ -416,9 +414,9 @@ def loaded(subject: Subject) -> str:
             if apart := _apart(group, state):
                 whose = f"exp_avg_sq of {subject.names.get(id(parameter), 'a parameter')}"
                 return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
-    history = None if subject.signals is None else subject.signals.read()
-    rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
-    if history is None or len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
+    history = subject.signals.read()
+    rows = [row for row in history.updates() if math.isfinite(row[1])]
+    if len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
         return ""  # the optimizer's first updates are those of this run, or this run's are not known any more
     first, last = rows[0], max(rows[1 : 1 + BEGAN], key=lambda row: abs(row[1]))
     rose = Rise(what=LOSS, first=first[0], last=last[0], before=first[1], after=last[1])
@@ -450,12 +448,9 @@ def poisoned(subject: Subject) -> str:
 
 def _before(subject: Subject) -> tuple[Rise | None, str]:
     """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
-    signals, window = subject.signals, subject.window
-    if signals is None:
-        return None, ""
-    history = signals.read()
-    loss = window[-1].loss if window else None
+    history = subject.signals.read()
+    loss = subject.window[-1].loss if subject.window else None
     own = math.nan if loss is None or loss.numel() != 1 else float(loss)
     rows = [*history.updates(until=subject.step), (subject.step, own, math.nan)]
-    found = rise(rows, partial(signals.growth, subject.model), BAD)
+    found = rise(rows, partial(subject.signals.growth, subject.model), BAD)
     return found, "" if found is None else outlier(history.inputs, found, subject.step)

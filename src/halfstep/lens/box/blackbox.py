@@ -522,8 +522,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
         step = TrainStep(model, optimizer, task.loss_fn, policy=policy or "O0")
         box, signals = StepBox(step), step.record.signals
     window = restored(content, file, model, optimizer)
-    if content["signals"] is not None:
-        signals.restore(content["signals"])
+    signals.restore(content["signals"])
     same = {name: content[name] for name in (*SAME, "clip_norm")}
     if isinstance(box, BlackBox):
         box._memory.window = window

@@ -25,7 +25,6 @@ from halfstep.lens.box.replay import Attempt
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
-from halfstep.step.parts.signals import History
 from halfstep.trees import inputs, map_tensors, place, tensors
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
@@ -139,7 +138,7 @@ def _not_finite(given: Given, source: Source | None) -> Iterator[str]:
 
 def _earlier(subject: Subject, micro: MicroBatch) -> tuple[bool, bool]:
     """Return whether a batch before this one trained, and whether the one right before it failed like it."""
-    seen = History() if subject.signals is None else subject.signals.read()
+    seen = subject.signals.read()
     rows = [row for row in zip(seen.steps, seen.losses, seen.applied, strict=True) if row[0] < subject.step]
     own = micro.loss is None or extremes(micro.loss)[1]
     failed = bool(rows) and not rows[-1][2] and math.isfinite(rows[-1][1]) == own
@@ -233,9 +232,8 @@ def _constant(subject: Subject, attempt: Attempt, given: Given) -> list[str]:
 
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
-    seen = () if subject.signals is None else subject.signals.read().inputs
     first = subject.step - subject.dropped - len(subject.window)
-    earlier = [maxima for number, maxima in seen if number <= first]
+    earlier = [maxima for number, maxima in subject.signals.read().inputs if number <= first]
     found: dict[int, tuple[float, str]] = {}
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
     for index, name, tensor in given:

@@ -66,7 +66,7 @@ class Subject(Replay):
     more: Mapping[int, MicroBatch] = field(default_factory=dict)  # for trials, by their number in `explain(batches=)`
     clip_norm: ClipNorm = None  # largest norm of the gradients of an update; None: not clipped, or not known
     clip_value: float | None = None  # largest magnitude of an element of them; None likewise
-    signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
+    signals: Signals  # the history of the run
 
     @property
     def names(self) -> dict[int, str]:

@@ -39,7 +39,6 @@ from halfstep.optim import clipped_together, copy_of, stepped_by
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of
-from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
 from halfstep.torch_private.modules import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from halfstep.trees import map_tensors, tensors
@@ -109,7 +108,7 @@ class Trials:
     @cached_property
     def before(self) -> list[float]:
         """Sizes of the losses before the bad step."""
-        history = History() if self.subject.signals is None else self.subject.signals.read()
+        history = self.subject.signals.read()
         known = zip(history.steps, history.losses, strict=True)
         return [abs(loss) for step, loss in known if math.isfinite(loss) and step < self.subject.step]
 
