@@ -130,19 +130,17 @@ def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
         return None
 
 
-def load_average() -> float:
-    """Return how many processes wanted a core in the last minute, on average; 0.0 where the system does not count."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
 def threads_to_use(threads: int, cores: int, load: float) -> int:
     """Return with how many of torch's `threads` to measure: a thread that waits for a busy core would be timed too."""
     return threads if load <= BUSY * cores else max(1, min(threads, cores - math.ceil(load - BUSY)))
 
 
 def threads_here() -> tuple[int, float]:
-    """Return with how many threads to measure now, and the load average that this follows from."""
-    load = load_average()
+    """Return with how many threads to measure now, and how many processes wanted a core in the last minute, on average.
+
+    The second is 0.0 where the system does not count.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return threads_to_use(torch.get_num_threads(), usable_cores(), load), load
 
 

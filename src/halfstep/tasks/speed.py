@@ -257,7 +257,8 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
         beside = f"; torch's own fp16 kernels reach {native}" if native else ""
         emulated = f"emulated with a GPU's numerics, reaches {_words(_gains(speed, 'fp16 emulated'))}{beside}"
         also.append(("you test fp16 training (overflows, the loss scale) here", f"`mixed` in fp16, {emulated}"))
-    code = _code(preset, dtype, speed.device)
+    auto = hs.resolve(hs.Policy.of(preset), nn.Identity(), speed.device).policy.dtype  # named where it is another
+    code = f'policy="{preset}"' if auto == dtype else f'policy=hs.Policy.of("{preset}", dtype="{dtype}")'
     return Advice(device=speed.device, preset=preset, dtype=dtype, code=code, why=tuple(why), also=tuple(also))
 
 
@@ -321,9 +322,3 @@ def _words(gains: dict[str, Speed]) -> str:
         words.append(f"{times} times{unit} in a {work}")
         unit = ""
     return ", ".join(words)
-
-
-def _code(preset: str, dtype: str, device: str) -> str:
-    """Return the policy argument, with a format only where "auto" would choose another."""
-    auto = hs.resolve(hs.Policy.of(preset), nn.Identity(), device).policy.dtype
-    return f'policy="{preset}"' if auto == dtype else f'policy=hs.Policy.of("{preset}", dtype="{dtype}")'

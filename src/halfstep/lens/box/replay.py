@@ -414,14 +414,10 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
-def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
-    variables = [variable for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)]
-    return list(dict.fromkeys(variables)), any(node.name() == REENTRANT for node in nodes)
-
-
 def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:
-    leaves, reentrant = _leaves_of(loss)
+    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
+    leaves = list(dict.fromkeys(v for node in nodes if isinstance(v := getattr(node, "variable", None), Tensor)))
+    reentrant = any(node.name() == REENTRANT for node in nodes)
     if not leaves and not reentrant:
         return {}
     if not reentrant:
