@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -34,7 +34,7 @@ from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
 from halfstep.lens.box.evidence import SAME, load_evidence, restate_evidence, restored
 from halfstep.lens.box.loop import Loop, poisoned
-from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, NO_MORE, UPDATE, Box, SkippedStep, StepBox, Topic
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
@@ -369,13 +369,13 @@ class BlackBox(Box):
             return "static"
         return "dynamic" if max(last, self._highest) > 1 else "none"
 
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
+    def _explained(self, window: Window, place: str = CALL, more: Mapping[int, MicroBatch] = NO_MORE) -> Verdict:
         seed = window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:  # a replay from it finds nothing that is this model's
             self._explained_step = window.last
             self.verdict = replace(_of_seed(seed, self._scale()), rank=processes()[0], step=window.last)
             return self.verdict
-        verdict, scaling = super()._explained(window, place), self._scaling()
+        verdict, scaling = super()._explained(window, place, more), self._scaling()
         notes = []
         if self._is_written():
             more = "" if self.optimizer is not None else "; pass optimizer="
@@ -416,7 +416,6 @@ class BlackBox(Box):
             rank=processes()[0],
             normed=False,
             foreign="" if policy is not None else AROUND if self._around else INSIDE,
-            more=self._more,
             signals=self._memory.signals,
         )
 

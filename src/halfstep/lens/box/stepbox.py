@@ -18,7 +18,7 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +68,7 @@ SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
 UPDATE, CALL = "update", "call"
+NO_MORE: Mapping[int, MicroBatch] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,6 @@ class Box:
         self._posted = ""  # the last topic that a verdict was posted about
         self._explained_step = 0  # the step that `verdict` is about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
-        self._more: dict[int, MicroBatch] = {}  # micro-batches for trials, given to explain()
 
     def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Return why the last step was not finite; ``print(box.explain())`` is a report.
@@ -238,40 +238,34 @@ class Box:
             StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, has
                 one that the loss function does not take, or comes after later steps. Nothing is changed then.
         """
-        self._more = {} if batches is None else more_batches(batches)
-        try:
-            verdict = self._last()
-            if self._more:  # nothing was tried
-                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
-            return verdict
-        except StepError as error:
-            if error.__cause__ is not None and lacks_memory(error.__cause__):
-                raise error.__cause__ from None
-            raise
-        finally:
-            self._more = {}
-
-    # ------------------------------------------------------------------ one step
-
-    def _last(self) -> Verdict:
-        window = self._wrong_window()
+        more, window = {} if batches is None else more_batches(batches), self._wrong_window()
         if window is None:
             if self.verdict is None:
                 raise StepError(f"explain(): there is no step to explain: {self.explainable}, before the next one")
+            if more:
+                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
             return self.verdict
-        known = None if self._more else self._known(window)
+        known = None if more else self._known(window)
         if known is None:
-            return self._explained(window)
+            try:
+                return self._explained(window, more=more)
+            except StepError as error:
+                if error.__cause__ is not None and lacks_memory(error.__cause__):
+                    raise error.__cause__ from None
+                raise
         topic = self._topic(window, CALL) if self._missing else None
         if topic is not None:  # ranks may have posted theirs since
             self.verdict = self._first_of_ranks(topic, 0.0)
         return self.verdict or known
 
+    # ------------------------------------------------------------------ one step
+
     def _known(self, window: Window) -> Verdict | None:
         return self.verdict if self._explained_step == window.last else None
 
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
+    def _explained(self, window: Window, place: str = CALL, more: Mapping[int, MicroBatch] = NO_MORE) -> Verdict:
+        """Explain the step of a window; `more`: micro-batches for trials, given to `explain`."""
+        verdict = self.explain_subject(replace(self._subject(window), more=more), self._topic(window, place))
         self._explained_step = window.last
         return verdict
 
@@ -281,7 +275,6 @@ class Box:
         Raises:
             StepError: the replay failed, and the model is on this rank alone; or a further batch cannot be run.
         """
-        self._more = {}
         with ExitStack() as whole:
             began = time.monotonic()
             sharded = has_parts(subject.model)
@@ -559,7 +552,6 @@ class StepBox(Box):
             notes=tuple(notes),
             dropped=0 if gone else dropped,
             gone=gone,
-            more=self._more,
             clip_norm=step.clip_norm,
             clip_value=step.clip_value,
             signals=step.record.signals,
