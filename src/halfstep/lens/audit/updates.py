@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.binding.prepare import store_of
 from halfstep.errors import first_line
-from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
+from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of
 from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.calls import BELOW_FP32
@@ -69,8 +69,8 @@ def intended(
             if name == "step":
                 memo[id(value)] = value.detach().cpu().clone()
             elif value.is_floating_point():
-                memo[id(value)] = float64_of(value.detach())
-                if isinstance(p, nn.Parameter) and p in low and format_of(value.dtype).bits < FP32.bits:
+                memo[id(value)] = float64_of(value.detach(), copy=True)
+                if isinstance(p, nn.Parameter) and p in low and value.dtype in BELOW_FP32:
                     low[p][name] = float64_of(value.detach())
     wide = copy_of(optimizer, memo)
     fused = type(wide) in FUSED and not any(group.get("differentiable") for group in wide.param_groups)
