@@ -194,11 +194,6 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def place(tensor: Tensor) -> int:
-    """Return the address of the memory of a dense tensor; another tensor may get it once this one is freed."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def taken_from(batches: object, most: int, error: type[HalfstepError]) -> list[Batch]:
     """Return the first batches of an iterable, each a tuple, a list, a dict or one argument; `error` if it has none."""
     if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):

@@ -208,9 +208,8 @@ class _Drawing:
             path = f"M {_px(x + tip)} {_px(y)} L {_px(x - tip)} {_px(y - half)} L {_px(x - tip)} {_px(y + half)} Z"
             self.add("path", f"fill: var(--{colour})", d=path)
 
-    def x_ticks(self, ticks: Iterable[float], names: Sequence[str] = ()) -> None:
-        for place, tick in enumerate(ticks):
-            name = names[place] if names else _plain(tick)
+    def x_ticks(self, ticks: Sequence[float], names: Sequence[str] = ()) -> None:
+        for tick, name in zip(ticks, names or map(_plain, ticks), strict=True):
             self.write(self.x(tick), self.bottom + 16, name, "muted", "middle")
 
     def y_ticks(self, ticks: Sequence[float], names: Sequence[str], *, grid: bool = True) -> None:

@@ -26,7 +26,7 @@ from halfstep.cast.regions.recompute import no_saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
-from halfstep.lens.calls import BELOW_FP32, Args, Kwargs, copied, place, unruled, weak_storage, widened
+from halfstep.lens.calls import BELOW_FP32, Args, Kwargs, copied, storage, unruled, weak_storage, widened
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.autograd import base_of
@@ -100,9 +100,9 @@ class Reference(OperatorSink):
     def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Keep the first floating result."""
         if call.in_place:
-            written = {place(t) for t in tensors(args[:1])}
+            written = {storage(t) for t in tensors(args[:1])}
             for kept in self.kept.values():
-                if place(kept.value) in written:
+                if storage(kept.value) in written:
                     kept.value = kept.value.clone()
                     kept.version = kept.value._version
         result = self.other(func, args, kwargs)
@@ -413,12 +413,12 @@ class _Casts(Sink):
     """
 
     def __init__(self, given: list[Tensor]) -> None:
-        self.places = {place(t) for t in given}
+        self.places = {storage(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
     def kernel(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func(*args, **kwargs)
         if func is CONVERSION and result.dtype is not args[0].dtype:
-            if args[0].is_floating_point() and place(args[0]) in self.places:
+            if args[0].is_floating_point() and storage(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result

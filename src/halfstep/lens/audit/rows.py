@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
-from halfstep.lens.calls import Args, Kwargs, place, weak_storage
+from halfstep.lens.calls import Args, Kwargs, storage, weak_storage
 from halfstep.lens.sketch import ExponentSketch, Sketches, number_of
 from halfstep.trees import graph_of, tensors
 
@@ -453,20 +453,20 @@ class Integers:
             return
         tally = self._makers.get(weak_storage(source)) if source.is_floating_point() else None
         if tally is not None:
-            self._known[place(result)] = result, tally, int((result != wanted).sum()), result.numel()
+            self._known[storage(result)] = result, tally, int((result != wanted).sum()), result.numel()
 
     def follow(self, values: Any, result: Any) -> None:
         """Follow integers through an operator on integers."""
         if self._known and isinstance(result, Tensor) and result.layout is torch.strided and is_index(result):
             for tensor in tensors(values):
-                known = self._known.get(place(tensor)) if tensor.layout is torch.strided else None
+                known = self._known.get(storage(tensor))
                 if known is not None:
-                    self._known.setdefault(place(result), (result, *known[1:]))
+                    self._known.setdefault(storage(result), (result, *known[1:]))
 
     def choose(self, given: Iterable[Tensor]) -> None:
         """Count integers that choose floating numbers, once."""
         for tensor in given if self._known else ():
-            known = self._known.get(place(tensor)) if tensor.layout is torch.strided and is_index(tensor) else None
-            if known is not None and place(tensor) not in self._counted:
-                self._counted.add(place(tensor))
+            known = self._known.get(storage(tensor)) if is_index(tensor) else None
+            if known is not None and storage(tensor) not in self._counted:
+                self._counted.add(storage(tensor))
                 known[1].add_share("otherwise", *known[2:])

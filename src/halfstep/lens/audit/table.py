@@ -193,10 +193,9 @@ class Audit:
     def headline(self) -> str:
         """What was audited, in one line."""
         name = f"{self.policy.name} {self.plan.policy.dtype}".strip()
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         scale = f", loss scale {self.scale:g}" if self.scale != 1.0 else ""
         skipped = f", {self.skipped} skipped on the way" if self.skipped else ""
-        made = f"{steps}{scale}{skipped}, {len(self)} rows"
+        made = f"{doc.counted(self.steps, 'step')}{scale}{skipped}, {len(self)} rows"
         return f"audit of {self.plan.model} under {name} on {self.plan.device}: {made}"
 
     @property
