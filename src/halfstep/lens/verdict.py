@@ -86,9 +86,9 @@ class Cure:
         outcome: what trying it showed, in words: "trained 12 steps, ...", "finite once: ..."; "" if it was not tried.
     """
 
-    policy: Any
+    policy: Any = None
     text: str
-    verified: bool
+    verified: bool = False
     outcome: str = ""
 
 

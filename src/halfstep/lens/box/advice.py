@@ -162,13 +162,13 @@ def advice(
     evidence = verdict.because, verdict.shown
     texts = [text for begin, text in CAUSED.items() if any(words.startswith(begin) for words in evidence)]
     if verdict.cause == "divergence":
-        return (Cure(policy=None, text=[*texts, CAUSED["divergence"]][0], verified=False),)
+        return (Cure(text=[*texts, CAUSED["divergence"]][0]),)
     if not texts and verdict.cause == "data" and verdict.kind != "bad_batch" and not _of_none(verdict):
         texts = [CAUSED["data"]]
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
         texts += [_general(verdict, everywhere=everywhere)]
-    return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
+    return tuple(Cure(text=text) for text in texts if text)
 
 
 def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:

@@ -424,16 +424,16 @@ def _of_seed(seed: Tensor, scale: float) -> Verdict:
     """Return the verdict on a step whose backward pass began with a gradient that is not finite."""
     if math.isinf(scale):
         name = str(seed.dtype).removeprefix("torch.")
-        cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
         return Verdict(
-            kind="scale_too_high", cause="scale", sure="shown", phase="backward", cures=(cure,),
+            kind="scale_too_high", cause="scale", sure="shown", phase="backward",
             because=f"the loss is {name}, which cannot hold it once it is scaled",
             shown="the gradient that backward() began with is infinite",
+            cures=(Cure(text="return loss.float(); a dynamic scale adapts by itself"),),
         )  # fmt: skip
     return Verdict(
         kind="bad_batch", phase="backward", parameter="the gradient that backward() was given",
         detail="not all of it is finite",
-        cures=(Cure(policy=None, text="look at what computed that gradient", verified=False),),
+        cures=(Cure(text="look at what computed that gradient"),),
         notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
     )  # fmt: skip
 
@@ -488,7 +488,7 @@ def _as_loop(known: dict[str, Any], verdict: Verdict) -> Verdict:
     if known.get("cause") != "loop":
         return verdict
     own = {f.name: known[f.name] for f in fields(Verdict) if type(known.get(f.name)) is str}
-    cures = tuple(Cure(policy=None, text=str(cure["text"]), verified=False) for cure in known["cures"])
+    cures = tuple(Cure(text=str(cure["text"])) for cure in known["cures"])
     note = "the order of calls was seen in the run; this replay has the step alone"
     return replace(verdict, **own, cures=cures, notes=(*verdict.notes, note))
 
@@ -530,7 +530,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     verdict = box.explain_subject(subject)
     if verdict.kind == "not_reproducible" and not verdict.detail:
         other = "give the model and the loss of that run: the task's code may be another than the run's was"
-        verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))
+        verdict = replace(verdict, cures=(Cure(text=other), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"

@@ -287,7 +287,7 @@ class Loop:
         if update.scaler:
             because = f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}"
             verdict = _blamed(verdict, "HS006", because)
-            verdict = replace(verdict, cures=(Cure(policy=None, text=ALONE, verified=False),))
+            verdict = replace(verdict, cures=(Cure(text=ALONE),))
         elif scaled:
             because = f"{call} applied gradients that overflowed under the loss scale; {count}"
             verdict = _blamed(verdict, "HS005", because)
@@ -335,10 +335,10 @@ def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) ->
 
 
 def _blamed(verdict: Verdict, code: str, because: str, line: str = "") -> Verdict:
-    cure = Cure(policy=None, text=MISTAKES[code].remedy, verified=False)
     return replace(
-        verdict, cause="loop", because=because, sure="shown", shown=COMPARED, line=line or verdict.line, cures=(cure,)
-    )
+        verdict, cause="loop", because=because, sure="shown", shown=COMPARED, line=line or verdict.line,
+        cures=(Cure(text=MISTAKES[code].remedy),),
+    )  # fmt: skip
 
 
 def _of_buffers(names: Sequence[str], step: int) -> str:

@@ -462,8 +462,11 @@ class StepBox(Box):
         try:
             if window.bad:
                 self._skipped(window)
-            elif window.wrong:
-                self._lost(window)
+            elif window.wrong:  # it was applied, though a loss of this rank alone may not be finite
+                self._warn(window.last, self._streak.lost())
+                if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
+                    self._lone += 1
+                    self._announce(self._known(window) or self._explained(window))
             else:
                 self._streak.fine()
         except Exception as error:
@@ -492,13 +495,6 @@ class StepBox(Box):
                         topic.exchange.agree(topic.agreement, ok=False, patience=0.0)  # they need not wait for this one
         finally:
             self._warn(window.last, self._streak.see(seen))
-
-    def _lost(self, window: Window) -> None:
-        """Examine an update that was applied though a loss of this rank alone may not be finite."""
-        self._warn(window.last, self._streak.lost())
-        if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
-            self._lone += 1
-            self._announce(self._known(window) or self._explained(window))
 
     # ------------------------------------------------------------------ replay
 
