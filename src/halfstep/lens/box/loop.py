@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack
 from types import FrameType, ModuleType
@@ -25,6 +25,7 @@ from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import user_frame, user_line
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
+from halfstep.optim import stepped_by
 from halfstep.scale.alarm import in_scaler, is_scaler
 
 WATCHED = 2  # gradients that stand for all: the smallest ones
@@ -277,7 +278,7 @@ class Loop:
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
         """Return the verdict on a step whose gradients were applied though they were not finite."""
-        parameters = list(self._parameters())
+        parameters = self._parameters()
         bad = sum(not extremes(parameter)[1] for parameter in parameters)
         call = " at ".join(filter(None, ("optimizer.step()", update.line.partition(" ")[0])))
         count = f"{bad} of {len(parameters)} parameters are not finite since"
@@ -304,9 +305,8 @@ class Loop:
 
     # ------------------------------------------------------------------ gradients
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            yield from group["params"]
+    def _parameters(self) -> list[Tensor]:
+        return [] if self.optimizer is None else stepped_by(self.optimizer)
 
     def _gradients(self) -> list[Tensor]:
         found = (local(p.grad.detach()) for p in self._parameters() if p.grad is not None)
