@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from halfstep.arguments import MODEL, NONE, check
+from halfstep.arguments import MODEL, check
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.errors import AuditError, ours
@@ -101,7 +101,9 @@ class Tracer:
     """
 
     def __init__(self, sink: Sink, model: nn.Module | None = None, *, above: bool = True) -> None:
-        check("Tracer", AuditError, model=(model, MODEL | NONE))
+        given: Any = model
+        if not isinstance(given, nn.Module | None):
+            check("Tracer", AuditError, model=(model, MODEL))
         self.sink, self.above = sink, above
         self.running: list[tuple[int, str, int]] = []
         self._entered = Counter[int]()

@@ -378,8 +378,8 @@ class BlackBox(Box):
         verdict, scaling = super()._explained(window, place, more), self._scaling()
         notes = []
         if self._is_written():
-            more = "" if self.optimizer is not None else "; pass optimizer="
-            notes.append(f"the weights have been written to since: the replay ran with others than the step{more}")
+            hint = "" if self.optimizer is not None else "; pass optimizer="
+            notes.append(f"the weights have been written to since: the replay ran with others than the step{hint}")
         if len(self._scales) >= STUCK and scaling == "static":
             notes.append(
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
