@@ -37,7 +37,7 @@ from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import Meter, precise_of, swallow
 from halfstep.lens.calls import BELOW_FP32, Batch, copied, taken_from
-from halfstep.lens.tracing import OperatorCall, Tracer
+from halfstep.lens.tracing import Tracer
 from halfstep.optim import copy_of, stepped_by
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
@@ -313,7 +313,7 @@ class Run:
             if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
                 continue
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
+            tally = self.recorder.tally(module, "buffer", "state", name)
             momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
             tally.pace = momentum if isinstance(momentum, float) else 0.0
             swallow(tally, float64_of(old), float64_of(wanted), found[name], form_of(old))

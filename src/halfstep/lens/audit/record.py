@@ -162,18 +162,17 @@ class AuditRecorder(OperatorSink):
         self._chosen: set[StorageWeakRef] = set()  # of numbers that were picked by an index
         self._off: dict[StorageWeakRef, float] = {}  # how far numbers are from the fp32 twin's
 
-    def tally(self, call: OperatorCall, role: str, parameter: str = "") -> Tally:
+    def tally(self, module: str, op: str, role: str, parameter: str = "", line: str = "") -> Tally:
         """Return the tally of a row."""
-        line = "" if parameter else call.line
-        key = (call.module, call.op, role, parameter, line)
+        key = (module, op, role, parameter, "" if parameter else line)
         if key not in self.tallies:
-            self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
+            self.tallies[key] = Tally(module, op, role, parameter, line=line)
         return self.tallies[key]
 
     def tally_of(self, parameter: str, role: str) -> Tally:
         """Return the tally of a parameter's row, in the place of the operator that uses it first."""
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
-        return self.tally(OperatorCall(module, op, 0, line), role, parameter)
+        return self.tally(module, op, role, parameter, line)
 
     def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
@@ -201,7 +200,7 @@ class AuditRecorder(OperatorSink):
             output = found[0]
             if call.op == "to" and (output.dtype not in BELOW_FP32 or any(output is tensor for tensor in given)):
                 return result
-            tally = self.tally(call, "activation")
+            tally = self.tally(call.module, call.op, "activation", line=call.line)
             tally.seconds += took
             form = self.simulated.get(call.op) or form_of(output)
             made = casts.made
@@ -304,11 +303,12 @@ class AuditRecorder(OperatorSink):
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
-            return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves)
+            owner = self.tally(call.module, call.op, "activation gradient", line=call.line)
+            return partial(_pair, owner, run, wide, leaves)
         return None
 
     def _hook(self, call: OperatorCall, output: Tensor, kept: TwinResult | None, pair: Pair | None) -> None:
-        tally = self.tally(call, "activation gradient")
+        tally = self.tally(call.module, call.op, "activation gradient", line=call.line)
 
         def arrive(gradient: Tensor) -> None:
             self._clock(tally)

@@ -21,7 +21,6 @@ from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of
 from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.calls import BELOW_FP32
-from halfstep.lens.tracing import OperatorCall
 from halfstep.optim import clipped_together, copy_of, members, stepped_by
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
@@ -200,7 +199,7 @@ class Meter:
             kind = type(owners[p]).__name__
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
+            tally = self.recorder.tally(module, kind, "update", name)
             low = store is not None and p in store
             tally.stochastic = low and strategy == "stochastic"
             form = FP32 if low and strategy in PRECISE else form_of(p)
@@ -209,7 +208,7 @@ class Meter:
             for key, value in change.states.items():
                 found = state.get(key)
                 if isinstance(found, Tensor) and found.is_floating_point():
-                    tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally = self.recorder.tally(module, f"{kind}.{key}", "state", name)
                     tally.stochastic = LowStates.of(owners[p]) is not None
                     found = found.to(value.device)
                     tally.pace = pace_of(step.optimizer, p, key)
