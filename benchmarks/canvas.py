@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from halfstep.report.html import picture_style
+from halfstep.report.files import picture_style
 
 WIDTH, SIDE = 350, 12  # px: a phone's screen without its margins, and the margin of a picture
 FONT = 12

@@ -88,7 +88,7 @@ NOT_OF_TENSORS = {
     "meeting.py": "the store of the process group",
     "scale/scaler.py": "the name of a device",
     "step/loss.py": "the arguments of torch.compile, which compiles later",
-    "tasks/registry.py": "a file of the user's that is imported",
+    "tasks/task.py": "a file of the user's that is imported",
     "lens/box/stepbox.py": "a replay, of which `explain` raises the cause instead",
 }
 """File -> what can fail there."""

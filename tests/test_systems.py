@@ -19,9 +19,9 @@ from halfstep.cli import run
 from halfstep.errors import HalfstepError
 from halfstep.kernels import pages
 from halfstep.kernels.native import compiler
-from halfstep.tasks import pitfalls
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.registry import load_task
+from halfstep.tasks.machine import usable_cores
+from halfstep.tasks.task import load_task
 from halfstep.testing import host_device
 
 DRIVE = PureWindowsPath("C:/my files/train.py")
@@ -75,7 +75,7 @@ def test_without_their_calls_there_are_no_kernels_no_kept_pages_and_no_test_devi
         compiler.compiled()
     with pytest.raises(HalfstepError, match="built for Linux, and this is win32"):
         host_device()
-    assert pitfalls.usable_cores() == (os.cpu_count() or 1)
+    assert usable_cores() == (os.cpu_count() or 1)
 
 
 def test_a_program_is_run_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
@@ -41,7 +43,7 @@ class Optimizers(Optimizer):
         super().__init__([{"params": []}], {})
         owners: dict[int, str] = {}
         for name, optimizer in self.optimizers.items():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for parameter in stepped_by(optimizer):
                 other = owners.setdefault(id(parameter), name)
                 if other != name:
                     raise StepError(
@@ -162,15 +164,32 @@ def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return (*optimizer.optimizers.values(),) if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
+def stepped_by(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy of `optimizer` without its hooks, over the parameters that `memo` of deepcopy has for its own."""
+    if isinstance(optimizer, Optimizers):
+        return Optimizers({name: copy_of(one, memo) for name, one in optimizer.optimizers.items()})
+    made = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step" or name.startswith("_halfstep"):  # a scheduler's wrapper; a weight store's mark
+            continue
+        vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    return made
+
+
 def clipped_together(
     optimizer: Optimizer, clip_norm: float | Mapping[str, float] | None
 ) -> Iterator[tuple[list[nn.Parameter], float | None]]:
     """Yield the parameters whose gradients have one norm, and its limit."""
     if not isinstance(clip_norm, Mapping):
-        yield [p for group in optimizer.param_groups for p in group["params"]], clip_norm
+        yield stepped_by(optimizer), clip_norm
     elif isinstance(optimizer, Optimizers):
         for name, one in optimizer.optimizers.items():
-            yield [p for group in one.param_groups for p in group["params"]], clip_norm.get(name)
+            yield stepped_by(one), clip_norm.get(name)
 
 
 def check_names(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -33,6 +33,10 @@ class Ratio:
     high: float  # upper end of the interval, at least the median
     rounds: int  # how many pairs, at least one
 
+    def __format__(self, spec: str) -> str:
+        """Return the median and its interval, each as `spec` says: ``0.56 [0.55, 0.57]``."""
+        return f"{self.median:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
     @property
     def resolution(self) -> float:
         """How far from 1 the interval reaches: what a pair of identical programs does not resolve."""

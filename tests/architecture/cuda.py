@@ -37,7 +37,7 @@ ALLOWED: Mapping[str, str] = {
     "step/loss.py": "torch.compile's CUDA graphs",
     "update/optimizer_step.py": "torch's fused optimizers were compared with the other forms on CPUs and CUDA",
     "step/graphs.py": "CUDA graphs",
-    "tasks/pitfalls.py": "settings of CUDA, cuDNN and NVIDIA's drivers",
+    "tasks/machine.py": "settings of CUDA, cuDNN and NVIDIA's drivers",
     "tasks/speed.py": "tf32",
     "testing/count.py": "counts on the fake CUDA device",
     "testing/fake_cuda.py": "the fake CUDA device",

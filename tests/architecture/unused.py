@@ -22,9 +22,9 @@ FOREIGN = "src/halfstep/compat/"
 """The names of this folder are another library's, and its users are their users: its exports are not checked."""
 
 CALLED_FROM_OUTSIDE: Mapping[str, str] = {
-    "gpt_task": "tasks.registry builds the name",
-    "lenet5_task": "tasks.registry builds the name",
-    "resnet_task": "tasks.registry builds the name",
+    "gpt_task": "tasks.task builds the name",
+    "lenet5_task": "tasks.task builds the name",
+    "resnet_task": "tasks.task builds the name",
     "visit_Name": "ast.NodeTransformer calls it",
     "visit_Return": "ast.NodeTransformer calls it",
     "get_code": "importlib's SourceFileLoader.exec_module calls it",

@@ -14,13 +14,11 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.cli import demo as command
-from halfstep.cli.demo import TIMED, carry_out
-from halfstep.cli.pages.facts import Demo, conclusions
+from halfstep.cli.demo import TIMED, Demo, carry_out, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import Cost, Pace, Probe, pace
-from halfstep.tasks.overflow import Rescue
-from halfstep.tasks.workloads import Workload, workloads
+from halfstep.tasks.demo import Rescue, Workload, workloads
 from halfstep.timing import Ratio
 from tests.report.reader import Page
 from tests.tasks.small import loss_fn, small_task
@@ -83,7 +81,7 @@ def test_the_demo_ends_with_its_conclusions_and_the_page_begins_with_them(
     assert last.count("\n- ") == 7 and last.endswith(f"written: {html}\n") and "\x1b" not in shown.out
     for words in ("- Bound by its tail; ", "Bytes, counted", "Accuracy of gpt", "step 19", "There is no GPU here"):
         assert words.lower() in last.lower(), words
-    assert "matmul in module 1, overflow.py:" in last and "Cure, verified by training on: matmul in fp32" in last
+    assert "matmul in module 1, demo.py:" in last and "Cure, verified by training on: matmul in fp32" in last
     assert "halfstep black box, step 19: overflow of float16" in shown.out  # the verdict as it is printed
     assert shown.err.startswith("5 parts, about 1 minute\n")
     assert "[0 %] 1/5 time and bytes of a model bound by products ..." in shown.err and "Traceback" not in shown.err

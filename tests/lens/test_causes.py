@@ -11,8 +11,10 @@ from torch import nn
 
 from halfstep.lens.box import advice as causes
 from halfstep.lens.box.advice import settle
+from halfstep.lens.box.diagnose import CURABLE
 from halfstep.lens.box.trials import Trial
 from halfstep.lens.verdict import Verdict
+from halfstep.step.parts.signals import Signals
 
 TRAINS = Trial(finite_once=True, trained=12, losses=(1.0, 0.9), trains=True, outcome="trained 12 steps")
 LOST = Trial(finite_once=True, trained=3, losses=(1.0, 9.0), outcome="finite once: not finite in step 4")
@@ -35,11 +37,11 @@ def settled(
     if updated:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    subject: Any = SimpleNamespace(signals=None, optimizer=optimizer, model=model, replay=SimpleNamespace(window=()))
+    subject: Any = SimpleNamespace(signals=Signals(), optimizer=optimizer, model=model, window=(), step=1)
     usual = before[-1] if before else None
     trials: Any = SimpleNamespace(wide=wide, before=before, usual=usual, astray=astray, by_name=False)
     attempt: Any = SimpleNamespace()
-    found = settle(subject, Verdict(kind=kind, parameter="input 0"), attempt, trials)
+    found = settle(subject, Verdict(kind=kind, parameter="input 0"), attempt, trials if kind in CURABLE else None)
     assert bool(found.because) == bool(found.cause) == bool(found.sure) >= bool(found.shown)
     return found
 

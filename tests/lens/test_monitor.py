@@ -477,13 +477,16 @@ def test_a_compiled_model_is_watched_without_a_break_or_a_second_compilation() -
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda m, o: hs.Monitor(o), "watches a TrainStep or a model and was given SGD"),
+        (lambda m, o: hs.Monitor(o), "target must be a TrainStep or a model and is"),
         (lambda m, o: hs.Monitor(m, o, every=0, format="fp16"), "every must be a whole number from 1 and is 0"),
         (lambda m, o: hs.Monitor(m), r"pass the one that trains the model, Monitor\(model, optimizer\)"),
         (lambda m, o: hs.Monitor(m, o), "pass format='fp16'"),
         (lambda m, o: hs.Monitor(trained(POLICIES["fp32"]), o), "knows the step's own optimizer"),
         (lambda m, o: hs.Monitor(network(), o, format="fp16"), "SGD holds no parameter of Sequential"),
-        (lambda m, o: hs.Monitor(m, o, format="fp16", scaler="auto"), "scaler must be the loop's GradScaler.* is str"),
+        (
+            lambda m, o: hs.Monitor(m, o, format="fp16", scaler="auto"),
+            "loop's GradScaler.* is 'auto'",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(make: Callable[[Any, Any], Any], words: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from halfstep.report.charts import COLOURS
-from halfstep.report.html import DARK, LIGHT, style_sheet
+from halfstep.report.files import DARK, LIGHT, style_sheet
 
 WORDS = ("ink", "muted", "good", "bad", "open")
 HUES = tuple(f"hue{i}" for i in range(1, COLOURS + 1))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
+from halfstep.cli.doctor import HostReads, host_reads, optimizer_classes
 
 
 class Refuses(torch.optim.SGD):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.tasks.pitfalls import cores_granted, pitfalls, threads_to_use
+from halfstep.tasks.machine import cores_granted, pitfalls, threads_to_use
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
 from halfstep.timing import Ratio
 

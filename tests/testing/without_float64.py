@@ -20,7 +20,6 @@ from halfstep.kernels.choose import check_norms, norms_for
 from halfstep.kernels.reference import exponents
 from halfstep.lens.audit.updates import intended
 from halfstep.lens.calls import in_float64
-from halfstep.lens.monitor.monitor import Sampler
 from halfstep.policy import SCALE_RULES
 from halfstep.scale.finite import unscale_
 from halfstep.scale.rule import advance, initial_state
@@ -69,9 +68,9 @@ def samples_and_shadows() -> None:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
         optimizer.state[p]["momentum_buffer"] = torch.empty_like(p)
-    sampler = Sampler(model, optimizer, None, FP16, weights=True, activations=False)
-    sampler.before(list(model.parameters()), None)
-    sampler.after(torch.empty((), dtype=torch.bool, device="cuda"))
+    monitor = hs.Monitor(model, optimizer, every=1, format=FP16)
+    monitor.before_update(list(model.parameters()))
+    monitor.after_update(torch.empty((), dtype=torch.bool, device="cuda"))
     gradients = {p: float64_of(p.grad) for p in model.parameters() if p.grad is not None}
     changes = intended(optimizer, {p: p for p in gradients}, gradients)
     again = in_float64(torch.add, (model.weight, 1.0), {})

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.cli.terminal import Files, console, item, record, say, show
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import machine
-from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
-from halfstep.tasks.machine import device_type, threads_of_torch
-from halfstep.tasks.pitfalls import cores_granted, load_average, pitfalls, threads_to_use, usable_cores
+from halfstep.tasks.machine import cores_granted, device_type, pitfalls, threads_here, threads_of_torch
 from halfstep.tasks.speed import Advice, DeviceSpeed, Speed, advise, measure_speed, sizes_for
 
 
@@ -26,7 +27,7 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
     """Run the command; return its exit code."""
     out, err = console(), console(stderr=True)
     main, files = device_type(device), Files(json=json)
-    load = load_average()
+    threads, load = threads_here()
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
     about = {**machine(), **versions}
@@ -37,7 +38,6 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
     there = {True: Cell("yes", "good"), False: Cell("no", "open")}
     rows = ((u.device, there[u.bf16], there[u.fp16], there[u.fp8], u.reason) for u in units)
     show(out, table("", headers, rows, words=(1, 2, 3, 4)))
-    threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     if not err.is_terminal:
         say(err, "measuring ...")
     with threads_of_torch(threads), err.status("measuring", spinner="line", refresh_per_second=1) as status:
@@ -102,10 +102,9 @@ def _ratio(speed: Speed) -> Cell:
     ratio = speed.faster
     if ratio is None:
         return Cell("")
-    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
     if not speed.decided:
-        return Cell(f"undecided {interval}", "open")
-    return Cell(f"{ratio.median:.2f} {interval}", "good" if ratio.median > 1 else "bad")
+        return Cell(f"undecided [{ratio.low:.2f}, {ratio.high:.2f}]", "open")
+    return Cell(f"{ratio:.2f}", "good" if ratio.median > 1 else "bad")
 
 
 def _print_advice(out: Console, advice: Advice) -> None:
@@ -140,3 +139,58 @@ def _meaning(later: int, first: int, problem: str) -> str:
     if later == 0:
         return "no, 0 reads a step" + (f" ({first} in the first)" if first else "")
     return f"yes, the host makes {counted(later, 'read')} a step"
+
+
+# ------------------------------------------------------------------ how often an optimizer waits for the device
+
+READ_STEPS = 3
+WIDTH = 4
+SCALE = 2.0**8  # small enough that no step overflows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReads:
+    """What one optimizer costs in waiting."""
+
+    optimizer: str  # its class and the options it was made with
+    first: int = 0  # reads of a device value by the host in the first step
+    later: int = 0  # the same in each later step; 0: the optimizer checks the flag on the device
+    generic: str = ""  # why its update goes through torch's operators, "" if halfstep's own make it
+    problem: str = ""  # why it cannot be stepped with a loss scale, "" if it can
+
+
+def optimizer_classes() -> Iterator[type[Optimizer]]:
+    """Yield the optimizers that torch.optim offers, by name."""
+    for _, kind in sorted(vars(torch.optim).items(), key=lambda item: item[0].lower()):
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
+            yield kind
+
+
+def host_reads(device: str, kind: type[Optimizer]) -> HostReads:
+    """Step an optimizer of class `kind` on `device` and count its reads."""
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}  # usual, and it changes the answer
+    name = ", ".join([kind.__name__, *(f"{key}={value}" for key, value in options.items())])
+    sparse = "Sparse" in kind.__name__
+    model: nn.Module = nn.Embedding(WIDTH, WIDTH, sparse=True) if sparse else nn.Linear(WIDTH, WIDTH, bias=False)
+    batch = torch.arange(WIDTH) if sparse else torch.linspace(-1.0, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
+    policy = hs.Policy.of("mixed", dtype="fp16", scale=SCALE)
+    counts = []
+    try:
+        optimizer: Any = kind
+        model = model.to(device)
+        made = optimizer(model.parameters(), **options)
+        step = hs.TrainStep(model, made, lambda model, x: model(x).float().square().mean(), policy=policy)
+        for _ in range(READ_STEPS):
+            before = step.host_reads + step.scaler.host_reads
+            step(batch.to(device))
+            counts.append(step.host_reads + step.scaler.host_reads - before)
+    except Exception as error:  # the optimizer's objection is the result
+        return HostReads(optimizer=name, problem=_problem(error))
+    return HostReads(optimizer=name, first=counts[0], later=max(counts[1:]), generic=step.generic)
+
+
+def _problem(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "closure" in text:
+        return "it needs a closure, whose backward runs inside the optimizer"
+    return f"{type(error).__name__}: {text}"

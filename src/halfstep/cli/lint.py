@@ -13,7 +13,7 @@ from halfstep.advise.lint.run import POLICY, is_source
 from halfstep.cli.options import split
 from halfstep.cli.terminal import Files, console, record, say
 from halfstep.errors import LintError, did_you_mean
-from halfstep.report import SarifResult, sarif_log, strict_json
+from halfstep.report import sarif_log, strict_json
 
 
 def carry_out(
@@ -47,6 +47,5 @@ def carry_out(
 
 def _sarif(found: Sequence[LintFinding]) -> dict[str, Any]:
     rules = {code: rule.title for code, rule in RULES.items()}
-    texts = [(f, f"{f.what}\n{f.why} {f.fix}") for f in found]
-    results = [SarifResult(rule=f.code, level=f.severity, text=text, file=f.file, line=f.line) for f, text in texts]
+    results = ((f.code, f.severity, f"{f.what}\n{f.why} {f.fix}", f.file, f.line) for f in found)
     return sarif_log(rules, "halfstep lint --explain {}", results)

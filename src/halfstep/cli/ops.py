@@ -23,7 +23,7 @@ from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
 from halfstep.tasks.machine import device_type, generators_kept
-from halfstep.tasks.registry import load_model
+from halfstep.tasks.task import load_model
 
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")

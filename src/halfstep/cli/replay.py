@@ -7,7 +7,7 @@ from pathlib import Path
 import halfstep as hs
 from halfstep.cli.terminal import STYLES, Files, console, say
 from halfstep.tasks import Task, TaskError
-from halfstep.tasks.registry import load_model
+from halfstep.tasks.task import load_model
 
 
 def carry_out(file: Path, model: str, json: Path | None, sarif: Path | None, html: Path | None) -> int:

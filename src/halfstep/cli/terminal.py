@@ -116,10 +116,8 @@ def print_section(out: Console, section: doc.Section) -> None:
     say(out, section.heading, style="bold")
     for block in section.blocks:
         match block:
-            case doc.Paragraph() | doc.Note():
+            case doc.Paragraph():
                 say(out, block.text, "yellow" if isinstance(block, doc.Note) else None)
-            case doc.Code():
-                say(out, block.text)
             case doc.Bullets():
                 for line in block.items:
                     item(out, line)

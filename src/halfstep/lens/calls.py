@@ -7,31 +7,39 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
+from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
-from halfstep.errors import PolicyError
-from halfstep.formats import float64_of
+from halfstep.errors import HalfstepError, PolicyError
+from halfstep.formats import LOW_DTYPES, float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.devices import get_privateuse1_backend_name, is_any_autocast_enabled, storage_key
-from halfstep.torch_private.modes import is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
+from halfstep.torch_private.modes import (
+    DisableTorchFunction,
+    is_functorch_wrapped_tensor,
+    is_traceable_wrapper_subclass,
+)
 from halfstep.torch_private.operators import OpOverload, schema_of
 from halfstep.trees import map_tensors, tensors
 
-TAG = "halfstep.site"
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments of a loss function after the model
 
 Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
@@ -89,27 +97,6 @@ def region_here() -> Policy | None:
     owner = STATE.frames[-1].owner() if STATE.frames else None
     return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
 
-
-def name_of_node(name: str) -> str:
-    """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
-    stem = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
-    word = "".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem))
-    name = public(word)
-    return name if name in known() else stem
-
-
-def tag(tensor: Tensor, site: Site) -> None:
-    """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
-    todo: list[Any] = [tensor.grad_fn]  # torch types a node's metadata as a method
-    while todo:
-        node = todo.pop()
-        if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):
-            continue
-        node.metadata[TAG] = site
-        todo += [following for following, _ in node.next_functions]
-
-
-PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)  # types of values that are kept as they are
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
@@ -207,9 +194,17 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def place(tensor: Tensor) -> int:
-    """Return the address of the memory of a dense tensor; another tensor may get it once this one is freed."""
-    return tensor.untyped_storage().data_ptr()
+def taken_from(batches: object, most: int, error: type[HalfstepError]) -> list[Batch]:
+    """Return the first batches of an iterable, each a tuple, a list, a dict or one argument; `error` if it has none."""
+    if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
+        raise error(
+            f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
+        )
+    return [
+        ((), dict(batch)) if isinstance(batch, Mapping)
+        else (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+        for batch in islice(batches, min(most, sys.maxsize))
+    ]  # fmt: skip
 
 
 def writes(func: Callable[..., Any]) -> bool:
@@ -227,7 +222,7 @@ def copied(tensor: Tensor) -> Tensor:
     return Tensor.detach(tensor).clone()
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _in_float64(tensor: Tensor) -> Tensor:
     return float64_of(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
 
 
@@ -238,22 +233,42 @@ def autocasting() -> list[str]:
     return [kind for kind in (*TYPES, get_privateuse1_backend_name(), "cpu") if torch.is_autocast_enabled(kind)]
 
 
+BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def widened(
+    func: Callable[..., Any], args: Args, kwargs: Kwargs, wide: torch.dtype
+) -> tuple[Callable[..., Any], Args, Kwargs]:
+    """Return a call that names `wide` where another names a low format: ``x.half()``, ``dtype=torch.float16``."""
+    if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
+        return Tensor.to, (args[0], wide), {}
+    return (
+        func,
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
+    )
+
+
+@contextmanager
+def unruled() -> Iterator[None]:
+    """Run the operators of a block in the formats of their arguments: no region's rules and no autocast."""
+    with ExitStack() as stack:
+        for device in autocasting():
+            stack.enter_context(rules_off(device))
+        stack.enter_context(DisableTorchFunction())
+        yield
+
+
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
-    devices = autocasting()
-    for device in devices:
-        torch.set_autocast_enabled(device, False)
     try:
-        with torch.no_grad(), same_numbers(torch_states()):
-            wide_args = map_tensors(list(args), _widened)
-            wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
+        with unruled(), torch.no_grad(), same_numbers(torch_states()):
+            wide_args = map_tensors(list(args), _in_float64)
+            wide_kwargs = {k: map_tensors(v, _in_float64) for k, v in kwargs.items() if k != "dtype"}
             wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
             return func(*wide_args, **wide_kwargs)
     except Exception:  # no float64 kernel, or an argument that names a format
         return None
-    finally:
-        for device in devices:
-            torch.set_autocast_enabled(device, True)
 
 
 # ------------------------------------------------------------------ what the arguments of a bad call show

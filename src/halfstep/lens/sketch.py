@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.arguments import NOT_NEGATIVE, WHOLE, Kind, a, check
+from halfstep.arguments import NOT_NEGATIVE, POSITIVE, WHOLE, Kind, a, check
 from halfstep.errors import FormatError
 from halfstep.formats import BlockFormat, Format, format_of
 from halfstep.kernels.choose import count_exponents_
@@ -235,7 +235,7 @@ class ExponentSketch:
         Raises:
             FormatError: no such format.
         """
-        format, _ = _given(format, 1.0)
+        format = format_of(format)
         if not self.largest or isinstance(format, BlockFormat):
             return 1.0
         top, closed = _limit(format)
@@ -324,7 +324,8 @@ class ExponentSketch:
 
         Their own blocks have at most this scale, so what is lost then is the most that may be.
         """
-        form, factor = _given(format, scale)
+        check("ExponentSketch", FormatError, scale=(scale, POSITIVE))
+        form, factor = format_of(format), Fraction(float(scale))
         if not isinstance(form, BlockFormat) or not self.largest:
             return form, factor
         power = _floor_log2(Fraction(self.largest) * factor) - _floor_log2(Fraction(form.element.max))
@@ -347,14 +348,11 @@ class ExponentSketch:
             FormatError: these are not its values.
         """
         kinds = {f.name: str(f.type) for f in fields(cls)}
-        if not isinstance(values, Mapping):
-            raise FormatError(
-                f"not the values of an ExponentSketch: expected a mapping and got {type(values).__name__}"
-            )
-        if set(values) != set(kinds):
-            odd = sorted(set(values) ^ set(kinds))
-            raise FormatError(f"not the values of an ExponentSketch: {odd} missing or unknown; expected {[*kinds]}")
         try:
+            if not isinstance(values, Mapping):
+                raise TypeError(f"expected a mapping and got {type(values).__name__}")
+            if odd := sorted(set(values) ^ set(kinds)):
+                raise ValueError(f"{odd} missing or unknown; expected {[*kinds]}")
             return cls(**{name: _READ[kind](values[name]) for name, kind in kinds.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise FormatError(f"not the values of an ExponentSketch: {error}") from error
@@ -400,16 +398,6 @@ class Sketches:
     def read(self) -> list[ExponentSketch]:
         """Return what was counted; waits for the device."""
         return ExponentSketch.from_rows(self.rows.cpu())
-
-
-def _given(format: AnyFormat, scale: float) -> tuple[Format, Fraction]:
-    try:
-        factor = float(scale)
-    except (TypeError, ValueError):
-        factor = math.nan
-    if not (math.isfinite(factor) and factor > 0):
-        raise FormatError(f"scale={scale!r}; expected a positive finite number, such as 2.0**10")
-    return format_of(format), Fraction(factor)
 
 
 def _limit(format: Format) -> tuple[Fraction, bool]:

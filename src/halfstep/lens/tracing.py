@@ -29,6 +29,7 @@ from halfstep.arguments import MODEL, check
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.errors import AuditError, ours
+from halfstep.lens.calls import Args, Kwargs
 from halfstep.policy.operators import known, operator_name
 from halfstep.torch_private.modes import TorchDispatchMode, peek_interpreter_stack
 
@@ -238,9 +239,7 @@ class OperatorSink(Sink):
         self._counts = Counter[tuple[str, str]]()
         self._inside = False  # an operator
 
-    def operator(
-        self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and return its result."""
         return func(*args, **kwargs)
 

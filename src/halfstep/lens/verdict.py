@@ -15,8 +15,8 @@ import torch
 
 from halfstep import report as doc
 from halfstep.errors import FormatError
-from halfstep.formats import FP32, format_of
-from halfstep.report import SarifResult, plain, sarif_log, strict_json, write_page
+from halfstep.formats import FORMATS, FP32, format_of
+from halfstep.report import plain, sarif_log, strict_json, write_page
 
 SHOWN = 4  # samples and indices are listed up to this number
 
@@ -46,13 +46,8 @@ MODULE = 30  # characters of a module's name in a headline: its end
 BETWEEN, CUT = " | ", "..."
 HEADERS = ("operator", "module", "phase", "format", "largest", "limit")  # of a story
 
-NAMES = {  # largest number of a format -> its name
-    3.4028234663852886e38: "float32",
-    3.3895313892515355e38: "bfloat16",
-    65504.0: "float16",
-    57344.0: "float8_e5m2",
-    448.0: "float8_e4m3",
-}
+NAMES = {form.max: str(form.torch_dtype).removeprefix("torch.") for form in FORMATS.values() if form.torch_dtype}
+"""Largest number of a format -> its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +86,9 @@ class Cure:
         outcome: what trying it showed, in words: "trained 12 steps, ...", "finite once: ..."; "" if it was not tried.
     """
 
-    policy: Any
+    policy: Any = None
     text: str
-    verified: bool
+    verified: bool = False
     outcome: str = ""
 
 
@@ -229,13 +224,9 @@ class Verdict:
             path: where to write it too.
         """
         number = self.line.partition(" ")[0].rpartition(":")[2]
-        result = SarifResult(
-            rule=self.cause or "unknown",
-            level="error" if self.cause else "warning",
-            text=f"{self.headline}\n\n{self}",
-            file=self.file or self.line.partition(":")[0],
-            line=int(number) if number.isdigit() else 0,
-        )
+        level, file = "error" if self.cause else "warning", self.file or self.line.partition(":")[0]
+        line = int(number) if number.isdigit() else 0
+        result = self.cause or "unknown", level, f"{self.headline}\n\n{self}", file, line
         rules = {**CAUSES, "unknown": "the cause is not known"}
         return strict_json(sarif_log(rules, "halfstep explain {}", [result]), path)
 

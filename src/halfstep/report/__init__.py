@@ -6,9 +6,8 @@ A page is a function that returns a `Document` of parts (`document.py`, `charts.
 from halfstep.report import charts, document
 from halfstep.report.charts import *  # noqa: F403  # each file lists its classes
 from halfstep.report.document import *  # noqa: F403
-from halfstep.report.files import SarifResult, plain, sarif_log, strict_json
-from halfstep.report.html import picture_file, render, write_page
+from halfstep.report.files import picture_file, plain, render, sarif_log, strict_json, write_page
 
-__all__ = ["SarifResult", "picture_file", "plain", "render", "sarif_log", "strict_json", "write_page"]
+__all__ = ["picture_file", "plain", "render", "sarif_log", "strict_json", "write_page"]
 __all__ += charts.__all__
 __all__ += document.__all__

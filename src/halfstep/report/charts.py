@@ -9,9 +9,9 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from halfstep.formats import Format
@@ -49,25 +49,6 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class LineChart:
-    """Curves over a common axis. With ``log`` the y axis is logarithmic if all values are positive."""
-
-    x_label: str
-    series: tuple[Series, ...]
-    log: bool = False
-    zero_line: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AreaChart:
-    """Amounts on top of each other over a common axis: all series have the same `x`; the first lies at the bottom."""
-
-    x_label: str
-    series: tuple[Series, ...]
-    line: float | None = None  # a height to compare the sum with
-
-
-@dataclass(frozen=True, slots=True)
 class Bar:
     """One bar from zero: its label and what is written beside it, its length, and the interval of that length.
 
@@ -83,29 +64,10 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class BarChart:
-    """Bars below each other."""
-
-    x_label: str  # what the length means, with its unit
-    bars: tuple[Bar, ...]  # from top to bottom
-    line: float | None = None  # a value to compare with, drawn across all bars
-    band: tuple[float, float] | None = None  # an interval around it that counts as equal
-
-
-@dataclass(frozen=True, slots=True)
 class Dot(Bar):
     """One estimate: where it lies, its interval, and how sure it is."""
 
     mark: str = "full"  # "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it)
-
-
-@dataclass(frozen=True, slots=True)
-class DotChart:
-    """Estimates below each other against zero and a margin around it: ``-margin`` to ``margin`` counts as none."""
-
-    x_label: str
-    dots: tuple[Dot, ...]
-    margin: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +83,6 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class HeatMap:
-    """Strips below each other over a common axis of exponents; the range of each one's format lies behind it."""
-
-    x_label: str
-    strips: tuple[Strip, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Point:
     """One point of a plane."""
 
@@ -141,18 +95,18 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class PointChart:
-    """Points of a plane, with a limit for y: linear up to the limit, logarithmic beyond it."""
+class Chart:
+    """The content of a picture."""
 
-    x_label: str
-    y_label: str
-    points: tuple[Point, ...]  # later ones lie above, and are named first where names have no room
-    limit: float  # positive; what lies from -limit to limit is shaded, and there is a line at the limit
-    limit_label: str
-    front: tuple[tuple[float, float], ...] = ()  # joined by a line of steps, rising in x
+    x_label: str  # below its axis
+
+    def _drawn(self) -> _Drawing:
+        raise NotImplementedError
 
 
-Chart = LineChart | AreaChart | BarChart | DotChart | HeatMap | PointChart
+def draw(chart: Chart) -> _Drawing:
+    """Return the picture of `chart`; equal charts give equal pictures."""
+    return chart._drawn()
 
 
 def limits_of(form: Format) -> tuple[float, float, float]:
@@ -161,6 +115,8 @@ def limits_of(form: Format) -> tuple[float, float, float]:
 
 
 # ------------------------------------------------------------------ pictures
+
+Corners = tuple[float, float, float, float]  # of a box: left, top, right, bottom
 
 # Sizes in px.
 WIDTH = 350  # of a picture: a phone's screen without its margins
@@ -182,25 +138,15 @@ WIDEST = 4.0  # margins that the axis of a dot chart shows on either side; what 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class Drawing(NamedTuple):
-    """What belongs between ``<svg>`` and ``</svg>``, and the size of its canvas in px."""
+class _Drawing:
+    """A picture: what belongs between ``<svg>`` and ``</svg>`` (`body`), and the size of its canvas in px.
 
-    width: int
-    height: int
-    body: str
-
-
-def draw(chart: Chart) -> Drawing:
-    """Return the picture of `chart`; equal charts give equal pictures."""
-    axes = DRAWN_BY[type(chart)](chart)
-    return Drawing(WIDTH, axes.height, "\n".join(axes.elements))
-
-
-class _Axes:
-    """Axes on a canvas: `x` and `y` turn data into px from the left and from the top; methods draw at px.
+    `x` and `y` turn data into px from the left and from the top; methods draw at px.
 
     `edges` are px left of the axes, right of them and above them; `x` and `y` the ends of the axes.
     """
+
+    width = WIDTH
 
     def __init__(
         self, height: int, edges: tuple[int, int, int], x: tuple[float, float], y: tuple[float, float], x_label: str
@@ -211,6 +157,10 @@ class _Axes:
         self._x, self._y = x, y
         self.line([(self.left, self.bottom), (self.right, self.bottom)], "faint", 0.8)
         self.write((self.left + self.right) / 2, height - 8, x_label, "muted", "middle")
+
+    @property
+    def body(self) -> str:
+        return "\n".join(self.elements)
 
     def x(self, value: float) -> float:
         low, high = self._x
@@ -258,9 +208,8 @@ class _Axes:
             path = f"M {_px(x + tip)} {_px(y)} L {_px(x - tip)} {_px(y - half)} L {_px(x - tip)} {_px(y + half)} Z"
             self.add("path", f"fill: var(--{colour})", d=path)
 
-    def x_ticks(self, ticks: Iterable[float], names: Sequence[str] = ()) -> None:
-        for place, tick in enumerate(ticks):
-            name = names[place] if names else _plain(tick)
+    def x_ticks(self, ticks: Sequence[float], names: Sequence[str] = ()) -> None:
+        for tick, name in zip(ticks, names or map(_plain, ticks), strict=True):
             self.write(self.x(tick), self.bottom + 16, name, "muted", "middle")
 
     def y_ticks(self, ticks: Sequence[float], names: Sequence[str], *, grid: bool = True) -> None:
@@ -321,64 +270,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
 
 
-def _lines(chart: LineChart) -> _Axes:
-    finite = [y for s in chart.series for y in s.y if math.isfinite(y)]
-    log = chart.log and bool(finite) and min(finite) > 0
-
-    def height(y: float) -> float:
-        return math.log10(y) if log and math.isfinite(y) else y
-
-    ends = _ends([*map(height, finite), *([0.0] if chart.zero_line else [])], 0.05)
-    across = _ends((x for s in chart.series for x in s.x), 0.01)
-    axes = _Axes(250, (58, 10, 24), across, ends, chart.x_label)
-    axes.x_ticks(_ticks(across, 5, whole=True))
-    most = max(map(abs, finite), default=0.0)
-    power = math.floor(math.log10(most)) if most and not (log or 0.01 <= most < 10_000) else 0
-    if power:
-        axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{str(power).translate(SUPERSCRIPTS)}", "muted")
-    if finite:
-        ticks = _log_ticks(10 ** ends[0], 10 ** ends[1]) if log else _ticks(ends, 5)
-        axes.y_ticks([height(tick) for tick in ticks], [_plain(tick / 10**power) for tick in ticks])
-    else:
-        axes.write((axes.left + axes.right) / 2, 120, "no finite value", "muted", "middle")
-    if chart.zero_line:
-        axes.across(0.0, "muted", 1.0)
-    for series in chart.series:
-        points = [(axes.x(x), axes.y(height(y))) for x, y in zip(series.x, series.y, strict=True)]
-        colour = _colour(series.key)
-        if not series.key.hue:  # the reference lies below the others: wide and pale, it shows on both sides of them
-            axes.line(points, colour, 4.5, strength=0.35)
-        else:
-            axes.line(points, colour, 1.5, "6 3" if series.key.light else "")
-        if len(points) == 1 and math.isfinite(series.y[0]):
-            axes.mark(*points[0], "dot", colour, 4, colour)
-        for x in series.marks:
-            known = [(abs(a - x), b) for a, b in zip(series.x, series.y, strict=True) if math.isfinite(b)]
-            if known:  # the cross lies on the curve's nearest finite point
-                axes.mark(axes.x(x), axes.y(height(min(known)[1])), "cross", colour, 7)
-    return axes
-
-
-def _areas(chart: AreaChart) -> _Axes:
-    xs = chart.series[0].x if chart.series else ()
-    sums = [0.0] * len(xs)
-    tops = [sums := [low + y for low, y in zip(sums, series.y, strict=True)] for series in chart.series]
-    high = 1.04 * max([*sums, chart.line or 0.0], default=1.0) or 1.0
-    axes = _Axes(250, (58, 10, 24), _ends(xs, 0.0), (0.0, high), chart.x_label)
-    axes.x_ticks(_ticks(_ends(xs, 0.0), 5, whole=True))
-    ticks = _ticks((0.0, high), 5)
-    axes.y_ticks(ticks, list(map(_plain, ticks)))
-    floors = [[0.0] * len(xs), *tops]
-    for series, low, top in zip(chart.series, floors, tops, strict=False):
-        edge = [*_stairs(xs, top), *reversed(_stairs(xs, low))]
-        path = " L ".join(f"{_px(axes.x(x))} {_px(axes.y(y))}" for x, y in edge)
-        opacity = "; opacity: 0.45" if series.key.light else ""
-        axes.add("path", f"fill: var(--{_colour(series.key)}){opacity}", d=f"M {path} Z")
-    if chart.line is not None:
-        axes.across(chart.line, "ink", 1.2, "5 2.5")
-    return axes
-
-
 def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Return the corners of a curve that keeps each height until the next x."""
     points = list(zip(xs, ys, strict=True))
@@ -388,9 +279,9 @@ def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float
 # ------------------------------------------------------------------ bars, dots and strips below each other
 
 
-def _rows(rows: Sequence[Bar | Strip], x: tuple[float, float], x_label: str) -> _Axes:
+def _rows(rows: Sequence[Bar | Strip], x: tuple[float, float], x_label: str) -> _Drawing:
     """Return axes with the words of each row written above the place of its bar, dot or cells."""
-    axes = _Axes(PITCH * max(len(rows), 1) + FOOT + 4, (SIDE, SIDE, 4), x, (1.0, 0.0), x_label)
+    axes = _Drawing(PITCH * max(len(rows), 1) + FOOT + 4, (SIDE, SIDE, 4), x, (1.0, 0.0), x_label)
     for place, row in enumerate(rows):
         y = PITCH * place + 19
         axes.write(axes.left, y, _shortened(row.label, max(8, LINE_LETTERS - len(row.text))))
@@ -411,149 +302,11 @@ def _shortened(text: str, letters: int) -> str:
     return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (letters - 1 - head) :]}"
 
 
-def _bars(chart: BarChart) -> _Axes:
-    end = _end([bar.value for bar in chart.bars if bar.value is not None and math.isfinite(bar.value)], chart.line)
-    axes = _rows(chart.bars, (0.0, end), chart.x_label)
-    axes.x_ticks(_ticks((0.0, end), 4))
-    for place, bar in enumerate(chart.bars):
-        y, colour = _middle(place), _colour(bar.key)
-        if chart.band is not None:
-            axes.box(axes.x(chart.band[0]), y - TRACK / 2, axes.x(min(chart.band[1], end)), y + TRACK / 2, "band")
-        if bar.value is None or not math.isfinite(bar.value):
-            continue
-        shown = axes.x(min(bar.value, end))
-        axes.box(axes.left, y - 5.5, shown, y + 5.5, colour, 0.55 if bar.key.light else 1.0)
-        if bar.value > end:
-            axes.mark(shown, y, ">", colour, 9)
-        elif bar.low is not None and bar.high is not None:
-            low, high = axes.x(bar.low), axes.x(min(bar.high, end))
-            for paint, width in (("paper", 4.0), ("ink", 1.6)):  # an outline keeps it visible on any hue
-                axes.line([(low, y), (high, y)], paint, width)
-                for cap in (low, high):
-                    axes.upright(cap, y, paint, width, size=7)
-        if chart.line is not None:
-            axes.upright(axes.x(chart.line), y, "ink", 1.2, "3 1.8")
-    return axes
-
-
-def _end(lengths: Sequence[float], line: float | None) -> float:
-    """Return where the axis of a bar chart ends: at the longest bar, or before it if it is off all scale."""
-    known = sorted([*lengths, *([] if line is None else [line])]) or [0.0]
-    limit = OFF_SCALE * known[len(known) // 2]
-    near = [length for length in known if length <= limit or limit <= 0.0]
-    return max(near) * 1.04 if known[-1] > 0.0 else 1.0
-
-
-def _dots(chart: DotChart) -> _Axes:
-    ends = (d for dot in chart.dots for d in (dot.value, dot.low, dot.high) if d is not None and math.isfinite(d))
-    limit = min(max([1.4 * chart.margin, *(1.05 * abs(end) for end in ends)]), WIDEST * chart.margin)
-    axes = _rows(chart.dots, (-limit, limit), chart.x_label)
-    ticks = (-chart.margin, 0.0, chart.margin)
-    axes.x_ticks(ticks, [_plain(tick, "+.3g" if tick else "g") for tick in ticks])
-    for place, dot in enumerate(chart.dots):
-        y, colour = _middle(place), _colour(dot.key)
-        axes.box(axes.x(-chart.margin), y - TRACK / 2, axes.x(chart.margin), y + TRACK / 2, "band")
-        if dot.value is None or not math.isfinite(dot.value):
-            continue
-        axes.upright(axes.x(0.0), y, "muted", 1.0)
-        if dot.low is not None and dot.high is not None and max(dot.low, -limit) < min(dot.high, limit):
-            axes.line([(axes.x(max(dot.low, -limit)), y), (axes.x(min(dot.high, limit)), y)], colour, 2.4)
-            for cap in (end for end in (dot.low, dot.high) if abs(end) <= limit):
-                axes.upright(axes.x(cap), y, colour, 1.6, size=8)
-        at = min(max(dot.value, -limit), limit)
-        arrow = "" if at == dot.value else "<" if at < 0.0 else ">"
-        shape = arrow or ("cross" if dot.mark == "cross" else "dot")
-        axes.mark(axes.x(at), y, shape, colour, 8, "paper" if dot.mark == "hollow" else colour)
-    return axes
-
-
-def _heat(chart: HeatMap) -> _Axes:
-    first, last = _exponents(chart)
-    gone = first - ZEROS_APART  # where zeros are drawn
-    axes = _rows(chart.strips, (gone - 0.6, last + 1.1), chart.x_label)
-    room = (last - gone) / POWERS
-    step = next(step for step in (8, 16, 32, 64) if step >= room)
-    powers = [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
-    axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{str(power).translate(SUPERSCRIPTS)}" for power in powers)])
-    for place, strip in enumerate(chart.strips):
-        top = _middle(place) - STRIP / 2
-
-        def cells(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
-            axes.box(axes.x(left), top, axes.x(right), top + STRIP, colour, strength)
-
-        least, normal, most = (min(max(limit, first), last + 1) for limit in strip.limits)
-        cells(least, most, "band", 0.5)
-        cells(normal, most, "band")
-        sums: dict[int, float] = {}  # what lies beyond the axis is in its outermost binades
-        for exponent, share in strip.cells:
-            inside = min(max(exponent, first), last)
-            sums[inside] = sums.get(inside, 0.0) + share
-        for exponent, share in sorted(sums.items()):
-            if share > 0.0:
-                full = strip.limits[1] <= exponent <= strip.limits[2]
-                cells(exponent, exponent + 1, "hue1" if full else "hue2", _strength(share / max(sums.values())))
-        if strip.zeros > 0.0:
-            cells(gone, gone + 1, "muted", _strength(strip.zeros))
-        for limit in strip.limits:
-            if first <= limit <= last + 1:
-                axes.upright(axes.x(limit), _middle(place), "ink", 1.2, size=STRIP + 4)
-    return axes
-
-
 def _strength(share: float) -> float:  # of a colour; roots keep small shares in sight
     return round(0.12 + 0.88 * math.sqrt(share), 2)
 
 
-def _exponents(chart: HeatMap) -> tuple[int, int]:
-    """Return the first and the last binade of the axis: where the numbers are, with their formats' ends if near."""
-    found = [e for strip in chart.strips for e, share in strip.cells if share > 0.0] or [0]
-    ends = [limit for strip in chart.strips for limit in strip.limits if abs(limit) <= NEAR_END]
-    first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
-    last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
-    return first, max(last, first + 8)
-
-
-def _points(chart: PointChart) -> _Axes:
-    """Draw points; y in limits up to the limit, beyond it one more unit for each power of ten."""
-
-    def height(y: float) -> float:
-        return y / chart.limit if abs(y) <= chart.limit else math.copysign(1 + math.log10(abs(y) / chart.limit), y)
-
-    finite = [height(p.y) for p in chart.points if math.isfinite(p.y)]
-    low, high = min([-1.0, *finite]), max([1.6, *finite])
-    lost = len(finite) < len(chart.points)
-    top = high + (0.16 * (high - low) if lost else 0.0)  # where points that are not finite are drawn
-    ends = _ends((p.x for p in chart.points), 0.06)
-    axes = _Axes(330, (66, 16, 32), ends, (low - 0.1, top + 0.1), chart.x_label)
-    axes.box(axes.left, axes.y(1.0), axes.right, axes.y(-1.0), "band")
-    powers = [sign * 10.0**n for sign in (-1, 1) for n in range(math.ceil(max(abs(low), high)))]
-    shown = {0.0: 0.0, **{height(n * chart.limit): n * chart.limit for n in powers}}
-    ticks = [tick for tick in sorted(shown) if low <= tick <= high]
-    names = [_plain(shown[tick], "+.3g" if shown[tick] else "g") for tick in ticks]
-    axes.x_ticks(_ticks(ends, 5))
-    axes.y_ticks([*ticks, top] if lost else ticks, [*names, "not finite"] if lost else names, grid=False)
-    axes.across(1.0, "ink", 1.2, "5 2.5")
-    axes.write(axes.right, axes.y(1.0) - 4, chart.limit_label, "muted", "end")
-    axes.write(4, 15, chart.y_label, "muted")
-    xs, ys = [x for x, _ in chart.front], [height(y) for _, y in chart.front]
-    corners = [*_stairs(xs, ys), (xs[-1], ys[-1])] if chart.front else []
-    axes.line([(axes.x(x), axes.y(y)) for x, y in corners], "muted", 1.2, strength=0.7)
-    places = [(p, axes.x(p.x), axes.y(height(p.y) if math.isfinite(p.y) else top)) for p in chart.points]
-    for point, x, y in places:
-        colour = _colour(point.key)
-        if point.mark == "chosen":
-            axes.mark(x, y, "dot", colour, 15)
-        shape = "cross" if point.mark == "cross" else "dot"
-        axes.mark(x, y, shape, colour, 7.5, "paper" if point.mark == "hollow" else colour)
-    taken = [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
-    taken += [(0.0, axes.y(tick) - 7, 64.0, axes.y(tick) + 7) for tick in ticks]
-    for point, x, y in reversed(places):
-        if point.named:
-            _write_beside(axes, _shortened(point.label, 30), x, y, taken)
-    return axes
-
-
-def _write_beside(axes: _Axes, text: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> None:
+def _write_beside(axes: _Drawing, text: str, x: float, y: float, taken: list[Corners]) -> None:
     """Write `text` at the first free place beside the point (x, y); where all are taken, nowhere."""
     wide, tall = LETTER * len(text), FONT + 1.0
     right, left = x + 10, x - 10 - wide
@@ -568,11 +321,232 @@ def _write_beside(axes: _Axes, text: str, x: float, y: float, taken: list[tuple[
             return
 
 
-DRAWN_BY: Mapping[type, Callable[[Any], _Axes]] = {
-    LineChart: _lines,
-    AreaChart: _areas,
-    BarChart: _bars,
-    DotChart: _dots,
-    HeatMap: _heat,
-    PointChart: _points,
-}
+@dataclass(frozen=True, slots=True)
+class LineChart(Chart):
+    """Curves over a common axis. With ``log`` the y axis is logarithmic if all values are positive."""
+
+    series: tuple[Series, ...]
+    log: bool = False
+    zero_line: bool = False
+
+    def _drawn(self) -> _Drawing:
+        finite = [y for s in self.series for y in s.y if math.isfinite(y)]
+        log = self.log and bool(finite) and min(finite) > 0
+
+        def height(y: float) -> float:
+            return math.log10(y) if log and math.isfinite(y) else y
+
+        ends = _ends([*map(height, finite), *([0.0] if self.zero_line else [])], 0.05)
+        across = _ends((x for s in self.series for x in s.x), 0.01)
+        axes = _Drawing(250, (58, 10, 24), across, ends, self.x_label)
+        axes.x_ticks(_ticks(across, 5, whole=True))
+        most = max(map(abs, finite), default=0.0)
+        power = math.floor(math.log10(most)) if most and not (log or 0.01 <= most < 10_000) else 0
+        if power:
+            axes.write(8, 15, f"\N{MULTIPLICATION SIGN} 10{str(power).translate(SUPERSCRIPTS)}", "muted")
+        if finite:
+            ticks = _log_ticks(10 ** ends[0], 10 ** ends[1]) if log else _ticks(ends, 5)
+            axes.y_ticks([height(tick) for tick in ticks], [_plain(tick / 10**power) for tick in ticks])
+        else:
+            axes.write((axes.left + axes.right) / 2, 120, "no finite value", "muted", "middle")
+        if self.zero_line:
+            axes.across(0.0, "muted", 1.0)
+        for series in self.series:
+            points = [(axes.x(x), axes.y(height(y))) for x, y in zip(series.x, series.y, strict=True)]
+            colour = _colour(series.key)
+            if not series.key.hue:  # the reference lies below the others: wide and pale, it shows on both sides of them
+                axes.line(points, colour, 4.5, strength=0.35)
+            else:
+                axes.line(points, colour, 1.5, "6 3" if series.key.light else "")
+            if len(points) == 1 and math.isfinite(series.y[0]):
+                axes.mark(*points[0], "dot", colour, 4, colour)
+            for x in series.marks:
+                known = [(abs(a - x), b) for a, b in zip(series.x, series.y, strict=True) if math.isfinite(b)]
+                if known:  # the cross lies on the curve's nearest finite point
+                    axes.mark(axes.x(x), axes.y(height(min(known)[1])), "cross", colour, 7)
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class AreaChart(Chart):
+    """Amounts on top of each other over a common axis: all series have the same `x`; the first lies at the bottom."""
+
+    series: tuple[Series, ...]
+    line: float | None = None  # a height to compare the sum with
+
+    def _drawn(self) -> _Drawing:
+        xs = self.series[0].x if self.series else ()
+        sums = [0.0] * len(xs)
+        tops = [sums := [low + y for low, y in zip(sums, series.y, strict=True)] for series in self.series]
+        high = 1.04 * max([*sums, self.line or 0.0], default=1.0) or 1.0
+        axes = _Drawing(250, (58, 10, 24), _ends(xs, 0.0), (0.0, high), self.x_label)
+        axes.x_ticks(_ticks(_ends(xs, 0.0), 5, whole=True))
+        ticks = _ticks((0.0, high), 5)
+        axes.y_ticks(ticks, list(map(_plain, ticks)))
+        floors = [[0.0] * len(xs), *tops]
+        for series, low, top in zip(self.series, floors, tops, strict=False):
+            edge = [*_stairs(xs, top), *reversed(_stairs(xs, low))]
+            path = " L ".join(f"{_px(axes.x(x))} {_px(axes.y(y))}" for x, y in edge)
+            opacity = "; opacity: 0.45" if series.key.light else ""
+            axes.add("path", f"fill: var(--{_colour(series.key)}){opacity}", d=f"M {path} Z")
+        if self.line is not None:
+            axes.across(self.line, "ink", 1.2, "5 2.5")
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart(Chart):
+    """Bars below each other; `x_label` is what their length means, with its unit."""
+
+    bars: tuple[Bar, ...]  # from top to bottom
+    line: float | None = None  # a value to compare with, drawn across all bars
+    band: tuple[float, float] | None = None  # an interval around it that counts as equal
+
+    def _drawn(self) -> _Drawing:
+        lengths = [length for length in (self.line, *(bar.value for bar in self.bars)) if length is not None]
+        known = sorted(filter(math.isfinite, lengths)) or [0.0]
+        limit = OFF_SCALE * known[len(known) // 2]
+        near = [length for length in known if length <= limit or limit <= 0.0]  # what is off all scale is cut
+        end = max(near) * 1.04 if known[-1] > 0.0 else 1.0
+        axes = _rows(self.bars, (0.0, end), self.x_label)
+        axes.x_ticks(_ticks((0.0, end), 4))
+        for place, bar in enumerate(self.bars):
+            y, colour = _middle(place), _colour(bar.key)
+            if self.band is not None:
+                axes.box(axes.x(self.band[0]), y - TRACK / 2, axes.x(min(self.band[1], end)), y + TRACK / 2, "band")
+            if bar.value is None or not math.isfinite(bar.value):
+                continue
+            shown = axes.x(min(bar.value, end))
+            axes.box(axes.left, y - 5.5, shown, y + 5.5, colour, 0.55 if bar.key.light else 1.0)
+            if bar.value > end:
+                axes.mark(shown, y, ">", colour, 9)
+            elif bar.low is not None and bar.high is not None:
+                low, high = axes.x(bar.low), axes.x(min(bar.high, end))
+                for paint, width in (("paper", 4.0), ("ink", 1.6)):  # an outline keeps it visible on any hue
+                    axes.line([(low, y), (high, y)], paint, width)
+                    for cap in (low, high):
+                        axes.upright(cap, y, paint, width, size=7)
+            if self.line is not None:
+                axes.upright(axes.x(self.line), y, "ink", 1.2, "3 1.8")
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class DotChart(Chart):
+    """Estimates below each other against zero and a margin around it: ``-margin`` to ``margin`` counts as none."""
+
+    dots: tuple[Dot, ...]
+    margin: float
+
+    def _drawn(self) -> _Drawing:
+        ends = (d for dot in self.dots for d in (dot.value, dot.low, dot.high) if d is not None and math.isfinite(d))
+        limit = min(max([1.4 * self.margin, *(1.05 * abs(end) for end in ends)]), WIDEST * self.margin)
+        axes = _rows(self.dots, (-limit, limit), self.x_label)
+        ticks = (-self.margin, 0.0, self.margin)
+        axes.x_ticks(ticks, [_plain(tick, "+.3g" if tick else "g") for tick in ticks])
+        for place, dot in enumerate(self.dots):
+            y, colour = _middle(place), _colour(dot.key)
+            axes.box(axes.x(-self.margin), y - TRACK / 2, axes.x(self.margin), y + TRACK / 2, "band")
+            if dot.value is None or not math.isfinite(dot.value):
+                continue
+            axes.upright(axes.x(0.0), y, "muted", 1.0)
+            if dot.low is not None and dot.high is not None and max(dot.low, -limit) < min(dot.high, limit):
+                axes.line([(axes.x(max(dot.low, -limit)), y), (axes.x(min(dot.high, limit)), y)], colour, 2.4)
+                for cap in (end for end in (dot.low, dot.high) if abs(end) <= limit):
+                    axes.upright(axes.x(cap), y, colour, 1.6, size=8)
+            at = min(max(dot.value, -limit), limit)
+            arrow = "" if at == dot.value else "<" if at < 0.0 else ">"
+            shape = arrow or ("cross" if dot.mark == "cross" else "dot")
+            axes.mark(axes.x(at), y, shape, colour, 8, "paper" if dot.mark == "hollow" else colour)
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap(Chart):
+    """Strips below each other over a common axis of exponents; the range of each one's format lies behind it."""
+
+    strips: tuple[Strip, ...]
+
+    def _drawn(self) -> _Drawing:
+        # the axis has the binades where the numbers are, and their formats' ends if these are near
+        found = [e for strip in self.strips for e, share in strip.cells if share > 0.0] or [0]
+        ends = [limit for strip in self.strips for limit in strip.limits if abs(limit) <= NEAR_END]
+        first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
+        last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends), first + 8])
+        gone = first - ZEROS_APART  # where zeros are drawn
+        axes = _rows(self.strips, (gone - 0.6, last + 1.1), self.x_label)
+        room = (last - gone) / POWERS
+        step = next(step for step in (8, 16, 32, 64) if step >= room)
+        powers = [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
+        axes.x_ticks([gone + 0.5, *powers], ["0", *(f"2{str(power).translate(SUPERSCRIPTS)}" for power in powers)])
+        for place, strip in enumerate(self.strips):
+            top = _middle(place) - STRIP / 2
+
+            def cells(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
+                axes.box(axes.x(left), top, axes.x(right), top + STRIP, colour, strength)
+
+            least, normal, most = (min(max(limit, first), last + 1) for limit in strip.limits)
+            cells(least, most, "band", 0.5)
+            cells(normal, most, "band")
+            sums: dict[int, float] = {}  # what lies beyond the axis is in its outermost binades
+            for exponent, share in strip.cells:
+                inside = min(max(exponent, first), last)
+                sums[inside] = sums.get(inside, 0.0) + share
+            for exponent, share in sorted(sums.items()):
+                if share > 0.0:
+                    full = strip.limits[1] <= exponent <= strip.limits[2]
+                    cells(exponent, exponent + 1, "hue1" if full else "hue2", _strength(share / max(sums.values())))
+            if strip.zeros > 0.0:
+                cells(gone, gone + 1, "muted", _strength(strip.zeros))
+            for limit in strip.limits:
+                if first <= limit <= last + 1:
+                    axes.upright(axes.x(limit), _middle(place), "ink", 1.2, size=STRIP + 4)
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class PointChart(Chart):
+    """Points of a plane, with a limit for y: linear up to the limit, logarithmic beyond it."""
+
+    y_label: str
+    points: tuple[Point, ...]  # later ones lie above, and are named first where names have no room
+    limit: float  # positive; what lies from -limit to limit is shaded, and there is a line at the limit
+    limit_label: str
+    front: tuple[tuple[float, float], ...] = ()  # joined by a line of steps, rising in x
+
+    def _drawn(self) -> _Drawing:
+        def height(y: float) -> float:
+            return y / self.limit if abs(y) <= self.limit else math.copysign(1 + math.log10(abs(y) / self.limit), y)
+
+        finite = [height(p.y) for p in self.points if math.isfinite(p.y)]
+        low, high = min([-1.0, *finite]), max([1.6, *finite])
+        lost = len(finite) < len(self.points)
+        top = high + (0.16 * (high - low) if lost else 0.0)  # where points that are not finite are drawn
+        ends = _ends((p.x for p in self.points), 0.06)
+        axes = _Drawing(330, (66, 16, 32), ends, (low - 0.1, top + 0.1), self.x_label)
+        axes.box(axes.left, axes.y(1.0), axes.right, axes.y(-1.0), "band")
+        powers = [sign * 10.0**n for sign in (-1, 1) for n in range(math.ceil(max(abs(low), high)))]
+        shown = {0.0: 0.0, **{height(n * self.limit): n * self.limit for n in powers}}
+        ticks = [tick for tick in sorted(shown) if low <= tick <= high]
+        names = [_plain(shown[tick], "+.3g" if shown[tick] else "g") for tick in ticks]
+        axes.x_ticks(_ticks(ends, 5))
+        axes.y_ticks([*ticks, top] if lost else ticks, [*names, "not finite"] if lost else names, grid=False)
+        axes.across(1.0, "ink", 1.2, "5 2.5")
+        axes.write(axes.right, axes.y(1.0) - 4, self.limit_label, "muted", "end")
+        axes.write(4, 15, self.y_label, "muted")
+        xs, ys = [x for x, _ in self.front], [height(y) for _, y in self.front]
+        corners = [*_stairs(xs, ys), (xs[-1], ys[-1])] if self.front else []
+        axes.line([(axes.x(x), axes.y(y)) for x, y in corners], "muted", 1.2, strength=0.7)
+        places = [(p, axes.x(p.x), axes.y(height(p.y) if math.isfinite(p.y) else top)) for p in self.points]
+        for point, x, y in places:
+            colour = _colour(point.key)
+            if point.mark == "chosen":
+                axes.mark(x, y, "dot", colour, 15)
+            shape = "cross" if point.mark == "cross" else "dot"
+            axes.mark(x, y, shape, colour, 7.5, "paper" if point.mark == "hollow" else colour)
+        taken = [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
+        taken += [(0.0, axes.y(tick) - 7, 64.0, axes.y(tick) + 7) for tick in ticks]
+        for point, x, y in reversed(places):
+            if point.named:
+                _write_beside(axes, _shortened(point.label, 30), x, y, taken)
+        return axes

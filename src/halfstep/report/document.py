@@ -32,18 +32,19 @@ class Paragraph:
     text: str
 
 
+class Note(Paragraph):
+    """Text that must not be overlooked."""
+
+
+class Code(Paragraph):
+    """Text in a fixed-width font, with its line breaks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bullets:
     """Short texts below each other."""
 
     items: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Text that must not be overlooked."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,6 @@ class Gallery:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """Text in a fixed-width font, with its line breaks."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Details:
     """Blocks that are shown on demand."""
 
@@ -136,7 +130,7 @@ class Document:
     footer: str = ""
 
 
-Block = Paragraph | Bullets | Note | Facts | Table | Figure | Gallery | Code | Details
+Block = Paragraph | Bullets | Facts | Table | Figure | Gallery | Details
 
 
 def page(title: str, lead: str, sections: Iterable[Section], made_by: str = "halfstep") -> Document:

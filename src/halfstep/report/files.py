@@ -1,34 +1,112 @@
-"""Files for programs: JSON without nan, and SARIF 2.1.0, findings as editors and code hosts read them.
+"""Files: a document as one HTML file that needs nothing else (no network, script or font; light and dark), JSON, SARIF.
 
-Source of SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
+The hues are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers can tell apart. Their
+lightness was changed until each has the contrast that graphics need on its page (WCAG 2.2, 1.4.11) and any two stay
+apart for readers without red or green cones; the tests compute both.
+
+SARIF 2.1.0 is findings as editors and code hosts read them:
+https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from halfstep.report.charts import Chart, draw
+from halfstep.report.document import Document
+
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
+
+LIGHT: Mapping[str, str] = {
+    "page": "#f5f6f7", "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "faint": "#d0d7de", "band": "#e3e8ee",
+    "good": "#0a6b4a", "bad": "#b3261e", "open": "#7a5200", "note": "#fff4d6",
+    "hue1": "#0072b2", "hue2": "#a84300", "hue3": "#109a78", "hue4": "#8f3f70", "hue5": "#b9831f", "hue6": "#3890cc",
+}  # fmt: skip
+DARK: Mapping[str, str] = {
+    "page": "#101316", "paper": "#191d21", "ink": "#e8eaed", "muted": "#a3adb8", "faint": "#363d45", "band": "#2b333c",
+    "good": "#5fd3a6", "bad": "#ff8f85", "open": "#f0c063", "note": "#33290f",
+    "hue1": "#2f8fea", "hue2": "#d8650f", "hue3": "#22cf98", "hue4": "#bb689f", "hue5": "#f3c13a", "hue6": "#8ccbf0",
+}  # fmt: skip
+
+RULES = Path(__file__).with_name("style.css")
+PAGE = Path(__file__).with_name("page.html")
+
+
+def render(document: Document) -> str:
+    """Return `document` as one HTML file; text is escaped, equal documents give equal files."""
+    import jinja2  # here: a program that writes no page needs none
+    from markupsafe import Markup
+
+    def picture(chart: Chart, alt: str) -> Any:
+        made = draw(chart)
+        head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">\n').format(alt, made.width, made.height)
+        return head + Markup(made.body + "\n</svg>")
+
+    def kept_together(value: Any) -> Any:  # no line ends between a number and its unit
+        return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=kept_together)
+    template = environment.from_string(PAGE.read_text(encoding="utf-8"))
+    page = template.render(document=document, style=Markup(style_sheet()), picture=picture)
+    return f"{page}\n"
+
+
+def write_page(document: Document, path: str | Path) -> None:
+    """Write `document` to `path` as one HTML file that needs nothing else."""
+    Path(path).write_text(render(document), encoding="utf-8")
+
+
+def picture_file(chart: Chart, alt: str) -> str:
+    """Return `chart` as an SVG file of its own, for other pages: light and dark, with its own background."""
+    made = draw(chart)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'width="{made.width}" height="{made.height}" viewBox="0 0 {made.width} {made.height}">\n'
+        f"<title>{html.escape(alt)}</title>\n<style>\n{picture_style()}</style>\n"
+        f'<rect width="{made.width}" height="{made.height}" rx="8" style="fill: var(--paper)"/>\n{made.body}\n</svg>\n'
+    )
+
+
+def style_sheet() -> str:
+    """Return the style sheet of a report; dark where the reader's system is, except on paper."""
+    return f"{_schemes()}\n{RULES.read_text(encoding='utf-8')}"
+
+
+def picture_style() -> str:
+    """Return the style sheet of a picture that stands alone."""
+    family = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+    return f"{_schemes()}\nsvg {{ font-family: {family}; }} svg * {{ stroke-linejoin: round; }}\n"
+
+
+def _schemes() -> str:
+    light, dark = (" ".join(f"--{name}: {value};" for name, value in c.items()) for c in (LIGHT, DARK))
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    )
+
+
+# ------------------------------------------------------------------ files for programs: JSON without nan, and SARIF
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SarifResult:
-    """One finding."""
+def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[tuple[str, str, str, str, int]]) -> dict[str, Any]:
+    """Return a SARIF log of plain values.
 
-    rule: str  # its name
-    level: str  # "error", "warning" or "note"
-    text: str  # what was found; its first line is shown in lists
-    file: str = ""  # its path; "" if it is in none
-    line: int = 0  # from 1; 0 for the whole file
-
-
-def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult]) -> dict[str, Any]:
-    """Return a SARIF log of plain values; `page` is the page on a rule, in which ``{}`` stands for its name."""
+    Args:
+        rules: name -> title.
+        page: the page on a rule, in which ``{}`` stands for its name.
+        results: (rule, level, text, file, line) of each finding. Its level is "error", "warning" or "note"; the first
+            line of its text is shown in lists; "" for no file, 0 for no line.
+    """
     names = list(rules)
     described = [
         {"id": name, "shortDescription": {"text": rules[name]}, "help": {"text": f"See {page.format(name)}."}}
@@ -36,27 +114,27 @@ def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult
     ]
     found = [
         {
-            "ruleId": result.rule,
-            "ruleIndex": names.index(result.rule),
-            "level": result.level,
-            "message": {"text": result.text},
-            "locations": [_location(result)] if result.file else [],
+            "ruleId": rule,
+            "ruleIndex": names.index(rule),
+            "level": level,
+            "message": {"text": text},
+            "locations": [_location(file, line)] if file else [],
         }
-        for result in results
+        for rule, level, text, file, line in results
     ]
     tool = {"driver": {"name": "halfstep", "rules": described}}
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": found}]}
 
 
-def _location(result: SarifResult) -> dict[str, Any]:
+def _location(file: str, line: int) -> dict[str, Any]:
     """Return where a finding is; paths below the current folder are relative to it, as SARIF's readers expect."""
-    path = Path(result.file)
+    path = Path(file)
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     uri = path.as_uri() if path.is_absolute() else path.as_posix()
     place: dict[str, Any] = {"artifactLocation": {"uri": uri}}
-    if result.line:
-        place["region"] = {"startLine": result.line}
+    if line:
+        place["region"] = {"startLine": line}
     return {"physicalLocation": place}
 
 

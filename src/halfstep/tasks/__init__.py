@@ -2,7 +2,6 @@
 
 from halfstep.errors import TaskError
 from halfstep.tasks.machine import machine
-from halfstep.tasks.registry import load_task, task_names
-from halfstep.tasks.task import Task
+from halfstep.tasks.task import Task, load_task, task_names
 
 __all__ = ["Task", "TaskError", "load_task", "machine", "task_names"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import halfstep as hs
 from halfstep.errors import TaskError, did_you_mean
@@ -42,6 +43,11 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
         if unique.setdefault(candidate.label, candidate) != candidate:
             raise TaskError(f"two different policies are called {candidate.label!r}; give one another name in its file")
     return tuple(unique.values())
+
+
+def amp_of(labelled: Iterable[Any]) -> Any:
+    """Return the first of some candidates, or of what has their labels, that is torch.amp."""
+    return next(each for each in labelled if each.label.startswith(AMP))
 
 
 def policy_named(label: str, device: str) -> hs.Policy:

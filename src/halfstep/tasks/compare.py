@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.tasks.candidates import AMP, FP32, Candidate
+from halfstep.tasks.candidates import FP32, Candidate, amp_of
 from halfstep.tasks.loops import Loop, OnStep, Training, make_loop
 from halfstep.tasks.measure import Difference, SavedForBackward, difference, finite_mean, state_bytes
 from halfstep.tasks.task import Task
@@ -105,7 +105,7 @@ def compare(
     on_step: OnStep = lambda training, label, number, seconds: None,
 ) -> Comparison:  # fmt: skip
     """Train and measure every candidate (fp32 and torch.amp first) in turns; torch.amp twice, as a control."""
-    amp = next(c for c in candidates if c.label.startswith(AMP))
+    amp = amp_of(candidates)
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
     runners = [*candidates, twin]
     probes = {c.label: probed(task, c, device) for c in candidates}
@@ -154,7 +154,6 @@ def _costs(
     candidates: Sequence[Candidate], times: Mapping[str, Mapping[int, float]], probes: Mapping[str, Probe]
 ) -> list[dict[str, Any]]:
     """Return the fields of a `Cost` for each candidate, by its seconds in each round."""
-    amp = next(c.label for c in candidates if c.label.startswith(AMP))
 
     def ratio(label: str, baseline: str) -> Ratio | None:
         return None if label == baseline else ratio_of(times.get(label, {}), times.get(baseline, {}))
@@ -164,7 +163,7 @@ def _costs(
             "label": label,
             "milliseconds": 1e3 * (statistics.median(times[label].values()) if times.get(label) else math.nan),
             "to_fp32": ratio(label, FP32),
-            "to_amp": ratio(label, amp),
+            "to_amp": ratio(label, amp_of(candidates).label),
             "state_bytes": probes[label].state_bytes,
             "saved_bytes": probes[label].saved_bytes,
         }

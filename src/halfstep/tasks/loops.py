@@ -51,7 +51,7 @@ class Loop(ABC):
 
     def scale(self) -> float:
         """Return the loss scale, 1.0 without scaling; waits for the device."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        return float(self.scaler.get_scale())
 
 
 class Training(Race):
@@ -118,7 +118,7 @@ class TorchLoop(Loop):
     def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
         self.optimizer, self.dtype = fused(task.optimizer(model)), dtype
         self.device = next(model.parameters()).device.type
-        scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
+        scaler = torch.amp.GradScaler(self.device, enabled=dtype is torch.float16)  # else its methods do nothing
         super().__init__(model, scaler, model, self.optimizer)
         self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
@@ -134,16 +134,12 @@ class TorchLoop(Loop):
         with self.region():
             loss = self.loss_fn(self.model, *batch)
         self.loss = loss.detach()
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        scaler.scale(loss).backward()
         if self.clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(self.optimizer)
+            scaler.unscale_(self.optimizer)
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
+        scaler.step(self.optimizer)
+        scaler.update()
         self.skips.append(self.scale() < before)
         if self.scheduler is not None and not self.skips[-1]:
             self.scheduler.step()

@@ -242,8 +242,30 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
         for label, found in gains.items()
     }
     if max(best.values()) < WORTH_IT:
-        return _stay(there, speed, gains)
-    dtype = "fp16" if best["fp16"] > CLEARLY * best["bf16"] else "bf16"
+        preset, dtype = "O0", "fp32"
+        why = [there.reason]
+        why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
+        open_ = [label for label, found in gains.items() if has[label] and not all(g.decided for g in found.values())]
+        if open_:
+            why.append(f"undecided for {' and '.join(open_)}, which has units here: measure again on a quiet machine")
+        also = [("memory is short", "`mixed` in bf16 saves half the bytes for backward, at the speed above")]
+    else:
+        preset, dtype = "mixed", "fp16" if best["fp16"] > CLEARLY * best["bf16"] else "bf16"
+        why, also = _reasons(there, speed, dtype, gains, best)
+    if not there.fp16:
+        native = _words(_gains(speed, "fp16"))
+        beside = f"; torch's own fp16 kernels reach {native}" if native else ""
+        emulated = f"emulated with a GPU's numerics, reaches {_words(_gains(speed, 'fp16 emulated'))}{beside}"
+        also.append(("you test fp16 training (overflows, the loss scale) here", f"`mixed` in fp16, {emulated}"))
+    auto = hs.resolve(hs.Policy.of(preset), nn.Identity(), speed.device).policy.dtype  # named where it is another
+    code = f'policy="{preset}"' if auto == dtype else f'policy=hs.Policy.of("{preset}", dtype="{dtype}")'
+    return Advice(device=speed.device, preset=preset, dtype=dtype, code=code, why=tuple(why), also=tuple(also))
+
+
+def _reasons(
+    there: hs.policy.Units, speed: DeviceSpeed, dtype: str, gains: dict[str, dict[str, Speed]], best: dict[str, float]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return why to use a low format, and what else to use in other cases."""
     why = [f"{dtype} reaches {_words(gains[dtype])}, forward and backward"]
     if dtype == "bf16":
         why.append("bf16 has fp32's range: no loss scale is needed and no step is skipped for an overflow")
@@ -266,35 +288,7 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
         )
     if dtype == "bf16":
         also.append(("weights and optimizer states do not fit", "`lean`: 6 bytes a parameter for both, instead of 12"))
-    if not there.fp16:
-        also += _rehearsal(speed)
-    code = _code("mixed", dtype, speed.device)
-    return Advice(device=speed.device, preset="mixed", dtype=dtype, code=code, why=tuple(why), also=tuple(also))
-
-
-def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, Speed]]) -> Advice:
-    why = [there.reason]
-    why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
-    has = {"bf16": there.bf16, "fp16": there.fp16}
-    open_ = [label for label, found in gains.items() if has[label] and not all(g.decided for g in found.values())]
-    if open_:
-        why.append(f"undecided for {' and '.join(open_)}, which has units here: measure again on a quiet machine")
-    memory = ("memory is short", "`mixed` in bf16 saves half the bytes for backward, at the speed above")
-    also = (memory, *(() if there.fp16 else _rehearsal(speed)))
-    code = _code("O0", "fp32", speed.device)
-    return Advice(device=speed.device, preset="O0", dtype="fp32", code=code, why=tuple(why), also=also)
-
-
-def _rehearsal(speed: DeviceSpeed) -> list[tuple[str, str]]:
-    emulated = _words(_gains(speed, "fp16 emulated"))
-    native = _words(_gains(speed, "fp16"))
-    beside = f"; torch's own fp16 kernels reach {native}" if native else ""
-    return [
-        (
-            "you test fp16 training (overflows, the loss scale) here",
-            f"`mixed` in fp16, emulated with a GPU's numerics, reaches {emulated}{beside}",
-        )
-    ]
+    return why, also
 
 
 def rows_for_o2(speed: DeviceSpeed, dtype: str) -> int:
@@ -328,9 +322,3 @@ def _words(gains: dict[str, Speed]) -> str:
         words.append(f"{times} times{unit} in a {work}")
         unit = ""
     return ", ".join(words)
-
-
-def _code(preset: str, dtype: str, device: str) -> str:
-    """Return the policy argument, with a format only where "auto" would choose another."""
-    auto = hs.resolve(hs.Policy.of(preset), nn.Identity(), device).policy.dtype
-    return f'policy="{preset}"' if auto == dtype else f'policy=hs.Policy.of("{preset}", dtype="{dtype}")'

@@ -101,7 +101,7 @@ def test_each_verdict_has_its_sentence(verdict: str, words: str, tone: str) -> N
 def test_a_search_that_was_cut_off_and_tested_nothing_does_not_sound_certain() -> None:
     made = tuning(proof=None, proofs=(), finished=False, notes=("the time was too short",))
     assert "did not come to its end" in blocks(made, Note)[0].text
-    assert "was not tested" in blocks(made, Paragraph)[0].text
+    assert "was not tested" in blocks(made, Paragraph)[1].text
     assert blocks(made, Facts)[0].facts[-1].text == "not tested"
     page = render(tuning_page(made))
     assert "The time was too short." in page and "Training loss" not in page

@@ -12,12 +12,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,13 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError, first_line, lacks_memory
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
-from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder, Reference
+from halfstep.lens.audit.record import AuditRecorder, Reference
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import Meter, copy_of_optimizer, precise_of, swallow
-from halfstep.lens.calls import copied
-from halfstep.lens.tracing import OperatorCall, Tracer
+from halfstep.lens.audit.updates import Meter, precise_of, swallow
+from halfstep.lens.calls import BELOW_FP32, Batch, copied, taken_from
+from halfstep.lens.tracing import Tracer
+from halfstep.optim import copy_of, stepped_by
 from halfstep.policy.plan import resolve
 from halfstep.policy.policy import Policy
 from halfstep.report import listed
@@ -53,8 +52,6 @@ from halfstep.update.updater import ClipNorm
 META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
 SCALER = Kind("a GradScaler", lambda scaler: callable(getattr(scaler, "get_scale", None)))
-
-Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments of one micro-batch
 
 SAME = 1e-3  # relative difference of losses that order of summation alone does not make in fp32
 
@@ -197,7 +194,6 @@ class Run:
             shadow=shadow,
             parameters={id(p): name for name, p in model.named_parameters()},
             simulated=simulated,
-            devices=tuple(dict.fromkeys((plan.device, "cpu"))),
         )
         self.meter = Meter(self.train, self.recorder, moves=moves)
         self.tracer = Tracer(self.recorder, model)
@@ -317,7 +313,7 @@ class Run:
             if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
                 continue
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
+            tally = self.recorder.tally(module, "buffer", "state", name)
             momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
             tally.pace = momentum if isinstance(momentum, float) else 0.0
             swallow(tally, float64_of(old), float64_of(wanted), found[name], form_of(old))
@@ -403,16 +399,7 @@ def _widened(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, batches: Any, loss_fn: object, steps: int, accumulate: int) -> list[Batch]:
-    if isinstance(batches, (Tensor, Mapping, str, bytes, nn.Module)) or not isinstance(batches, Iterable):
-        raise AuditError(
-            f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
-        )
-    taken: list[Batch] = []
-    for batch in islice(batches, min(steps * accumulate, sys.maxsize)):
-        if isinstance(batch, Mapping):
-            taken.append(((), dict(batch)))
-        else:
-            taken.append((tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}))
+    taken = taken_from(batches, steps * accumulate, AuditError)
     if not taken:
         raise AuditError("batches gave no batch: an iterator may be used up; pass a list, or make it anew")
     for args, kwargs in taken:
@@ -468,8 +455,8 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
     if optimizer is None:
         return twin, None
     known = {id(p) for p in model.parameters()}
-    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+    if not any(id(p) in known for p in stepped_by(optimizer)):
         raise AuditError(
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
-    return twin, copy_of_optimizer(optimizer, memo)
+    return twin, copy_of(optimizer, memo)

@@ -88,13 +88,6 @@ class Examination:
             return "your code asks for the low format here: leave the cast out, and let the policy decide", None
         return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
 
-    def line_wider(self, row: AuditRow) -> tuple[str, Policy | None]:
-        """Return how to keep all of the line that an operator stands in out of the low format."""
-        if row.module:
-            return f"keep module {row.module!r} in fp32", self.policy.with_modules({row.module: "fp32"})
-        ops = list(dict.fromkeys(r.op for r in self.of("activation") if r.line == row.line and "::" not in r.op))
-        return f"give {', '.join(ops)} fp32, or this line a region in fp32", _with_fp32(self.policy, *ops)
-
     def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
         if not isinstance(self.plan.policy.scale, ScaleRule):
@@ -301,7 +294,14 @@ def _integers(exam: Examination) -> Iterator[Finding]:
                 f"{_percent(row.otherwise)} of the integers that are made of its result, and by which other numbers "
                 "are chosen, are not those of fp32"
             )
-            yield exam.finding("rounding", row, row.otherwise, cause, *exam.line_wider(row))
+            policy: Policy | None
+            if row.module:
+                remedy, policy = f"keep module {row.module!r} in fp32", exam.policy.with_modules({row.module: "fp32"})
+            else:  # all of the line that the operator stands in
+                ops = dict.fromkeys(r.op for r in exam.of("activation") if r.line == row.line and "::" not in r.op)
+                remedy = f"give {', '.join(ops)} fp32, or this line a region in fp32"
+                policy = _with_fp32(exam.policy, *ops)
+            yield exam.finding("rounding", row, row.otherwise, cause, remedy, policy)
 
 
 def _drift(exam: Examination) -> Iterator[Finding]:

@@ -12,8 +12,8 @@ because the update changes in place what the shadows have saved.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,19 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.cast.arithmetic.rounded import rules_off
+from halfstep.cast.regions.recompute import no_saved_tensor_hooks
 from halfstep.cast.state import STATE
-from halfstep.formats import FP32, LOW_DTYPES, Format
+from halfstep.formats import FP32, Format
 from halfstep.lens.audit.rows import SUMS, Hidden, Integers, Tally, added_masks, form_of, is_index, note_signs
-from halfstep.lens.calls import Args, Kwargs, copied, place, weak_storage
+from halfstep.lens.calls import BELOW_FP32, Args, Kwargs, copied, storage, unruled, weak_storage, widened
 from halfstep.lens.tracing import KernelMode, OperatorCall, OperatorSink, Sink
 from halfstep.snapshot import same_numbers, torch_states
-from halfstep.torch_private.autograd import base_of, top_saved_tensors_default_hooks
+from halfstep.torch_private.autograd import base_of
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.torch_private.operators import CONVERSION
 from halfstep.trees import map_tensors, tensors
-
-BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their names do not end in an underscore."""
@@ -72,14 +70,6 @@ def integers_key(sink: OperatorSink, call: OperatorCall) -> Key:
     return call.module, "integers", sink.nth(call.module, "integers")
 
 
-def widened_dtypes(args: Args, kwargs: Kwargs, wide: torch.dtype) -> tuple[Args, Kwargs]:
-    """Return arguments in which low dtypes are `wide`."""
-    return (
-        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
-        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
-    )
-
-
 @dataclass(slots=True)
 class TwinResult:
     """A result of the fp32 twin: its value, its version when it was made, and its gradient."""
@@ -110,9 +100,9 @@ class Reference(OperatorSink):
     def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Keep the first floating result."""
         if call.in_place:
-            written = {place(t) for t in tensors(args[:1])}
+            written = {storage(t) for t in tensors(args[:1])}
             for kept in self.kept.values():
-                if place(kept.value) in written:
+                if storage(kept.value) in written:
                     kept.value = kept.value.clone()
                     kept.version = kept.value._version
         result = self.other(func, args, kwargs)
@@ -128,10 +118,7 @@ class Reference(OperatorSink):
 
     def other(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run it with fp32 in place of low formats."""
-        if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
-            return args[0].to(torch.float32)
-        if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
-            args, kwargs = widened_dtypes(args, kwargs, torch.float32)
+        func, args, kwargs = widened(func, args, kwargs, torch.float32)
         return func(*args, **kwargs)
 
 
@@ -151,10 +138,10 @@ class AuditRecorder(OperatorSink):
 
     def __init__(
         self, closed: frozenset[str], *, shadow: torch.dtype, parameters: Mapping[int, str],
-        simulated: Mapping[str, Format], devices: tuple[str, ...],
+        simulated: Mapping[str, Format],
     ) -> None:  # fmt: skip
         super().__init__(closed)
-        self.shadow, self.parameters, self.simulated, self.devices = shadow, parameters, simulated, devices
+        self.shadow, self.parameters, self.simulated = shadow, parameters, simulated
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.users: dict[str, tuple[str, str, str]] = {}
         self.forms: dict[str, Format] = {}
@@ -175,18 +162,17 @@ class AuditRecorder(OperatorSink):
         self._chosen: set[StorageWeakRef] = set()  # of numbers that were picked by an index
         self._off: dict[StorageWeakRef, float] = {}  # how far numbers are from the fp32 twin's
 
-    def tally(self, call: OperatorCall, role: str, parameter: str = "") -> Tally:
+    def tally(self, module: str, op: str, role: str, parameter: str = "", line: str = "") -> Tally:
         """Return the tally of a row."""
-        line = "" if parameter else call.line
-        key = (call.module, call.op, role, parameter, line)
+        key = (module, op, role, parameter, "" if parameter else line)
         if key not in self.tallies:
-            self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
+            self.tallies[key] = Tally(module, op, role, parameter, line=line)
         return self.tallies[key]
 
     def tally_of(self, parameter: str, role: str) -> Tally:
         """Return the tally of a parameter's row, in the place of the operator that uses it first."""
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
-        return self.tally(OperatorCall(module, op, 0, line), role, parameter)
+        return self.tally(module, op, role, parameter, line)
 
     def operator(self, call: OperatorCall, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
@@ -214,7 +200,7 @@ class AuditRecorder(OperatorSink):
             output = found[0]
             if call.op == "to" and (output.dtype not in BELOW_FP32 or any(output is tensor for tensor in given)):
                 return result
-            tally = self.tally(call, "activation")
+            tally = self.tally(call.module, call.op, "activation", line=call.line)
             tally.seconds += took
             form = self.simulated.get(call.op) or form_of(output)
             made = casts.made
@@ -301,17 +287,10 @@ class AuditRecorder(OperatorSink):
             return made
 
         wide_args, wide_kwargs = map_tensors((args, kwargs), wide_leaf)
-        wide_args, wide_kwargs = widened_dtypes(wide_args, wide_kwargs, self.shadow)
-        wide_func = func
-        if getattr(func, "__name__", "") in {"half", "bfloat16"}:
-            wide_func, wide_args = torch.Tensor.to, (wide_args[0], self.shadow)
+        wide_func, wide_args, wide_kwargs = widened(func, wide_args, wide_kwargs, self.shadow)
         try:
-            with (
-                _unseen_by_checkpointing(),
-                same_numbers(random),
-                torch.set_grad_enabled(differentiable),
-                _without_rules(self.devices),
-            ):
+            # a checkpoint around must not count what a shadow saves
+            with no_saved_tensor_hooks(), same_numbers(random), torch.set_grad_enabled(differentiable), unruled():
                 wide = floats_of(wide_func(*wide_args, **wide_kwargs))[0]
         except (RuntimeError, TypeError, IndexError, NotImplementedError):
             self.skipped += 1
@@ -324,11 +303,12 @@ class AuditRecorder(OperatorSink):
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
-            return partial(_pair, self.tally(call, "activation gradient"), run, wide, leaves)
+            owner = self.tally(call.module, call.op, "activation gradient", line=call.line)
+            return partial(_pair, owner, run, wide, leaves)
         return None
 
     def _hook(self, call: OperatorCall, output: Tensor, kept: TwinResult | None, pair: Pair | None) -> None:
-        tally = self.tally(call, "activation gradient")
+        tally = self.tally(call.module, call.op, "activation gradient", line=call.line)
 
         def arrive(gradient: Tensor) -> None:
             self._clock(tally)
@@ -412,37 +392,13 @@ def _pair(tally: Tally, run: Run, wide: Tensor, leaves: list[tuple[Tensor, Tenso
         return made[id(tensor)]
 
     low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-    with _unseen_by_checkpointing(), same_numbers(random), torch.enable_grad(), _own_casts():
+    with no_saved_tensor_hooks(), same_numbers(random), torch.enable_grad(), ExitStack() as after:
+        after.callback(setattr, STATE, "casts", STATE.casts)  # which the operators of the audited run share
+        STATE.casts = {}
         low = floats_of(func(*low_args, **low_kwargs))[0]
     if not low.requires_grad:
         return None
     return Pair(tally, low, wide, [(made[id(tensor)], shadow, name) for tensor, shadow, name in leaves])
-
-
-def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
-    """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
-    if top_saved_tensors_default_hooks(False) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-@contextmanager
-def _own_casts() -> Iterator[None]:
-    """Leave the low copies alone that the audited run shares between its operators."""
-    shared, STATE.casts = STATE.casts, {}
-    try:
-        yield
-    finally:
-        STATE.casts = shared
-
-
-@contextmanager
-def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(rules_off(device))
-        stack.enter_context(DisableTorchFunction())
-        yield
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:
@@ -457,12 +413,12 @@ class _Casts(Sink):
     """
 
     def __init__(self, given: list[Tensor]) -> None:
-        self.places = {place(t) for t in given}
+        self.places = {storage(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
     def kernel(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func(*args, **kwargs)
         if func is CONVERSION and result.dtype is not args[0].dtype:
-            if args[0].is_floating_point() and place(args[0]) in self.places:
+            if args[0].is_floating_point() and storage(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import FP32, Format, float64_of, format_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
-from halfstep.lens.calls import Args, Kwargs, place, weak_storage
+from halfstep.lens.calls import Args, Kwargs, storage, weak_storage
 from halfstep.lens.sketch import ExponentSketch, Sketches, number_of
 from halfstep.trees import graph_of, tensors
 
@@ -342,24 +342,23 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else ""
 
 
-def cells(row: AuditRow) -> tuple[str, ...]:
-    """Return the row as text, a cell for each of `COLUMNS`."""
-    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
-    return (
-        row.module or "(root)",
-        operator,
-        row.role,
-        row.format,
-        three_digits(row.amax),
-        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
-        percent(row.zeros),
-        percent(row.nonfinite),
-        percent(row.underflow),
-        percent(row.subnormal),
-        percent(row.error),
-        percent(row.accumulated),
-        percent(row.time),
-    )
+def cells(row: AuditRow) -> dict[str, str]:
+    """Return the row as text, by `COLUMNS` and those that a page has besides."""
+    shares = ("underflow", "subnormal", "error", "accumulated", "time")
+    return {
+        "module": row.module or "(root)",
+        "operator": f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op,
+        "role": row.role,
+        "format": row.format,
+        "amax": three_digits(row.amax),
+        "headroom": f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
+        "zero": percent(row.zeros),
+        "inf, nan": percent(row.nonfinite),
+        **{name: percent(getattr(row, name)) for name in shares},
+        "casts": str(row.casts or ""),
+        "kB": f"{row.bytes / 1e3:.3g}",
+        "rule": row.rule,
+    }
 
 
 SUMS = frozenset({"add", "sub"})
@@ -454,20 +453,20 @@ class Integers:
             return
         tally = self._makers.get(weak_storage(source)) if source.is_floating_point() else None
         if tally is not None:
-            self._known[place(result)] = result, tally, int((result != wanted).sum()), result.numel()
+            self._known[storage(result)] = result, tally, int((result != wanted).sum()), result.numel()
 
     def follow(self, values: Any, result: Any) -> None:
         """Follow integers through an operator on integers."""
         if self._known and isinstance(result, Tensor) and result.layout is torch.strided and is_index(result):
             for tensor in tensors(values):
-                known = self._known.get(place(tensor)) if tensor.layout is torch.strided else None
+                known = self._known.get(storage(tensor))
                 if known is not None:
-                    self._known.setdefault(place(result), (result, *known[1:]))
+                    self._known.setdefault(storage(result), (result, *known[1:]))
 
     def choose(self, given: Iterable[Tensor]) -> None:
         """Count integers that choose floating numbers, once."""
         for tensor in given if self._known else ():
-            known = self._known.get(place(tensor)) if tensor.layout is torch.strided and is_index(tensor) else None
-            if known is not None and place(tensor) not in self._counted:
-                self._counted.add(place(tensor))
+            known = self._known.get(storage(tensor)) if is_index(tensor) else None
+            if known is not None and storage(tensor) not in self._counted:
+                self._counted.add(storage(tensor))
                 known[1].add_share("otherwise", *known[2:])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep import report as doc
+from halfstep.arguments import NONE, POSITIVE, a, check, whole
 from halfstep.errors import AuditError, did_you_mean, few
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
 from halfstep.lens.audit.criteria import findings_of
@@ -21,6 +22,7 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.report import strict_json, write_page
 
+PATTERN = a(str, words="a pattern such as 'blocks.*'")
 SHOWN = 16  # rows of a printed audit: what loses most
 PLACES = 4  # places named of each group of findings
 
@@ -109,9 +111,7 @@ class Audit:
             AuditError: a role that does not exist, or a pattern that is no text.
         """
         wanted = {"module": module, "op": op, "role": role, "parameter": parameter}
-        for name, glob in wanted.items():
-            if not isinstance(glob, str):
-                raise AuditError(f"filter({name}={glob!r}): expected a pattern such as 'blocks.*'")
+        check("Audit.filter", AuditError, **{name: (glob, PATTERN) for name, glob in wanted.items()})
         if role not in ROLES and not any(c in role for c in "*?["):
             raise AuditError(f"no role {role!r}{did_you_mean(role, ROLES)}; there are {', '.join(ROLES)}")
         rows = [r for r in self.rows if all(fnmatchcase(getattr(r, name), glob) for name, glob in wanted.items())]
@@ -140,8 +140,7 @@ class Audit:
         Raises:
             AuditError: `count` is no whole number from 0.
         """
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise AuditError(f"worst({count!r}): expected a whole number of rows from 0")
+        check("Audit.worst", AuditError, count=(count, whole(of="rows")))
         return dataclasses.replace(self, rows=tuple(sorted(self.rows, key=badness, reverse=True)[:count]))
 
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
@@ -163,11 +162,8 @@ class Audit:
             FormatError: no such format.
             AuditError: a scale that is not positive and finite.
         """
-        form = format_of(format)
-        factor = 1.0 if scale is None else scale
-        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not (number and math.isfinite(factor) and factor > 0):
-            raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
+        check("Audit.what_if", AuditError, scale=(scale, POSITIVE | NONE))
+        form, factor = format_of(format), 1.0 if scale is None else scale
         # The gradient of the loss with respect to itself is the loss scale.
         rows = [r for r in self.rows if r.role in ROLES[:4] and not (r.role == "activation gradient" and r.numel == 1)]
         return tuple(_if(row, form, factor) for row in rows)
@@ -197,10 +193,9 @@ class Audit:
     def headline(self) -> str:
         """What was audited, in one line."""
         name = f"{self.policy.name} {self.plan.policy.dtype}".strip()
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         scale = f", loss scale {self.scale:g}" if self.scale != 1.0 else ""
         skipped = f", {self.skipped} skipped on the way" if self.skipped else ""
-        made = f"{steps}{scale}{skipped}, {len(self)} rows"
+        made = f"{doc.counted(self.steps, 'step')}{scale}{skipped}, {len(self)} rows"
         return f"audit of {self.plan.model} under {name} on {self.plan.device}: {made}"
 
     @property
@@ -220,7 +215,7 @@ class Audit:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
-        return [COLUMNS, *map(cells, self.rows)]
+        return [COLUMNS, *(tuple(map(cells(row).__getitem__, COLUMNS)) for row in self.rows)]
 
     def save_html(self, path: str | Path) -> None:
         """Write the audit as one HTML file with pictures that needs nothing else."""
@@ -385,18 +380,12 @@ HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "acc
            "inf, nan", "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _cells(row: AuditRow, where: str) -> tuple[str, ...]:
-    """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
-    by_name = dict(zip(COLUMNS, cells(row), strict=True))
-    middle = (by_name[name] for name in HEADERS[1:-3])
-    return (where, *middle, str(row.casts or ""), f"{row.bytes / 1e3:.3g}", row.rule)
-
-
 def _rows(audit: Audit) -> doc.Section:
     rest = audit.filter(lambda row: row.role not in {"update", "state"})
     names = _names(rest)
-    worst = doc.table("What loses most", HEADERS, (_cells(row, names[id(row)]) for row in rest.worst(WORST)))
-    every = doc.table("In the order in which operators ran", HEADERS, (_cells(row, names[id(row)]) for row in rest))
+    texts = {id(row): (names[id(row)], *map(cells(row).__getitem__, HEADERS[1:])) for row in rest}
+    worst = doc.table("What loses most", HEADERS, (texts[id(row)] for row in rest.worst(WORST)))
+    every = doc.table("In the order in which operators ran", HEADERS, texts.values())
     reasons = dict.fromkeys((row.op, row.rule, row.reason) for row in rest if row.reason and row.role == "activation")
     why = doc.table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
     return doc.Section(

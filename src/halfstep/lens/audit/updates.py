@@ -6,9 +6,7 @@ step of the copy is the intended one. A change is lost if it is smaller than hal
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,28 +17,16 @@ from torch.optim import Optimizer
 
 from halfstep.binding.prepare import store_of
 from halfstep.errors import first_line
-from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
-from halfstep.lens.audit.record import BELOW_FP32, AuditRecorder
+from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
-from halfstep.lens.tracing import OperatorCall
-from halfstep.optim import Optimizers, clipped_together, members
+from halfstep.lens.calls import BELOW_FP32
+from halfstep.optim import clipped_together, copy_of, members, stepped_by
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused form that takes float64 on a CPU, in a fifth of the time."""
-
-
-def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Return a copy of `optimizer` without its hooks, over the parameters that `memo` of deepcopy has for its own."""
-    if isinstance(optimizer, Optimizers):
-        return Optimizers({name: copy_of_optimizer(one, memo) for name, one in optimizer.optimizers.items()})
-    made = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name == "step" or name.startswith("_halfstep"):  # a scheduler's wrapper; a weight store's mark
-            continue
-        vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
-    return made
 
 
 PRECISE = frozenset({"master", "split", "kahan", "stochastic"})
@@ -82,12 +68,12 @@ def intended(
             if name == "step":
                 memo[id(value)] = value.detach().cpu().clone()
             elif value.is_floating_point():
-                memo[id(value)] = float64_of(value.detach())
-                if isinstance(p, nn.Parameter) and p in low and format_of(value.dtype).bits < FP32.bits:
+                memo[id(value)] = float64_of(value.detach(), copy=True)
+                if isinstance(p, nn.Parameter) and p in low and value.dtype in BELOW_FP32:
                     low[p][name] = float64_of(value.detach())
-    wide = copy_of_optimizer(optimizer, memo)
+    wide = copy_of(optimizer, memo)
     fused = type(wide) in FUSED and not any(group.get("differentiable") for group in wide.param_groups)
-    on_cpu = all(p.device.type == "cpu" for group in wide.param_groups for p in group["params"])
+    on_cpu = all(p.device.type == "cpu" for p in stepped_by(wide))
     forms = {"foreach": False, "fused": fused and on_cpu, "capturable": False}  # a loop takes float64 everywhere
     for group in (wide.defaults, *wide.param_groups):
         group.update({name: value for name, value in forms.items() if name in group})
@@ -208,12 +194,12 @@ class Meter:
             return
         step = self.train
         store, strategy = store_of(step.model), step.policy.master
-        owners = {p: one for one in members(step.optimizer) for group in one.param_groups for p in group["params"]}
+        owners = {p: one for one in members(step.optimizer) for p in stepped_by(one)}
         for p, change in intended.items():
             kind = type(owners[p]).__name__
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
+            tally = self.recorder.tally(module, kind, "update", name)
             low = store is not None and p in store
             tally.stochastic = low and strategy == "stochastic"
             form = FP32 if low and strategy in PRECISE else form_of(p)
@@ -222,7 +208,7 @@ class Meter:
             for key, value in change.states.items():
                 found = state.get(key)
                 if isinstance(found, Tensor) and found.is_floating_point():
-                    tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally = self.recorder.tally(module, f"{kind}.{key}", "state", name)
                     tally.stochastic = LowStates.of(owners[p]) is not None
                     found = found.to(value.device)
                     tally.pace = pace_of(step.optimizer, p, key)

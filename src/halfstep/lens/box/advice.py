@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import binding_of
+from halfstep.binding.prepare import store_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
@@ -162,13 +162,13 @@ def advice(
     evidence = verdict.because, verdict.shown
     texts = [text for begin, text in CAUSED.items() if any(words.startswith(begin) for words in evidence)]
     if verdict.cause == "divergence":
-        return (Cure(policy=None, text=[*texts, CAUSED["divergence"]][0], verified=False),)
+        return (Cure(text=[*texts, CAUSED["divergence"]][0]),)
     if not texts and verdict.cause == "data" and verdict.kind != "bad_batch" and not _of_none(verdict):
         texts = [CAUSED["data"]]
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
         texts += [_general(verdict, everywhere=everywhere)]
-    return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
+    return tuple(Cure(text=text) for text in texts if text)
 
 
 def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
@@ -178,8 +178,7 @@ def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
     """
     if optimizer is None:
         return ""
-    optimizer, binding = unwrap_optimizer(optimizer), binding_of(model)
-    store = None if binding is None else binding.store
+    optimizer, store = unwrap_optimizer(optimizer), store_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         eps = group.get("eps")
@@ -284,19 +283,17 @@ BEGAN = 3  # a state that was loaded shows in so many updates
 APART = 10.0  # times that an average is beyond what any gradients give, above what a low format or a new beta makes
 
 
-def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
+def settle(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials | None) -> Verdict:
     """Return the verdict with its root cause and the history of the run; trials train where the answer needs it."""
     cause, because, shown = _cause(subject, verdict, attempt, trials)
-    rows: list[tuple[int, float | None, float | None]] = []
-    if subject.signals is not None:
-        seen = subject.signals.read()
-        known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
-        rows = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
+    seen = subject.signals.read()
+    known = [[None if math.isnan(one) else one for one in values] for values in (seen.losses, seen.gradients)]
+    rows: list[tuple[int, float | None, float | None]] = list(zip(seen.steps, *known, strict=True))[-DRAWN:]
     sure = cause and ("shown" if shown else "likely")
     return replace(verdict, cause=cause, because=because, sure=sure, shown=shown, history=tuple(rows))
 
 
-def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> tuple[str, str, str]:
+def _cause(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials | None) -> tuple[str, str, str]:
     """Return cause, evidence, and what could have refuted it; "" for a cause that is not known, or was not tried."""
     found = suspects(subject, attempt)
     if verdict.kind == "bad_batch":
@@ -304,8 +301,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "data", evidence, "the values are there before the first operator, and the loss or a gradient needs them"
     if verdict.kind == "not_reproducible":
         return "", "", ""
-    target, batch, away, state = wrong_target(subject, attempt), poisoned(subject), runaway(subject), loaded(subject)
-    wide = None if attempt is None or trials is None or verdict.kind == "bad_state" else trials.wide
+    target, batch, away, state = wrong_target(attempt), poisoned(subject), runaway(subject), loaded(subject)
+    wide = None if trials is None else trials.wide
     # a step that is not finite cannot be trained on
     tried = f"in fp32: {wide.outcome}" if wide is not None and (wide.trained or wide.finite_once is False) else ""
     lost = "" if wide is not None and wide.trains else tried
@@ -315,7 +312,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "divergence", state, ""
     if verdict.kind == "bad_state" and (eps := lost_eps(subject.optimizer, subject.model)):
         return "precision", eps, ""
-    if wide is None or trials is None or attempt is None:
+    if wide is None or trials is None:
         return ("divergence", away, "") if away else ("", "", "")
     if away and not _back(subject, trials):
         return "divergence", away, tried
@@ -370,7 +367,7 @@ def _updated(subject: Subject) -> bool:
 def _off_course(subject: Subject, trials: Trials) -> str:
     """Return in words that losses rose or weights grew before the step; "" if they did not, or no weight has moved."""
     before = trials.before
-    if subject.signals is None or not before:
+    if not before:
         return ""
     first, then, now = subject.signals.growth(subject.model, subject.signals.read().steps[0]) or UNKNOWN
     rises = (at for at in range(1, len(before)) if min(before[at:]) >= ROSE * max(before[:at]))
@@ -393,7 +390,7 @@ def _reachable(found: Rise, subject: Subject) -> bool:
 
     An update of SGD moves them by the learning rate times the gradient, one of Adam each by about the learning rate.
     """
-    if found.what != WEIGHTS or subject.optimizer is None or subject.signals is None:
+    if found.what != WEIGHTS or subject.optimizer is None:
         return True
     updates = subject.signals.read().updates(until=subject.step)
     norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
@@ -417,9 +414,9 @@ def loaded(subject: Subject) -> str:
             if apart := _apart(group, state):
                 whose = f"exp_avg_sq of {subject.names.get(id(parameter), 'a parameter')}"
                 return f"{LOADED}: {whose} is too small beside exp_avg in {apart} elements, which no gradients make"
-    history = None if subject.signals is None else subject.signals.read()
-    rows = [] if history is None else [row for row in history.updates() if math.isfinite(row[1])]
-    if history is None or len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
+    history = subject.signals.read()
+    rows = [row for row in history.updates() if math.isfinite(row[1])]
+    if len(rows) < 2 or not 2 * len(history.steps) < min(2 * UPDATES, passed):
         return ""  # the optimizer's first updates are those of this run, or this run's are not known any more
     first, last = rows[0], max(rows[1 : 1 + BEGAN], key=lambda row: abs(row[1]))
     rose = Rise(what=LOSS, first=first[0], last=last[0], before=first[1], after=last[1])
@@ -451,12 +448,9 @@ def poisoned(subject: Subject) -> str:
 
 def _before(subject: Subject) -> tuple[Rise | None, str]:
     """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
-    signals, window = subject.signals, subject.replay.window
-    if signals is None:
-        return None, ""
-    history = signals.read()
-    loss = window[-1].loss if window else None
+    history = subject.signals.read()
+    loss = subject.window[-1].loss if subject.window else None
     own = math.nan if loss is None or loss.numel() != 1 else float(loss)
     rows = [*history.updates(until=subject.step), (subject.step, own, math.nan)]
-    found = rise(rows, partial(signals.growth, subject.model), BAD)
+    found = rise(rows, partial(subject.signals.growth, subject.model), BAD)
     return found, "" if found is None else outlier(history.inputs, found, subject.step)

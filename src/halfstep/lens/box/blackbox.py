@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -32,17 +32,9 @@ from halfstep.kernels.native.calls import Columns, number
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
-from halfstep.lens.box.evidence import (
-    buffers_of,
-    load_evidence,
-    load_optimizer,
-    load_weights,
-    restate_evidence,
-    window_of,
-)
+from halfstep.lens.box.evidence import SAME, load_evidence, restate_evidence, restored
 from halfstep.lens.box.loop import Loop, poisoned
-from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, NO_MORE, UPDATE, Box, SkippedStep, StepBox, Topic
 from halfstep.lens.calls import autocasting, extremes
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
@@ -378,33 +370,18 @@ class BlackBox(Box):
             return "static"
         return "dynamic" if max(last, self._highest) > 1 else "none"
 
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        subject, seed = self._subject(window), window.batches[0].seed
-        if math.isinf(subject.scale):
-            name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
-            cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
-            self.verdict = Verdict(
-                kind="scale_too_high", cause="scale", sure="shown", phase="backward", rank=subject.rank,
-                step=window.last, because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
-                shown="the gradient that backward() began with is infinite",
-            )  # fmt: skip
-            self._explained_step = window.last
-            return self.verdict
+    def _explained(self, window: Window, place: str = CALL, more: Mapping[int, MicroBatch] = NO_MORE) -> Verdict:
+        seed = window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:  # a replay from it finds nothing that is this model's
-            cure = Cure(policy=None, text="look at what computed that gradient", verified=False)
-            self.verdict = Verdict(
-                kind="bad_batch", phase="backward", rank=subject.rank, step=window.last, cures=(cure,),
-                parameter="the gradient that backward() was given", detail="not all of it is finite",
-                notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
-            )  # fmt: skip
             self._explained_step = window.last
+            self.verdict = replace(_of_seed(seed, self._scale()), rank=processes()[0], step=window.last)
             return self.verdict
-        verdict = super()._explained(window, place)
+        verdict, scaling = super()._explained(window, place, more), self._scaling()
         notes = []
         if self._is_written():
-            more = "" if self.optimizer is not None else "; pass optimizer="
-            notes.append(f"the weights have been written to since: the replay ran with others than the step{more}")
-        if len(self._scales) >= STUCK and subject.scaling == "static":
+            hint = "" if self.optimizer is not None else "; pass optimizer="
+            notes.append(f"the weights have been written to since: the replay ran with others than the step{hint}")
+        if len(self._scales) >= STUCK and scaling == "static":
             notes.append(
                 f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
                 "step, and make the scaler once, before the loop"
@@ -427,8 +404,10 @@ class BlackBox(Box):
         policy = prepared_policy(model)
         under = instead if policy is None else rebound
         return Subject(
-            replay=Replay(model, forward, window.batches, [*window.buffers, *self._statistics.kept()]),
             model=model,
+            forward=forward,
+            window=window.batches,
+            buffers=[*window.buffers, *self._statistics.kept()],
             optimizer=self.optimizer,
             policy=policy,
             under=lambda tried: under(model, tried),
@@ -438,9 +417,26 @@ class BlackBox(Box):
             rank=processes()[0],
             normed=False,
             foreign="" if policy is not None else AROUND if self._around else INSIDE,
-            more=self._more,
             signals=self._memory.signals,
         )
+
+
+def _of_seed(seed: Tensor, scale: float) -> Verdict:
+    """Return the verdict on a step whose backward pass began with a gradient that is not finite."""
+    if math.isinf(scale):
+        name = str(seed.dtype).removeprefix("torch.")
+        return Verdict(
+            kind="scale_too_high", cause="scale", sure="shown", phase="backward",
+            because=f"the loss is {name}, which cannot hold it once it is scaled",
+            shown="the gradient that backward() began with is infinite",
+            cures=(Cure(text="return loss.float(); a dynamic scale adapts by itself"),),
+        )  # fmt: skip
+    return Verdict(
+        kind="bad_batch", phase="backward", parameter="the gradient that backward() was given",
+        detail="not all of it is finite",
+        cures=(Cure(text="look at what computed that gradient"),),
+        notes=("the loop has computed it, or the next stage of a pipeline, whose own verdict has the place",),
+    )  # fmt: skip
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
@@ -493,7 +489,7 @@ def _as_loop(known: dict[str, Any], verdict: Verdict) -> Verdict:
     if known.get("cause") != "loop":
         return verdict
     own = {f.name: known[f.name] for f in fields(Verdict) if type(known.get(f.name)) is str}
-    cures = tuple(Cure(policy=None, text=str(cure["text"]), verified=False) for cure in known["cures"])
+    cures = tuple(Cure(text=str(cure["text"])) for cure in known["cures"])
     note = "the order of calls was seen in the run; this replay has the step alone"
     return replace(verdict, **own, cures=cures, notes=(*verdict.notes, note))
 
@@ -516,7 +512,7 @@ def replay(file: str | Path, task: Any) -> Verdict:
     content = load_evidence(file)
     model = task.model()
     policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
-    optimizer, scale = task.optimizer(model), float(content["scale"])
+    optimizer = task.optimizer(model)
     box: BlackBox | StepBox
     if content["region"]:
         box = BlackBox(model, task.loss_fn, optimizer)
@@ -525,22 +521,17 @@ def replay(file: str | Path, task: Any) -> Verdict:
     else:
         step = TrainStep(model, optimizer, task.loss_fn, policy=policy or "O0")
         box, signals = StepBox(step), step.record.signals
-    load_weights(model, content, file)
-    load_optimizer(optimizer, model, content)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = window_of(content, device), buffers_of(model, content, device)
-    window = Window(*found, content["step"], torch.tensor(scale, device="cpu"))
-    if content["signals"] is not None:
-        signals.restore(content["signals"])
-    same = {name: content[name] for name in ("scaling", "floor", "rank", "dropped", "clip_norm", "clip_value")}
+    window = restored(content, file, model, optimizer)
+    signals.restore(content["signals"])
+    same = {name: content[name] for name in (*SAME, "clip_norm")}
     if isinstance(box, BlackBox):
         box._memory.window = window
-    subject = replace(box._subject(window), scale=scale, notes=tuple(content["notes"]), **same)
+    subject = replace(box._subject(window), notes=tuple(content["notes"]), **same)
     box._judged = partial(_as_loop, content["verdict"])
     verdict = box.explain_subject(subject)
     if verdict.kind == "not_reproducible" and not verdict.detail:
         other = "give the model and the loss of that run: the task's code may be another than the run's was"
-        verdict = replace(verdict, cures=(Cure(policy=None, text=other, verified=False), *verdict.cures))
+        verdict = replace(verdict, cures=(Cure(text=other), *verdict.cures))
     if content["model"]:
         return verdict
     note = "the evidence holds no weights: the replay ran with those that the task's model begins with"

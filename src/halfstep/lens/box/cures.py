@@ -21,7 +21,7 @@ from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import LOWEST, Subject, low_of, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import FAILURES, Trials, adapted, highest, in_place_of
+from halfstep.lens.box.trials import Trials, highest, in_place_of
 from halfstep.lens.calls import RUNS_BACKWARD, Site, region_here, spelled
 from halfstep.lens.tracing import Sink, Tracer
 from halfstep.lens.verdict import Cure, Verdict
@@ -34,7 +34,7 @@ from halfstep.torch_private.autograd import current_graph_task_id
 
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding"})
 LONGEST = 4  # rules in one cure: with more, bf16 or fp32 is the smaller change
-NEAREST = 6  # producers that are tried, one at a time: each costs a replay
+NEAREST = 6  # producers that are tried, one at a time: each costs a trial
 ENOUGH = 3  # verified cures, after which no other format is tried
 ENTRY = re.compile(r"^(?=[^ \n].* = |\[)", re.MULTILINE)  # where an entry of a policy file, or a table, begins
 IMPATIENT = 20  # a scale that grows after fewer good steps skips more than one in so many
@@ -66,7 +66,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
     if low_of(subject.policy, subject.model) == "fp16" and len(search.verified) < ENOUGH:
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found:
-        search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
+        search.try_one(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
     told = advice(verdict, around, cured=bool(search.verified))
     once = [cure for cure in search.found if not cure.verified]
     if verdict.cause == "data":
@@ -75,7 +75,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
 
 
 class _Search:
-    """Tries policies: by one replay and, where that is finite, by a trial of training."""
+    """Tries policies by trials of training."""
 
     def __init__(self, subject: Subject, index: int | None, trials: Trials) -> None:
         assert subject.policy is not None
@@ -87,27 +87,7 @@ class _Search:
     def verified(self) -> list[Cure]:
         return [cure for cure in self.found if cure.verified]
 
-    def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
-        subject = self.subject
-        replay = dataclasses.replace(subject.replay, wide=policy.grads == "fp32")
-        try:
-            with subject.under(policy):
-
-                def at(scale: float) -> Attempt:
-                    factor = scale / subject.scale
-                    return replay.run(factor=factor, only=self.index, traced=traced and factor == 1.0)
-
-                return adapted(subject, at, subject.scale)[0]
-        except FAILURES:
-            return None  # this model cannot run under it
-
     def try_one(self, policy: Policy, words: str, line: str) -> bool:
-        attempt = self._run(policy)
-        if attempt is None or attempt.odd or attempt.bad:
-            return False
-        return self.add(policy, words, line)
-
-    def add(self, policy: Policy, words: str, line: str) -> bool:
         trial = self.trials.of(policy)
         if not trial.finite_once:
             return False
@@ -164,18 +144,22 @@ class _Search:
         """Try `policy`; return the verdict on what is not finite then, None if nothing is or it is not known."""
         if self.try_one(policy, words, line):
             return None
-        attempt = self._run(policy, traced=True)
-        if attempt is None or attempt.odd or attempt.trace is None:
+        subject = dataclasses.replace(self.subject, wide=policy.grads == "fp32")
+        try:
+            with subject.under(policy):
+                trace = subject.run(only=self.index, traced=True).trace
+        except Exception:  # of the user's code, which cannot run under it
             return None
-        following = verdict_of(attempt.trace, self.subject.names)
+        if trace is None:
+            return None
+        following = verdict_of(trace, subject.names)
         return following if following.kind in {"overflow", "invalid"} else None
 
 
 def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
-    replay = subject.replay
 
     def finite(scale: float) -> bool:
-        return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
+        return not subject.run(factor=scale / subject.scale, only=attempt.only).bad
 
     right = highest(finite, subject.scale, LOWEST)
     words = f"a scale of {right:g}"

@@ -19,13 +19,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep.lens.box.diagnose import Subject, first_cause
+from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.origins import CallRecord, Source, upstream
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.calls import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, extremes
 from halfstep.lens.verdict import shown
 from halfstep.step.parts.record import MicroBatch
-from halfstep.step.parts.signals import History
 from halfstep.trees import inputs, map_tensors, place, tensors
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]  # index, name and tensor of inputs
@@ -49,32 +48,29 @@ COMPARING = frozenset(
 CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as", "view", "reshape", "unsqueeze"})
 
 
-def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
+def suspects(subject: Subject, attempt: Attempt) -> tuple[str, ...]:
     """Return what is wrong with the batch of a step and its replay with instruments, strongest first."""
-    if attempt is None or not attempt.bad or attempt.index is None or not subject.replay.window:
+    micro, source = attempt.micro, attempt.source
+    if micro is None:
         return ()
-    micro = subject.replay.window[attempt.index]
-    source = None if attempt.trace is None else first_cause(attempt.trace)[0]
-    if found := [*_not_finite(micro, source)]:
-        return tuple(found)
     known = _inputs(micro)
+    if found := [*_not_finite(known, source)]:
+        return tuple(found)
     if source is not None and source.call is not None:
         reached = {name for call in upstream([source.call]) for kind, name in call.outside if kind == "batch"}
         known = [(i, name, t) for i, name, t in known if f"input {i}" in reached]
-    found += _constant(subject, attempt, known, source)
+    found += _constant(subject, attempt, known)
     found += _of_call(known, source, *_earlier(subject, micro))
     found += _outliers(subject, attempt, micro, known)
-    target = wrong_target(subject, attempt)
-    return (*found, target) if target else tuple(found)
+    return tuple(filter(None, (*found, wrong_target(attempt))))
 
 
-def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
+def without(subject: Subject, attempt: Attempt) -> Subject | None:
     """Return the step with another sample in the place of each at fault; None if that is not known, or it stays bad."""
-    source = None if attempt is None or attempt.trace is None else first_cause(attempt.trace)[0]
-    if attempt is None or attempt.index is None or source is None:
+    if attempt.micro is None or attempt.source is None:
         return None
-    given = _inputs(subject.replay.window[attempt.index])
-    size, bad = next((len(t) for _, _, t in given if t.dim()), 0), source.samples
+    given, bad = _inputs(attempt.micro), attempt.source.samples
+    size = _samples(given)
     good = next((index for index in range(size) if index not in bad), -1)
     if not bad or good < 0 or bad[-1] >= size:
         return None
@@ -87,11 +83,11 @@ def without(subject: Subject, attempt: Attempt | None) -> Subject | None:
     return _changed(subject, attempt, changes) if _finite(subject, attempt, changes) else None
 
 
-def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
+def wrong_target(attempt: Attempt) -> str:
     """Return which target is no probability where a loss takes it for one: training on it runs away; "" for none."""
-    if attempt is None or attempt.trace is None or attempt.index is None:
+    if attempt.trace is None or attempt.micro is None:
         return ""
-    known = {f"input {i}": (name, tensor) for i, name, tensor in _inputs(subject.replay.window[attempt.index])}
+    known = {f"input {i}": (name, tensor) for i, name, tensor in _inputs(attempt.micro)}
     for call in attempt.trace.origins.calls():
         if call.site.op != "binary_cross_entropy_with_logits" or call.site.phase != "forward":
             continue
@@ -116,10 +112,14 @@ def _inputs(micro: MicroBatch) -> Given:
     return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
 
 
-def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
+def _samples(given: Given) -> int:
+    return next((len(tensor) for _, _, tensor in given if tensor.dim()), 0)
+
+
+def _not_finite(given: Given, source: Source | None) -> Iterator[str]:
     if source is None or source.kind != "batch":
         return
-    for index, name, tensor in _inputs(micro):
+    for index, name, tensor in given:
         if f"input {index}" != source.name or tensor.layout is not torch.strided:
             continue
         bad = ~torch.isfinite(tensor.detach())
@@ -138,7 +138,7 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
 
 def _earlier(subject: Subject, micro: MicroBatch) -> tuple[bool, bool]:
     """Return whether a batch before this one trained, and whether the one right before it failed like it."""
-    seen = History() if subject.signals is None else subject.signals.read()
+    seen = subject.signals.read()
     rows = [row for row in zip(seen.steps, seen.losses, seen.applied, strict=True) if row[0] < subject.step]
     own = micro.loss is None or extremes(micro.loss)[1]
     failed = bool(rows) and not rows[-1][2] and math.isfinite(rows[-1][1]) == own
@@ -158,7 +158,7 @@ def _of_call(given: Given, source: Source | None, trained: bool, failed: bool) -
     yield from empty
     if empty:
         return
-    size = next((len(t) for _, _, t in given if t.dim()), 0)
+    size = _samples(given)
     known = bool(source.samples) and source.samples[-1] < size
     op, roots = source.call.site.op, source.roots()
     kinds = {kind for kind, _ in roots}
@@ -200,12 +200,12 @@ def _constant_feature(given: Given, feature: int) -> Iterator[str]:
                 yield f"{name} is {column.flatten()[0].item()} in every sample at feature {feature}"
 
 
-def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source | None) -> list[str]:
+def _constant(subject: Subject, attempt: Attempt, given: Given) -> list[str]:
     """Return which inputs hold one value everywhere in the samples at fault, in no other, and are the reason for it.
 
     They are if the replay is finite with the values of another sample in their place.
     """
-    size = next((len(t) for _, _, t in given if t.dim()), 0)
+    size, source = _samples(given), attempt.source
     if source is None or not source.invalid or source.written or not source.samples:
         return []
     samples = list(source.samples)
@@ -232,9 +232,8 @@ def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source |
 
 
 def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
-    seen = () if subject.signals is None else subject.signals.read().inputs
-    first = subject.step - subject.dropped - len(subject.replay.window)
-    earlier = [maxima for number, maxima in seen if number <= first]
+    first = subject.step - subject.dropped - len(subject.window)
+    earlier = [maxima for number, maxima in subject.signals.read().inputs if number <= first]
     found: dict[int, tuple[float, str]] = {}
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
     for index, name, tensor in given:
@@ -329,23 +328,21 @@ def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
 def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> bool:
     """Return whether the replay of the micro-batch at fault is finite with some of its inputs changed."""
     try:
-        replay = _changed(subject, attempt, changes).replay
+        replay = _changed(subject, attempt, changes)
         again = replay.run(only=attempt.index)
         if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
             # scaled gradients may overflow still; but if scale 1 alone helps, the inputs are not the reason
             low = 1.0 / subject.scale
             again = replay.run(only=attempt.index, factor=low)
-            return not again.bad and subject.replay.run(only=attempt.index, factor=low).bad
+            return not again.bad and subject.run(only=attempt.index, factor=low).bad
     except Exception:  # code that cannot run on it
         return False
     return not again.bad and not again.odd
 
 
 def _changed(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> Subject:
-    assert attempt.index is not None
-    window = list(subject.replay.window)
-    micro = window[attempt.index]
-    order = count()
+    assert attempt.micro is not None and attempt.index is not None
+    micro, window, order = attempt.micro, list(subject.window), count()
 
     def changed(tensor: Tensor) -> Tensor:
         change = changes.get(next(order))
@@ -353,4 +350,4 @@ def _changed(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[
 
     batch, named = map_tensors((micro.batch, micro.named), changed)
     window[attempt.index] = dataclasses.replace(micro, batch=batch, named=named)
-    return dataclasses.replace(subject, replay=dataclasses.replace(subject.replay, window=window))
+    return dataclasses.replace(subject, window=window)

@@ -18,6 +18,7 @@ from halfstep.lens.box.origins import CallRecord, Source
 from halfstep.lens.box.replay import Attempt, Replay, Trace
 from halfstep.lens.calls import NORMALISING, described, extremes
 from halfstep.lens.verdict import Magnitude, Verdict, shown
+from halfstep.optim import stepped_by
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.parts.record import MicroBatch, versions_of
@@ -44,12 +45,10 @@ FP32_MAX = float(torch.finfo(torch.float32).max)
 FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
 
 
-@dataclass(eq=False)
-class Subject:
+@dataclass(kw_only=True, eq=False)
+class Subject(Replay):
     """A step to diagnose."""
 
-    replay: Replay  # runs it again
-    model: nn.Module  # the user's model
     optimizer: Optimizer | None  # the optimizer that would have updated the model, or None
     policy: Policy | None  # the policy it ran under; None if it is not known
     under: Callable[[Policy], AbstractContextManager[None]]  # ``with under(policy):`` replays run under another policy
@@ -67,7 +66,7 @@ class Subject:
     more: Mapping[int, MicroBatch] = field(default_factory=dict)  # for trials, by their number in `explain(batches=)`
     clip_norm: ClipNorm = None  # largest norm of the gradients of an update; None: not clipped, or not known
     clip_value: float | None = None  # largest magnitude of an element of them; None likewise
-    signals: Signals | None = None  # the history of the run; None if there is none, as in a replay from a file
+    signals: Signals  # the history of the run
 
     @property
     def names(self) -> dict[int, str]:
@@ -84,7 +83,7 @@ def low_of(policy: Policy | None, model: nn.Module) -> str:
 
 def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     """Replay a step with instruments and name the first cause; without cures."""
-    attempt = subject.replay.run(traced=True)
+    attempt = subject.run(traced=True)
     notes = [*subject.notes, *_differences(subject, attempt)]
     if attempt.odd:
         verdict, notes = Verdict(kind="not_reproducible"), [*notes, attempt.odd, *_reasons(subject)]
@@ -98,8 +97,8 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     else:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
-            assert attempt.index is not None
-            verdict = replace(verdict, detail=_of_input(subject.replay.window[attempt.index], verdict.parameter))
+            assert attempt.micro is not None
+            verdict = replace(verdict, detail=_of_input(attempt.micro, verdict.parameter))
         elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
             verdict = cast
         elif verdict.kind == "bad_state":
@@ -112,7 +111,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
             value, name = max(weights, default=(0.0, ""))
             if value > LARGE:
                 notes.append(f"{name} holds values as large as {value:.3g}")
-    size = subject.dropped + len(subject.replay.window)
+    size = subject.dropped + len(subject.window)
     if size > 1 and attempt.index is not None:
         notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
     if any(map(is_compiled, subject.model.modules())):
@@ -120,9 +119,9 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
 
 
-def inspect(subject: Subject, why: str) -> Verdict:
+def inspect(subject: Subject, why: str) -> tuple[Verdict, Attempt]:
     """Return what the tensors of a step show without a replay, and why there is none; of sharded ones this rank's."""
-    reason, window = f"not replayed: {why}", subject.replay.window
+    reason, window = f"not replayed: {why}", subject.window
     verdict = Verdict(kind="not_reproducible", detail=reason)
     state = (*subject.model.named_parameters(), *subject.model.named_buffers())
     bad_state = [name for name, tensor in state if not is_lazy(tensor) and not extremes(tensor)[1]]
@@ -145,12 +144,13 @@ def inspect(subject: Subject, why: str) -> Verdict:
         first, size = subject.dropped + losses[0] + 1, subject.dropped + len(window)
         found = f"the loss of micro-batch {first} of {size} is not finite"
         verdict = replace(verdict, parameter="the loss", detail=f"{found}; {reason}")
-    return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *subject.notes))
+    notes = (*verdict.notes, *subject.notes)
+    return replace(verdict, step=subject.step, rank=subject.rank, notes=notes), Attempt(odd=reason)
 
 
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return the verdict that follows from the trace of a replay that was not finite."""
-    source, leaf = first_cause(trace)
+    source, leaf = trace.cause
     culprit, call = "" if leaf is None else names.get(id(leaf), ""), source.call
     kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
         source.kind
@@ -197,18 +197,6 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
 
 def _place(call: CallRecord) -> dict[str, Any]:
     return {name: getattr(call.site, name) for name in ("op", "module", "line", "phase")}
-
-
-def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
-    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
-    assert trace.loss is not None
-    if not extremes(trace.loss)[1]:
-        return trace.origins.accused(trace.loss)[0], None
-    found: list[tuple[Source, Tensor]] = []
-    for leaf, gradient in trace.gradients.items():
-        if not extremes(gradient)[1]:
-            found += [(source, leaf) for source in trace.origins.accused(gradient)]
-    return min(found, key=lambda pair: pair[0].rank())
 
 
 def _of_maker(call: CallRecord, limit: float) -> str:
@@ -270,10 +258,9 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
     store = WeightStore.behind(weight)
     if store is not None:
         yield store.read(weight)
-    for group in [] if subject.optimizer is None else subject.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.shape == weight.shape and parameter.dtype not in LOW_DTYPES:
-                yield parameter.detach()
+    for parameter in [] if subject.optimizer is None else stepped_by(subject.optimizer):
+        if parameter.shape == weight.shape and parameter.dtype not in LOW_DTYPES:
+            yield parameter.detach()
 
 
 def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
@@ -294,7 +281,7 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
     helps = helping_scale(subject, attempt.only)
     if not helps:
         lowest = min(LOWEST, subject.scale)
-        low = subject.replay.run(traced=True, factor=lowest / subject.scale, only=attempt.only)
+        low = subject.run(traced=True, factor=lowest / subject.scale, only=attempt.only)
         if low.trace is not None:  # what a higher scale has hidden by an overflow of its own
             verdict = verdict_of(low.trace, subject.names)
         return verdict, [f"no loss scale helps: at {lowest:g}, the lowest tried, it is the same"]
@@ -310,7 +297,7 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
 def helping_scale(subject: Subject, only: int | None = None) -> float:
     """Return a lower loss scale at which the step is finite: 1 or the lowest there is; 0.0 if it is finite at none."""
     for scale in (1.0, LOWEST):
-        if 0.0 < scale < subject.scale and not subject.replay.run(factor=scale / subject.scale, only=only).bad:
+        if 0.0 < scale < subject.scale and not subject.run(factor=scale / subject.scale, only=only).bad:
             return scale
     return 0.0
 
@@ -346,7 +333,7 @@ def _bad_states(subject: Subject) -> list[str]:
 
 def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
     dropped = subject.dropped
-    for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False), dropped):
+    for index, (micro, loss) in enumerate(zip(subject.window, attempt.losses, strict=False), dropped):
         if micro.loss is not None and not torch.equal(micro.loss.cpu(), loss.float().cpu().to(micro.loss.dtype)):
             if micro.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
                 if not torch.equal(micro.loss.cpu().nan_to_num(), loss.float().cpu().to(micro.loss.dtype).nan_to_num()):
@@ -355,13 +342,13 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
             first, second = float(micro.loss), float(loss)
             if first == first or second == second:
                 yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
-    for index, micro in enumerate(subject.replay.window, dropped):
+    for index, micro in enumerate(subject.window, dropped):
         if versions_of((micro.batch, micro.named)) != micro.versions:
             yield f"micro-batch {index + 1} has been written to since its forward pass began"
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    for micro in subject.replay.window:
+    for micro in subject.window:
         for value in (*micro.batch, *micro.named.values()):
             if isinstance(value, Iterator):
                 yield f"the batch holds a {type(value).__name__}, which can be read once"

@@ -27,14 +27,15 @@ from halfstep.checkpoints.files import read_state
 from halfstep.errors import StepError, few
 from halfstep.kernels.sharded import has_parts
 from halfstep.lens.box.diagnose import FOREIGN, Subject
-from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.lens.verdict import Verdict
+from halfstep.optim import stepped_by
 from halfstep.schema import Each, check, regular, text
-from halfstep.step.parts.record import MicroBatch, versions_of
+from halfstep.step.parts.record import MicroBatch, Window, versions_of
 from halfstep.torch_private.modules import non_persistent_buffers
 from halfstep.trees import map_tensors, tensors
 
 VERSION = 4
+PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)  # types of values that are kept as they are
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
@@ -69,11 +70,10 @@ EVIDENCE = {  # what a file holds
     "notes": [str, ...],
     "clip_norm": (None, REAL, Each(str, REAL)),
     "clip_value": (None, REAL),
-    "signals": (
-        None,
-        {"updates": [[whole(), REAL, REAL, bool], ...], "weights": [[whole(), REAL, whole()], ...],
-         "inputs": [[whole(), [REAL, ...]], ...]},
-    ),
+    "signals": {
+        "updates": [[whole(), REAL, REAL, bool], ...], "weights": [[whole(), REAL, whole()], ...],
+        "inputs": [[whole(), [REAL, ...]], ...],
+    },
     "rank": whole(),
     "window": [
         {"batch": [TREE, ...], "named": Each(str, TREE), "loss": (None, TENSOR), "seed": (None, TENSOR),
@@ -170,7 +170,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         return None, [subject.gone]
     notes: list[str] = []
     window = []
-    for kept in subject.replay.window:
+    for kept in subject.window:
         batch = _portable([kept.batch, kept.named], notes)
         window.append({
             "batch": list(batch[0]), "named": dict(batch[1]),
@@ -178,7 +178,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
             "loss": _cpu(kept.loss), "seed": _cpu(kept.seed),
         })  # fmt: skip
     names = {id(m): n for n, m in subject.model.named_modules()}
-    buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
+    buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.buffers if id(m) in names]
     state: dict[str, Any] = {}
     if has_parts(subject.model):
         notes.append("weights are left out: this rank has a part of them")
@@ -205,7 +205,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         **{name: getattr(subject, name) for name in SAME},
         "notes": list(subject.notes),
         "clip_norm": dict(limit) if isinstance(limit, Mapping) else limit,
-        "signals": None if subject.signals is None else subject.signals.saved(),
+        "signals": subject.signals.saved(),
         "window": window,
         "buffers": buffers,
         "model": state,
@@ -278,38 +278,59 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> None:
-    """Put the weights of an evidence file, if it has any, into `model`; StepError if they are another model's."""
-    weights = content["model"]
+def restored(content: Mapping[str, Any], path: str | Path, model: nn.Module, optimizer: Optimizer) -> Window:
+    """Put the state of an evidence file into a model and its optimizer, and return its window on the model's device.
+
+    Weights are put if the file has any, options and state of the optimizer as far as they fit.
+
+    Raises:
+        StepError: weights or buffers that are another model's.
+    """
+    _load_weights(model, content["model"], path)
+    _load_optimizer(optimizer, model, content["optimizer"])
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    window = []
+    for item in content["window"]:
+        batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
+        random = {d: torch.Generator(d) for d in item["random"] if d.partition(":")[0] in {"cpu", type_here()}}
+        for kind, generator in random.items():
+            generator.set_state(item["random"][kind])
+        loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
+        window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
+    modules, buffers = dict(model.named_modules()), []
+    for module, name, value in content["buffers"]:
+        if module in modules:
+            if name not in modules[module]._buffers:
+                raise StepError(f"{f'{module}.{name}'!r} is no buffer of the task's {type(model).__name__}")
+            buffers.append((modules[module], name, value.to(device)))
+    return Window(window, buffers, content["step"], torch.tensor(float(content["scale"]), device="cpu"))
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if not weights:
         return
-    both = [(name, weights[name], tensor) for name, tensor in own.items() if name in weights]
-    unfit = [f"{name} is missing" for name in own if name not in weights]
+    unfit = []
+    for name, tensor in own.items():
+        kept = weights.get(name)
+        if kept is None:
+            unfit.append(f"{name} is missing")
+        elif not is_lazy(tensor) and kept.shape != tensor.shape:
+            unfit.append(f"{name} is {tuple(kept.shape)} and {tuple(tensor.shape)} in the model")
+        elif _kind(kept) != _kind(tensor):
+            unfit.append(f"{name} is {kept.dtype} and {tensor.dtype} in the model")
     unfit += [f"{name} is not in the model" for name in weights if name not in own]
-    unfit += [
-        f"{name} is {tuple(kept.shape)} and {tuple(tensor.shape)} in the model"
-        for name, kept, tensor in both
-        if not is_lazy(tensor) and kept.shape != tensor.shape
-    ]
-    unfit += [
-        f"{name} is {kept.dtype} and {tensor.dtype} in the model"
-        for name, kept, tensor in both
-        if _kind(kept) != _kind(tensor)
-    ]
     if unfit:
         what = f"{few(unfit, SHOWN)}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
     model.load_state_dict(weights, strict=False)  # only tensors were kept
 
 
-def load_optimizer(optimizer: Optimizer, model: nn.Module, content: Mapping[str, Any]) -> None:
-    """Put the options of groups and the state of an evidence file into an optimizer, as far as they fit."""
-    kept = content["optimizer"]
+def _load_optimizer(optimizer: Optimizer, model: nn.Module, kept: Mapping[str, Any]) -> None:
     if len(kept["groups"]) == len(optimizer.param_groups):
         for group, options in zip(optimizer.param_groups, kept["groups"], strict=True):
             group.update({k: v for k, v in options.items() if type(v) is type(group.get(k))})
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for p in stepped_by(optimizer)}
     for name, parameter in model.named_parameters():
         if name in kept["state"] and id(parameter) in stepped:
             optimizer.state[parameter] = map_tensors(kept["state"][name], partial(_beside, parameter))
@@ -321,32 +342,6 @@ def _beside(parameter: Tensor, value: Tensor) -> Tensor:
 
 def _kind(tensor: Tensor) -> tuple[bool, bool, torch.layout]:
     return tensor.is_floating_point(), tensor.is_complex(), tensor.layout
-
-
-def buffers_of(
-    model: nn.Module, content: Mapping[str, Any], device: torch.device
-) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the buffers of an evidence file on `device` with their modules; StepError if `model` lacks one."""
-    modules, found = dict(model.named_modules()), []
-    for path, name, value in content["buffers"]:
-        if path in modules:
-            if name not in modules[path]._buffers:
-                raise StepError(f"{f'{path}.{name}'!r} is no buffer of the task's {type(model).__name__}")
-            found.append((modules[path], name, value.to(device)))
-    return found
-
-
-def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBatch]:
-    """Return the micro-batches of an evidence file on `device`."""
-    window = []
-    for item in content["window"]:
-        batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
-        random = {d: torch.Generator(d) for d in item["random"] if d.partition(":")[0] in {"cpu", type_here()}}
-        for kind, generator in random.items():
-            generator.set_state(item["random"][kind])
-        loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
-        window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
-    return window
 
 
 def _whole_state(model: nn.Module) -> dict[str, Any]:

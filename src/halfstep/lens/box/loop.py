@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack
 from types import FrameType, ModuleType
@@ -25,6 +25,7 @@ from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import user_frame, user_line
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.mistakes import MISTAKES
+from halfstep.optim import stepped_by
 from halfstep.scale.alarm import in_scaler, is_scaler
 
 WATCHED = 2  # gradients that stand for all: the smallest ones
@@ -277,7 +278,7 @@ class Loop:
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
         """Return the verdict on a step whose gradients were applied though they were not finite."""
-        parameters = list(self._parameters())
+        parameters = self._parameters()
         bad = sum(not extremes(parameter)[1] for parameter in parameters)
         call = " at ".join(filter(None, ("optimizer.step()", update.line.partition(" ")[0])))
         count = f"{bad} of {len(parameters)} parameters are not finite since"
@@ -287,7 +288,7 @@ class Loop:
         if update.scaler:
             because = f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}"
             verdict = _blamed(verdict, "HS006", because)
-            verdict = replace(verdict, cures=(Cure(policy=None, text=ALONE, verified=False),))
+            verdict = replace(verdict, cures=(Cure(text=ALONE),))
         elif scaled:
             because = f"{call} applied gradients that overflowed under the loss scale; {count}"
             verdict = _blamed(verdict, "HS005", because)
@@ -304,9 +305,8 @@ class Loop:
 
     # ------------------------------------------------------------------ gradients
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            yield from group["params"]
+    def _parameters(self) -> list[Tensor]:
+        return [] if self.optimizer is None else stepped_by(self.optimizer)
 
     def _gradients(self) -> list[Tensor]:
         found = (local(p.grad.detach()) for p in self._parameters() if p.grad is not None)
@@ -335,10 +335,10 @@ def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) ->
 
 
 def _blamed(verdict: Verdict, code: str, because: str, line: str = "") -> Verdict:
-    cure = Cure(policy=None, text=MISTAKES[code].remedy, verified=False)
     return replace(
-        verdict, cause="loop", because=because, sure="shown", shown=COMPARED, line=line or verdict.line, cures=(cure,)
-    )
+        verdict, cause="loop", because=because, sure="shown", shown=COMPARED, line=line or verdict.line,
+        cures=(Cure(text=MISTAKES[code].remedy),),
+    )  # fmt: skip
 
 
 def _of_buffers(names: Sequence[str], step: int) -> str:

@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfstep.lens.calls import (
     DIVIDING,
     NORMALISING,
+    Args,
+    Kwargs,
     Site,
     constants,
     copied,
@@ -60,7 +62,7 @@ SCALING = frozenset({"mul", "div", "true_divide", "pow", "float_power", "linear"
 HUGE = 1e100  # the fourth power of a number this large leaves float64 too, which ends at 1.8e308
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class CallRecord:
     """What is kept of one operator call: a node of the replay's dataflow."""
 
@@ -69,7 +71,7 @@ class CallRecord:
     shapes: tuple[tuple[int, ...], ...]  # shapes of them
     largest: float  # largest finite magnitude among them; 0.0 if they hold none
     finite_in: bool  # whether all of them were finite
-    finite_out: bool  # whether its results were
+    finite_out: bool = True  # whether its results are, as soon as it has run
     made: float = 0.0  # largest finite magnitude of its results; 0.0 if they hold none
     dtype: torch.dtype | None = None  # format of its first result of floating numbers, None without one
     parents: tuple[CallRecord, ...] = ()  # the calls that made its arguments; views and queries are none
@@ -132,36 +134,27 @@ class Source:
 class Call:
     """One operator call with its tensors, for as long as it runs; made before it runs."""
 
-    def __init__(
-        self, origins: Origins, site: Site, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.site, self.func, self.args, self.kwargs = site, func, args, kwargs
+    def __init__(self, origins: Origins, site: Site, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
         self.inputs = read(func, args, kwargs)
         self.before = [extremes(tensor) for tensor in self.inputs]
-        self.finite_in = all(finite for _, finite, _ in self.before)
         self.given = {storage(tensor) for tensor in tensors((args, kwargs))}
-        self.parents, self.outside = origins.made_by((args, kwargs))
-        self.carrier = origins.carrier(self.inputs, self.before)
+        largest = max((value for value, _, _ in self.before), default=0.0)
+        finite = all(finite for _, finite, _ in self.before)
+        self.record = record = CallRecord(site, *described(self.inputs), largest=largest, finite_in=finite)
+        record.parents, record.outside = origins.made_by((args, kwargs))
+        record.carrier = origins.carrier(self.inputs, self.before)
         self.again: Any = (args, kwargs)  # with which it can be computed again, None if it overwrites them
         if writes(func):
-            self.again = map_tensors(self.again, copied) if self.finite_in else None
+            self.again = map_tensors(self.again, copied) if finite else None
 
     def end(self, result: Any, inner: list[Tensor]) -> CallRecord:
         """Read what it returned or wrote to, and the results of the kernels inside; return what is kept of it."""
         self.inner, self.outputs = inner, floats(result)
         self.after = [extremes(tensor) for tensor in self.outputs]
-        self.record = CallRecord(
-            self.site,
-            *described(self.inputs),
-            largest=max((value for value, _, _ in self.before), default=0.0),
-            finite_in=self.finite_in,
-            finite_out=all(finite for _, finite, _ in self.after),
-            made=max((value for value, _, _ in self.after), default=0.0),
-            dtype=next((t.dtype for t in self.outputs if t.is_floating_point()), None),
-            parents=self.parents,
-            outside=self.outside,
-            carrier=self.carrier,
-        )
+        self.record.finite_out = all(finite for _, finite, _ in self.after)
+        self.record.made = max((value for value, _, _ in self.after), default=0.0)
+        self.record.dtype = next((t.dtype for t in self.outputs if t.is_floating_point()), None)
         return self.record
 
 

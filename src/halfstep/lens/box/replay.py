@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
@@ -30,24 +31,22 @@ from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens.box.origins import Call, Origins
+from halfstep.lens.box.origins import Call, Origins, Source
 from halfstep.lens.calls import (
     RUNS_BACKWARD,
-    TAG,
     Site,
     autocasting,
     extremes,
     floats,
     has_storage,
-    name_of_node,
     numbers_of,
     public,
     region_here,
     spelled,
-    tag,
 )
 from halfstep.lens.tracing import KernelMode, Sink, Tracer, line_of, user_frame
 from halfstep.meeting import processes
+from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Modules, Snapshot, contents, gradients, noted, put_buffers
 from halfstep.step.parts.record import MicroBatch, put_random
@@ -63,6 +62,7 @@ SILENT = frozenset(  # queries and bookkeeping: no result of theirs is a tensor 
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
+TAG = "halfstep.site"  # the key of a `Site` in the metadata of autograd nodes
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
@@ -94,6 +94,18 @@ class Trace(Sink):
         self._seen_modules: set[int] = set()
         self._outsiders: list[nn.Module] = []  # modules outside the model, kept alive so that no id is used twice
         self._expect_state(self.model, "")
+
+    @cached_property
+    def cause(self) -> tuple[Source, Tensor | None]:
+        """Where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
+        assert self.loss is not None
+        if not extremes(self.loss)[1]:
+            return self.origins.accused(self.loss)[0], None
+        found: list[tuple[Source, Tensor]] = []
+        for leaf, gradient in self.gradients.items():
+            if not extremes(gradient)[1]:
+                found += [(source, leaf) for source in self.origins.accused(gradient)]
+        return min(found, key=lambda pair: pair[0].rank())
 
     # ------------------------------------------------------------------ setting up
 
@@ -205,7 +217,7 @@ class Trace(Sink):
         known = None if node is None else node.metadata.get(TAG)
         if known is not None:
             return Site(known.op, known.module, known.line, "backward", known.call)
-        name = public(op) if node is None else name_of_node(node.name())
+        name = public(op) if node is None else _name_of(node)
         return Site(name, "", "", "backward")
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -216,7 +228,7 @@ class Trace(Sink):
                 call = Call(self.origins, site, func, args, kwargs)
             for tensor in call.inputs:  # the nodes of custom Functions: with the sites where these were applied
                 node: Any = tensor.grad_fn
-                if node is not None and TAG not in node.metadata and (name := name_of_node(node.name())) in applied:
+                if node is not None and TAG not in node.metadata and (name := _name_of(node)) in applied:
                     node.metadata[TAG] = applied[name]
             self._inner = []
             if self.tracer.below is None:
@@ -228,10 +240,28 @@ class Trace(Sink):
             if call.outputs:
                 self.numbers[site] = numbers_of(func, args, kwargs), call.outputs[0].dtype
             for tensor in call.outputs:
-                tag(tensor, site)
+                _tag(tensor, site)
             return result
         finally:
             self._depth -= 1
+
+
+def _name_of(node: Any) -> str:
+    """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
+    stem = node.name().rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+    name = public("".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem)))
+    return name if name in known() else stem
+
+
+def _tag(tensor: Tensor, site: Site) -> None:
+    """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
+    todo: list[Any] = [tensor.grad_fn]  # torch types a node's metadata as a method
+    while todo:
+        node = todo.pop()
+        if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):
+            continue
+        node.metadata[TAG] = site
+        todo += [following for following, _ in node.next_functions]
 
 
 def _engine_between(below: FrameType, above: FrameType) -> bool:
@@ -259,10 +289,16 @@ class Attempt:
     losses: list[Tensor] = field(default_factory=list)  # detached, one for each micro-batch
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # leaf -> its gradient, summed over the micro-batches
     bad: bool = False  # whether the loss or a gradient is not finite
-    index: int | None = None  # the first micro-batch that is not finite, or None
-    trace: Trace | None = None  # the instruments of micro-batch `index`; None in a replay without
-    odd: str = ""  # why the replay shows nothing, in words: the loss function returned no loss
+    index: int | None = None  # number of the first micro-batch that is not finite, or None
+    micro: MicroBatch | None = None  # that micro-batch
+    trace: Trace | None = None  # its instruments; None in a replay without
+    odd: str = ""  # why the replay shows nothing, or why there was none, in words
     added: Tensor | None = None  # the leaf whose gradients are finite in each micro-batch and whose sum is not, or None
+
+    @property
+    def source(self) -> Source | None:
+        """Where the values that are not finite come from first; None if it is not known."""
+        return None if self.trace is None else self.trace.cause[0]
 
     @property
     def only(self) -> int | None:
@@ -270,7 +306,7 @@ class Attempt:
         return None if self.added is not None else self.index
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class Replay:
     """Runs micro-batches again."""
 
@@ -317,7 +353,7 @@ class Replay:
                 for index, micro in enumerate(window):
                     if only is None or index == only:
                         self._one(attempt, index, micro, modules, traced=traced, factor=factor)
-                        if attempt.bad and attempt.trace is not None:
+                        if attempt.only is not None:
                             break
                 return attempt
 
@@ -347,7 +383,7 @@ class Replay:
         attempt.losses.append(loss.detach())
         bad = not all(extremes(one)[1] for one in (*gradients.values(), loss))
         if bad and attempt.index is None:
-            attempt.bad, attempt.index, attempt.trace = True, index, trace
+            attempt.bad, attempt.index, attempt.micro, attempt.trace = True, index, micro, trace
             if trace is not None:
                 trace.loss = loss
                 trace.gradients = gradients
@@ -359,7 +395,7 @@ class Replay:
             attempt.gradients[leaf] = gradient if total is None else total + gradient
         sums = (leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1])
         if not attempt.bad and (first := next(sums, None)) is not None:
-            attempt.bad, attempt.index, attempt.added = True, index, first
+            attempt.bad, attempt.index, attempt.micro, attempt.added = True, index, micro, first
 
 
 class _RefuseCollectives(Sink):
@@ -378,14 +414,10 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
-def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
-    variables = [variable for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)]
-    return list(dict.fromkeys(variables)), any(node.name() == REENTRANT for node in nodes)
-
-
 def _gradients(loss: Tensor, seed: Tensor, modules: Modules) -> dict[Tensor, Tensor]:
-    leaves, reentrant = _leaves_of(loss)
+    nodes = [] if loss.grad_fn is None else [*graph_of(loss)]
+    leaves = list(dict.fromkeys(v for node in nodes if isinstance(v := getattr(node, "variable", None), Tensor)))
+    reentrant = any(node.name() == REENTRANT for node in nodes)
     if not leaves and not reentrant:
         return {}
     if not reentrant:

@@ -18,7 +18,7 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,7 +41,7 @@ from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.exchange import Exchange, exchange_of
-from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.calls import extremes
 from halfstep.lens.tracing import file_of
@@ -68,6 +68,7 @@ SHOWN = 8  # missing ranks are named up to this number
 FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_weight`
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
 UPDATE, CALL = "update", "call"
+NO_MORE: Mapping[int, MicroBatch] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,6 @@ class Box:
         self._posted = ""  # the last topic that a verdict was posted about
         self._explained_step = 0  # the step that `verdict` is about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
-        self._more: dict[int, MicroBatch] = {}  # micro-batches for trials, given to explain()
 
     def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Return why the last step was not finite; ``print(box.explain())`` is a report.
@@ -238,40 +238,34 @@ class Box:
             StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, has
                 one that the loss function does not take, or comes after later steps. Nothing is changed then.
         """
-        self._more = {} if batches is None else more_batches(batches)
-        try:
-            verdict = self._last()
-            if self._more:  # nothing was tried
-                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
-            return verdict
-        except StepError as error:
-            if error.__cause__ is not None and lacks_memory(error.__cause__):
-                raise error.__cause__ from None
-            raise
-        finally:
-            self._more = {}
-
-    # ------------------------------------------------------------------ one step
-
-    def _last(self) -> Verdict:
-        window = self._wrong_window()
+        more, window = {} if batches is None else more_batches(batches), self._wrong_window()
         if window is None:
             if self.verdict is None:
                 raise StepError(f"explain(): there is no step to explain: {self.explainable}, before the next one")
+            if more:
+                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
             return self.verdict
-        known = None if self._more else self._known(window)
+        known = None if more else self._known(window)
         if known is None:
-            return self._explained(window)
+            try:
+                return self._explained(window, more=more)
+            except StepError as error:
+                if error.__cause__ is not None and lacks_memory(error.__cause__):
+                    raise error.__cause__ from None
+                raise
         topic = self._topic(window, CALL) if self._missing else None
         if topic is not None:  # ranks may have posted theirs since
             self.verdict = self._first_of_ranks(topic, 0.0)
         return self.verdict or known
 
+    # ------------------------------------------------------------------ one step
+
     def _known(self, window: Window) -> Verdict | None:
         return self.verdict if self._explained_step == window.last else None
 
-    def _explained(self, window: Window, place: str = CALL) -> Verdict:
-        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
+    def _explained(self, window: Window, place: str = CALL, more: Mapping[int, MicroBatch] = NO_MORE) -> Verdict:
+        """Explain the step of a window; `more`: micro-batches for trials, given to `explain`."""
+        verdict = self.explain_subject(replace(self._subject(window), more=more), self._topic(window, place))
         self._explained_step = window.last
         return verdict
 
@@ -281,24 +275,22 @@ class Box:
         Raises:
             StepError: the replay failed, and the model is on this rank alone; or a further batch cannot be run.
         """
-        self._more = {}
         with ExitStack() as whole:
             began = time.monotonic()
             sharded = has_parts(subject.model)
             parts = [n for n, p in subject.model.named_parameters() if not extremes(p)[1]] if sharded else []
-            attempt: Attempt | None = None
             try:
                 if sharded:
                     self._gather(subject.model, topic, whole)
-                verdict, attempt = (inspect(subject, subject.gone), None) if subject.gone else diagnose(subject)
+                verdict, attempt = inspect(subject, subject.gone) if subject.gone else diagnose(subject)
                 if sharded and verdict.kind == "bad_state" and not parts:
                     verdict = replace(verdict, kind="not_reproducible", detail=ELSEWHERE, parameter="")
             except Exception as error:
                 why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
                 if topic is None and not sharded:
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
-                verdict = inspect(subject, why)
-            if attempt is not None and not attempt.odd:  # the step itself can be run
+                verdict, attempt = inspect(subject, why)
+            if not attempt.odd:  # the step itself can be run
                 refuse_wrong(subject)
             replays = REPLAYS * (time.monotonic() - began)
             if verdict.parameter in parts:
@@ -470,8 +462,11 @@ class StepBox(Box):
         try:
             if window.bad:
                 self._skipped(window)
-            elif window.wrong:
-                self._lost(window)
+            elif window.wrong:  # it was applied, though a loss of this rank alone may not be finite
+                self._warn(window.last, self._streak.lost())
+                if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
+                    self._lone += 1
+                    self._announce(self._known(window) or self._explained(window))
             else:
                 self._streak.fine()
         except Exception as error:
@@ -500,13 +495,6 @@ class StepBox(Box):
                         topic.exchange.agree(topic.agreement, ok=False, patience=0.0)  # they need not wait for this one
         finally:
             self._warn(window.last, self._streak.see(seen))
-
-    def _lost(self, window: Window) -> None:
-        """Examine an update that was applied though a loss of this rank alone may not be finite."""
-        self._warn(window.last, self._streak.lost())
-        if self._streak.losses == 1 and self._lone < MOST_REPLAYS:
-            self._lone += 1
-            self._announce(self._known(window) or self._explained(window))
 
     # ------------------------------------------------------------------ replay
 
@@ -543,15 +531,12 @@ class StepBox(Box):
         if step.compile:
             notes.append("the step is compiled; the replay ran it eagerly")
         return Subject(
-            replay=Replay(
-                model=model,
-                forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
-                window=window.batches[0 if gone else dropped :],
-                buffers=window.buffers,
-                around=lambda: recomputing(_recipe(model)),
-                wide=step.policy.grads == "fp32",
-            ),
             model=model,
+            forward=lambda batch, named: step.run_forward(model, batch, named, _recipe(model))[0],
+            window=window.batches[0 if gone else dropped :],
+            buffers=window.buffers,
+            around=lambda: recomputing(_recipe(model)),
+            wide=step.policy.grads == "fp32",
             optimizer=step.optimizer,
             policy=None if binding is None else binding.wanted,
             under=lambda policy: rebound(model, policy),
@@ -563,7 +548,6 @@ class StepBox(Box):
             notes=tuple(notes),
             dropped=0 if gone else dropped,
             gone=gone,
-            more=self._more,
             clip_norm=step.clip_norm,
             clip_value=step.clip_value,
             signals=step.record.signals,
@@ -577,17 +561,16 @@ def _weight(verdict: Verdict) -> int:
     return 1 if verdict.parameter else 2 if verdict.detail else FINITE
 
 
-def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
-    if attempt is not None and subject.foreign and attempt.trace is not None:
+def _cured(subject: Subject, verdict: Verdict, attempt: Attempt) -> Verdict:
+    if subject.foreign and attempt.trace is not None:
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject)
+    trials = Trials(subject) if verdict.kind in CURABLE else None
     try:
         verdict = settle(subject, verdict, attempt, trials)
-        if attempt is None or trials is None:
-            return replace(verdict, cures=advice(verdict))
-        return replace(verdict, cures=cures(subject, verdict, attempt, trials))
+        found = advice(verdict) if trials is None else cures(subject, verdict, attempt, trials)
+        return replace(verdict, cures=found)
     except Exception as error:  # the place is known, a cure is not
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 

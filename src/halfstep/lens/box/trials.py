@@ -12,9 +12,7 @@ the fp32 values are rounded into them after each update.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,20 +26,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import fits, is_distributed
+from halfstep.binding.prepare import store_of
 from halfstep.binding.wrappers import unwrap_optimizer
-from halfstep.errors import HalfstepError, StepError, lacks_memory
+from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
-from halfstep.lens.calls import extremes, writes
+from halfstep.lens.calls import extremes, taken_from, widened, writes
 from halfstep.lens.tracing import Sink, Tracer
-from halfstep.optim import Optimizers, clipped_together
+from halfstep.optim import clipped_together, copy_of, stepped_by
 from halfstep.policy.policy import Policy
 from halfstep.snapshot import Snapshot, attributes
 from halfstep.step.parts.record import MicroBatch, random_states, versions_of
-from halfstep.step.parts.signals import History
 from halfstep.torch_private.autograd import backward_hooks
 from halfstep.torch_private.modules import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from halfstep.trees import map_tensors, tensors
@@ -56,9 +53,6 @@ NEAR = 0.25  # a loss is near that of fp32 if they differ by so much of the larg
 LAST = 3  # so many losses are averaged at the end of a trial
 FELL = 0.25  # share of its size by which a loss falls in a trial, however large it is, where training goes on
 RISING = 1.5  # times that a loss rises within a trial, above the same steps without updates, where training runs away
-
-FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
-"""What a model raises that cannot run under a policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +108,7 @@ class Trials:
     @cached_property
     def before(self) -> list[float]:
         """Sizes of the losses before the bad step."""
-        history = History() if self.subject.signals is None else self.subject.signals.read()
+        history = self.subject.signals.read()
         known = zip(history.steps, history.losses, strict=True)
         return [abs(loss) for step, loss in known if math.isfinite(loss) and step < self.subject.step]
 
@@ -156,12 +150,12 @@ class Trials:
                 made = {id(p): nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in low}
                 stack.enter_context(in_place_of(subject.model, made))
                 stack.enter_context(Tracer(_NothingLow()))
-            wide = subject.replay.wide if policy is None else policy.grads == "fp32"
-            with replace(subject.replay, wide=wide).windows() as windows:
+            wide = subject.wide if policy is None else policy.grads == "fp32"
+            with replace(subject, wide=wide).windows() as windows:
                 yield windows
 
     def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
-        attempt, scale = self._finite(windows, self.subject.replay.window, self._scale(policy))
+        attempt, scale = self._finite(windows, self.subject.window, self._scale(policy))
         if attempt.bad or attempt.odd:
             return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
         losses = (_mean(attempt.losses),)
@@ -174,7 +168,7 @@ class Trials:
         losses: list[float] = []
         found, absurd, first_scale = "", "", scale
         with _no_optimizer_hooks(), _placed(subject.model, self._trained) as weights:
-            optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
+            optimizer = _over(weights, unwrap_optimizer(subject.optimizer))
             finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
             for window in self._windows():
                 attempt, scale = self._finite(windows, window, scale)
@@ -220,14 +214,24 @@ class Trials:
                 weight.leaf.copy_(weight.precise)
 
     def _finite(self, windows: Windows, window: Sequence[MicroBatch], scale: float) -> tuple[Attempt, float]:
-        return adapted(self.subject, lambda scale: windows(window, factor=scale / self.subject.scale), scale)
+        """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
+        subject = self.subject
+
+        def at(scale: float) -> Attempt:
+            return windows(window, factor=scale / subject.scale)
+
+        attempt = at(scale)
+        if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
+            return attempt, scale
+        lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
+        return (at(lower), lower) if lower else (attempt, scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step: those of the bad step, then the ones given, then these again.
 
         The first begins with the state of the generators that it had, and each other with that of the first trial.
         """
-        own = list(self.subject.replay.window)
+        own = list(self.subject.window)
         yield own
         following = cycle([*self.subject.more.values(), *own])
         for number in range(STEPS - 1):
@@ -249,8 +253,7 @@ class Trials:
     @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
         optimizer = self.subject.optimizer
-        groups = [] if optimizer is None else unwrap_optimizer(optimizer).param_groups
-        stepped = {id(p) for group in groups for p in group["params"]}
+        stepped = set() if optimizer is None else {id(p) for p in stepped_by(unwrap_optimizer(optimizer))}
         named = self.subject.model.named_parameters()
         return {name: p for name, p in named if id(p) in stepped and p.requires_grad and not is_lazy(p)}
 
@@ -315,20 +318,14 @@ class Trials:
     @cached_property
     def _natural(self) -> float:
         """A sum over the squares of the batch, as losses that are not divided by a count have it at first."""
-        found = tensors([(micro.batch, micro.named) for micro in self.subject.replay.window])
+        found = tensors([(micro.batch, micro.named) for micro in self.subject.window])
         return max((max(1.0, extremes(t)[0] ** 2) * t.numel() for t in found), default=1.0)
 
 
 def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
     """Return batches by number, from 1: as many as a trial can use, without those that are not finite themselves."""
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise StepError(
-            f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
-        )
     found = {}
-    for number, batch in enumerate(islice(batches, MOST_BATCHES), 1):
-        args = tuple(batch) if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
-        named = dict(batch) if isinstance(batch, Mapping) else {}
+    for number, (args, named) in enumerate(taken_from(batches, MOST_BATCHES, StepError), 1):
         if all(extremes(tensor)[1] for tensor in tensors((args, named))):
             found[number] = MicroBatch(args, named, {}, versions_of((args, named)))
     if not found:
@@ -338,11 +335,11 @@ def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
 
 def refuse_wrong(subject: Subject) -> None:
     """Run each further batch of a step once, as the step was run; StepError if the loss function does not take it."""
-    own = subject.replay.window[0]
+    own = subject.window[0]
     for number, micro in subject.more.items():
         cause: Exception | None = None
         try:
-            with subject.replay.windows() as windows:
+            with subject.windows() as windows:
                 why = windows([_following(micro, own)]).odd
         except Exception as error:  # of the loss function
             if lacks_memory(error):
@@ -370,15 +367,6 @@ def _form(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def adapted(subject: Subject, at: Callable[[float], Attempt], scale: float) -> tuple[Attempt, float]:
-    """Return a replay at `scale` or, if that is dynamic, at the largest lower one at which gradients are finite."""
-    attempt = at(scale)
-    if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
-        return attempt, scale
-    lower = highest(lambda scale: not at(scale).bad, scale, max(subject.floor, LOWEST))
-    return (at(lower), lower) if lower else (attempt, scale)
 
 
 def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
@@ -420,22 +408,17 @@ def _no_optimizer_hooks() -> Iterator[None]:
     ]
     try:
         for hooks, own in kept:
-            hooks.update(dict.fromkeys(own, _nothing))
+            hooks.update(dict.fromkeys(own, lambda *given: None))
         yield
     finally:
         for hooks, own in kept:
             hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
-def _nothing(*given: object) -> None:
-    """Stand in the place of a hook."""
-
-
 @contextmanager
 def _placed(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[list[_Weight]]:
     """Put trial weights in the places of the parameters `trained` in a block, in the formats that are there now."""
-    binding = binding_of(model)
-    store = None if binding is None else binding.store
+    store = store_of(model)
     weights: dict[int, _Weight] = {}
     for name, original in trained.items():
         value = store.read(original) if store is not None and original in store else Tensor.detach(original).clone()
@@ -455,12 +438,9 @@ class _NothingLow(Sink):
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes(func):
             return func(*args, **kwargs)
-        if func in {Tensor.half, Tensor.bfloat16}:
-            func = Tensor.float
         args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
-        low = {id(dtype) for dtype in LOW_DTYPES}
-        named = {name: torch.float32 if id(value) in low else value for name, value in kwargs.items()}
-        return func(*(torch.float32 if id(value) in low else value for value in args), **named)
+        func, args, kwargs = widened(func, args, kwargs, torch.float32)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -477,26 +457,14 @@ def in_place_of(model: nn.Module, made: Mapping[int, nn.Parameter]) -> Iterator[
         yield
 
 
-def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
-    """Return an optimizer of the same class, groups and state over trial weights; the original is not written to."""
-    if isinstance(optimizer, Optimizers):
-        return Optimizers({name: _copy_of(one, weights) for name, one in optimizer.optimizers.items()})
-    made: Any = type(optimizer).__new__(type(optimizer))
-    precise = {id(weight.original): weight.precise for weight in weights}
-    memo: dict[int, Any] = {id(optimizer): made}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        # those of other models get an empty one, which has no gradient
-        memo[id(parameter)] = precise.get(id(parameter), nn.Parameter(torch.empty(0, device="cpu")))
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler's patch
-    own["state"] = defaultdict(dict, {p: _wide(state) for p, state in optimizer.state.items() if id(p) in precise})
-    for name in own:
-        if name.startswith("_optimizer_") and name.endswith("hooks"):
-            own[name] = OrderedDict()
-    vars(made).update(copy.deepcopy(own, memo))
-    return made  # type: ignore[no-any-return]
-
-
-def _wide(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with fp32 values for low ones; not copied otherwise."""
-    low = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES}
-    return {**state, **{name: value.float() for name, value in low.items()}} if low else state
+def _over(weights: Sequence[_Weight], optimizer: Optimizer) -> Optimizer:
+    """Return a copy of `optimizer` over trial weights, with fp32 values for low states."""
+    memo: dict[int, Any] = {id(weight.original): weight.precise for weight in weights}
+    for parameter, state in optimizer.state.items():
+        if id(parameter) not in memo:  # of another model
+            memo[id(state)] = {}
+            continue
+        memo |= {id(v): v.float() for v in state.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES}
+    for parameter in stepped_by(optimizer):  # an empty one has no gradient
+        memo.setdefault(id(parameter), nn.Parameter(torch.empty(0, device="cpu")))
+    return copy_of(optimizer, memo)

@@ -30,6 +30,7 @@ from halfstep.lens.box.blackbox import BlackBox, regions_here
 from halfstep.lens.calls import RUNS_BACKWARD
 from halfstep.lens.tracing import Sink, Tracer, user_frame
 from halfstep.lens.verdict import Verdict
+from halfstep.optim import stepped_by
 from halfstep.scale.alarm import in_scaler
 from halfstep.step.parts.record import MicroBatch, versions_of
 from halfstep.torch_private.autograd import current_graph_task_id
@@ -239,5 +240,5 @@ def _optimizer_of(model: nn.Module) -> Optimizer | None:
     own = {id(p) for p in model.parameters()}
     alive: Iterable[Any] = gc.get_objects()
     found = [one for one in alive if issubclass(type(one), Optimizer) and "param_groups" in vars(one)]
-    fitting = [o for o in found if any(id(p) in own for group in o.param_groups for p in group["params"])]
+    fitting = [one for one in found if any(id(p) in own for p in stepped_by(one))]
     return unwrap_optimizer(fitting[-1]) if fitting else None

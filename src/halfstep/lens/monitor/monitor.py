@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.accelerators import Landing
-from halfstep.arguments import COUNT, FLAG, check
+from halfstep.arguments import COUNT, FLAG, NONE, Kind, check
 from halfstep.binding.prepare import prepared_policy, store_of
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.state import STATE
@@ -36,13 +36,12 @@ from halfstep.lens.finding import Finding
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord, of_rise, symptoms
 from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.lens.sketch import ExponentSketch, Sketches
-from halfstep.optim import members
+from halfstep.optim import members, stepped_by
 from halfstep.policy.resolve import resolved
 from halfstep.step.train_step import TrainStep
 from halfstep.torch_private.compiler import is_compiled, original_of
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
-from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
@@ -73,200 +72,6 @@ class Shelf:
     outputs: Sketches  # of each leaf module
 
 
-class Sampler:
-    """Gathers samples of one model and its optimizer, without a wait, and makes records of them."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, store: WeightStore | None, format: Format, *, weights: bool,
-        activations: bool,
-    ) -> None:  # fmt: skip
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.names, self.parameters = [*named], [*named.values()]
-        self.leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
-        self.dtypes = [""] * len(self.leaves)  # formats of their last outputs
-        self.shelves: dict[torch.device, Shelf] = {}
-        # By parameter: what the last sample's weight decay takes off relatively; learning rate over the largest so far.
-        self.paces: dict[int, tuple[float, float]] = {}
-        self.weights, self.activations = weights, activations
-        self._optimizer, self._store, self._format = optimizer, store, format
-        self._places = {id(p): n for n, p in enumerate(self.parameters)}
-        self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._tops: dict[int, float] = {}
-        self._largest: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
-
-    def _shelf(self, device: torch.device) -> Shelf:
-        if device not in self.shelves:
-            numbers = [n for n, p in enumerate(self.parameters) if p.device == device]
-            self.shelves[device] = Shelf(
-                numbers,
-                Sketches(len(numbers), device),
-                Sketches(len(numbers) if self.weights else 0, device),
-                torch.zeros(len(numbers), STATES + KEPT, dtype=widest_dtype(device), device=device),
-                Sketches(len(self.leaves) if self.activations else 0, device),
-            )
-        return self.shelves[device]
-
-    def hooks(self) -> list[RemovableHandle]:
-        """Hook every leaf module, so that what it returns is counted."""
-        return [m.register_forward_hook(self._hook(n)) for n, (_, m) in enumerate(self.leaves)]
-
-    def _hook(self, number: int) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is not sampled
-                return
-            for tensor in tensors(output):
-                if tensor.is_floating_point() or tensor.is_complex():
-                    self.dtypes[number] = _format_name(tensor.dtype)
-                    with DisableTorchFunction(), torch.no_grad():  # without the region's rules
-                        self._shelf(tensor.device).outputs.add_([tensor], first=number)
-
-        return look
-
-    def before(self, parameters: Sequence[nn.Parameter], factor: Tensor | None) -> None:
-        """Count gradients, times `factor`, and copy what the update will change."""
-        gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
-        for number in gradients:
-            self._shelf(self.parameters[number].device)
-        self._before = {}
-        states = self.low_states() if self.weights else {}
-        for device, shelf in self.shelves.items():
-            given = [gradients.get(number) for number in shelf.numbers]
-            none = torch.empty(0, device=device)
-            by = None if factor is None else factor.to(device, non_blocking=True)
-            shelf.gradients.add_(none if g is None else g if by is None else g * by for g in given)
-            if self.weights:
-                for number in gradients.keys() & set(shelf.numbers):
-                    value = self._precise(self.parameters[number])
-                    self._before[number] = value, [state.clone() for state in states.get(number, ())]
-                shelf.weights.add_(self._before.get(number, (none,))[0] for number in shelf.numbers)
-
-    def after(self, bad: Tensor | None) -> None:
-        """Compare with the copies, if the update was applied (not `bad`) and its learning rate is not 0."""
-        if not self.weights:
-            return
-        states, rates = self.low_states(), self._rates()
-        for device, shelf in self.shelves.items():
-            zero = torch.zeros((), dtype=widest_dtype(device), device=device)
-            none = zero.expand(STATES + KEPT)
-            good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
-            rows = []
-            for number in shelf.numbers:
-                before, rate = self._before.pop(number, None), rates.get(number, 0.0)
-                if before is None or (not isinstance(rate, Tensor) and rate == 0):
-                    rows.append(none)
-                    continue
-                moving = good & (rate.to(device, non_blocking=True) != 0) if isinstance(rate, Tensor) else good
-                row = self._row(number, before, states.get(number, []), zero)
-                rows.append(torch.where(moving, row, none))
-            if rows:
-                shelf.sums.add_(torch.stack(rows))
-
-    def _row(self, number: int, before: tuple[Tensor, list[Tensor]], states: list[Tensor], zero: Tensor) -> Tensor:
-        value, gradient = self._precise(self.parameters[number]), self.parameters[number].grad
-        assert gradient is not None
-        gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
-        old, old_states = before
-        start = _parts(old).float()
-        change = torch.linalg.vector_norm(_parts(value).float() - start)
-        ratio = change / torch.linalg.vector_norm(start).clamp(min=torch.finfo(torch.float32).tiny)
-        active = gradient != 0
-        parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
-        parts += [(active & (one == other)).sum() for one, other in zip(states, old_states, strict=False)]
-        parts += [zero] * (STATES + KEPT - len(parts))
-        return torch.stack([part.to(zero.dtype) for part in parts])
-
-    def _precise(self, parameter: nn.Parameter) -> Tensor:
-        """Return a copy of the value that the optimizer moves."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
-        return local(parameter.detach()).clone()
-
-    def low_states(self) -> dict[int, list[Tensor]]:
-        """Return, by parameter, optimizer states that are low, in its shape, and rounded to nearest by torch."""
-        if any(LowStates.of(one) is not None for one in members(self._optimizer)):
-            return {}
-        found = {}
-        for parameter, state in self._optimizer.state.items():
-            number = self._places.get(id(parameter))
-            if number is not None:
-                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
-                found[number] = [local(v) for v in low if v.shape == parameter.shape][:KEPT]
-        return found
-
-    def _rates(self) -> dict[int, Any]:
-        rates: dict[int, Any] = {}
-        self.paces = {}
-        for group in self._optimizer.param_groups:
-            rate, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
-            for parameter in group["params"]:
-                number = self._places.get(id(parameter))
-                if number is not None:
-                    rates[number] = rate
-                    if not isinstance(rate, Tensor) and not isinstance(decay, Tensor):
-                        top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
-                        self.paces[number] = float(rate * decay), rate / top if top else 0.0
-        return rates
-
-    def record(self, load: Load) -> MonitorRecord:
-        """Return the record of `load`, whose tensors have arrived."""
-        states = self.low_states()
-        parameters: dict[int, ParameterRecord] = {}
-        outputs: dict[int, ExponentSketch] = {}
-        scale = 1.0
-        for numbers, landing in load.parts:
-            gradients, weights, sums, returned, *rest = landing.landed()
-            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
-            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
-            for number, gradient, weight, totals in found:
-                if gradient.count:
-                    if not states.get(number):
-                        totals[STATES:] = [math.nan]
-                    parameters[number] = self._parameter(load, number, gradient, weight, totals)
-            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
-                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
-            scale = float(rest[0]) if rest else scale
-        activations = []
-        for number, sketch in sorted(outputs.items()):
-            if sketch.count:
-                (path, leaf), dtype = self.leaves[number], self.dtypes[number]
-                activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
-        return MonitorRecord(
-            step=load.step, samples=load.samples, scale=scale,
-            parameters=tuple(parameters[n] for n in sorted(parameters)), activations=tuple(activations),
-        )  # fmt: skip
-
-    def _parameter(
-        self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
-    ) -> ParameterRecord:
-        name, parameter = self.names[number], self.parameters[number]
-        store = self._store if self._store is not None and parameter in self._store else None
-        stochastic = store is not None and store.name == "stochastic"
-        dtype = _format_name(parameter.dtype)
-        before, now = self._largest.get(name, 0.0), gradient.largest
-        self._largest[name] = now
-        good, movable = sums[GOOD], sums[MOVABLE]
-        applied = int(good) if self.weights else load.samples
-        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
-        decay, pace = load.paces.get(number, (0.0, 1.0))
-        return ParameterRecord(
-            name=name,
-            dtype=dtype,
-            precise=dtype if store is None or stochastic else "fp32",
-            gradient=gradient,
-            weight=weight,
-            format=self._format,
-            update_ratio=sums[RATIO] / good if good else math.nan,
-            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
-            frozen_state=max(sums[STATES:]) / movable if movable else math.nan,
-            decay=decay if good else 0.0,
-            pace=pace,
-            drift=math.log2(now / before) if now and before else math.nan,
-            stochastic=stochastic,
-            silent=self._silent[name],
-        )
-
-
 def _parts(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -279,6 +84,8 @@ def _format_name(dtype: torch.dtype) -> str:
     return "fp32" if found is None and dtype is torch.float64 else found or str(dtype).removeprefix("torch.")
 
 
+TARGET = Kind("a TrainStep or a model", lambda target: isinstance(target, (TrainStep, nn.Module)))
+SCALER = Kind("the loop's GradScaler, halfstep's or torch's", lambda s: hasattr(s, "scale_on") or hasattr(s, "_scale"))
 MOST_RECORDS = 512  # records of which the largest gradient and weight are remembered
 
 
@@ -327,27 +134,38 @@ class Monitor:
         format: Format | str | torch.dtype | None = None,
         scaler: Any = None,
     ) -> None:
-        _validate(target, optimizer, scaler)
-        check("Monitor", StepError, every=(every, COUNT), weights=(weights, FLAG), activations=(activations, FLAG))
+        check("Monitor", StepError, target=(target, TARGET), every=(every, COUNT), weights=(weights, FLAG))
+        check("Monitor", StepError, activations=(activations, FLAG), scaler=(scaler, SCALER | NONE))
+        self._step = target if isinstance(target, TrainStep) else None
         model = target.model if isinstance(target, TrainStep) else target
-        self.every = every
+        self._optimizer = _trained_by(optimizer, model) if self._step is None else self._step.optimizer
+        if self._step is not None and (optimizer is not None or scaler is not None):
+            raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
         whole = unwrap(model) is not model and original_of(model) is not None
         if activations and (whole or any(is_compiled(m) or original_of(m) is not None for m in model.modules())):
             raise StepError(
                 "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
                 "compiled again for each sample); watch the model before it is compiled, or leave activations out"
             )
+        self.every = every
         self.format = format_of(format) if format is not None else _low_format(model)
-        self._step = target if isinstance(target, TrainStep) else None
-        trained = optimizer if self._step is None else self._step.optimizer
-        assert trained is not None
-        self._optimizer = trained
-        self._scaler = scaler
-        self._sampler = Sampler(
-            unwrap(model), trained, store_of(model), self.format, weights=weights, activations=activations
-        )
+        self._store, self._scaler, self._weights = store_of(model), scaler, weights
+        named = {n: p for n, p in unwrap(model).named_parameters() if p.requires_grad}
+        self._names, self._parameters = [*named], [*named.values()]
+        self._places = {id(p): n for n, p in enumerate(self._parameters)}
+        modules = unwrap(model).named_modules() if activations else ()
+        self._leaves = [(n, m) for n, m in modules if not any(True for _ in m.children())]
+        self._dtypes = [""] * len(self._leaves)  # formats of their last outputs
         self._updates = self._samples = 0
         self._scale: Tensor | None = None  # of the last sample
+        self._shelves: dict[torch.device, Shelf] = {}
+        # By parameter: its value and low states before the sampled update; what the last sample's weight decay takes
+        # off relatively, and its learning rate over the largest so far, which is kept too.
+        self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._paces: dict[int, tuple[float, float]] = {}
+        self._tops: dict[int, float] = {}
+        self._largest: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
         self._loads: list[Load] = []
         self._records: list[MonitorRecord] = []
         self._course: deque[tuple[int, float, float, int]] = deque(maxlen=MOST_RECORDS)
@@ -369,9 +187,11 @@ class Monitor:
             handle.remove()
         self._handles, self._hooks = [], []
 
+    # ------------------------------------------------------------------ moments of a run
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.wants_update():
-            self.before_update([p for p in self._sampler.parameters if p.grad is not None])
+            self.before_update([p for p in self._parameters if p.grad is not None])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = getattr(optimizer, "found_inf", None) if self.wants_update() else None
@@ -387,24 +207,54 @@ class Monitor:
         self._arm()
 
     def _arm(self) -> None:
-        if not self._sampler.activations or bool(self._hooks) == self.wants_update():
+        """Hook every leaf module for the steps of a sampled update, so that what it returns is counted."""
+        if not self._leaves or bool(self._hooks) == self.wants_update():
             return
         for handle in self._hooks:
             handle.remove()
-        self._hooks = self._sampler.hooks() if self.wants_update() else []
+        leaves = enumerate(self._leaves) if self.wants_update() else ()
+        self._hooks = [m.register_forward_hook(self._hook(n)) for n, (_, m) in leaves]
+
+    def _hook(self, number: int) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is not sampled
+                return
+            for tensor in tensors(output):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._dtypes[number] = _format_name(tensor.dtype)
+                    with DisableTorchFunction(), torch.no_grad():  # without the region's rules
+                        self._shelf(tensor.device).outputs.add_([tensor], first=number)
+
+        return look
 
     @torch.no_grad()
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
-        if self.wants_update():
-            scale = getattr(self._scaler, "_scale", None)  # torch's
-            if self._step is not None:
-                scale = self._step.record.scale
-            elif hasattr(self._scaler, "scale_on"):
-                scale = self._scaler.scale_on(self._sampler.parameters[0].device)
-            self._scale = scale.clone() if isinstance(scale, Tensor) else None  # None without scaling
-            unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
-            self._sampler.before(parameters, self._scale if unscaled else None)
+        if not self.wants_update():
+            return
+        scale = getattr(self._scaler, "_scale", None)  # torch's
+        if self._step is not None:
+            scale = self._step.record.scale
+        elif hasattr(self._scaler, "scale_on"):
+            scale = self._scaler.scale_on(self._parameters[0].device)
+        self._scale = scale.clone() if isinstance(scale, Tensor) else None  # None without scaling
+        unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
+        factor = self._scale if unscaled else None
+        gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
+        for number in gradients:
+            self._shelf(self._parameters[number].device)
+        self._before = {}
+        states = self._low_states() if self._weights else {}
+        for device, shelf in self._shelves.items():
+            given = [gradients.get(number) for number in shelf.numbers]
+            none = torch.empty(0, device=device)
+            by = None if factor is None else factor.to(device, non_blocking=True)
+            shelf.gradients.add_(none if g is None else g if by is None else g * by for g in given)
+            if self._weights:
+                for number in gradients.keys() & set(shelf.numbers):
+                    value = self._precise(self._parameters[number])
+                    self._before[number] = value, [state.clone() for state in states.get(number, ())]
+                shelf.weights.add_(self._before.get(number, (none,))[0] for number in shelf.numbers)
 
     @torch.no_grad()
     def after_update(self, bad: Tensor | None) -> None:
@@ -412,8 +262,148 @@ class Monitor:
         self._updates += 1
         if self._updates % self.every == 0:
             self._samples += 1
-            self._sampler.after(bad)
+            if self._weights:
+                self._compare(bad)
         self._arm()
+
+    # ------------------------------------------------------------------ on the device
+
+    def _shelf(self, device: torch.device) -> Shelf:
+        if device not in self._shelves:
+            numbers = [n for n, p in enumerate(self._parameters) if p.device == device]
+            self._shelves[device] = Shelf(
+                numbers,
+                Sketches(len(numbers), device),
+                Sketches(len(numbers) if self._weights else 0, device),
+                torch.zeros(len(numbers), STATES + KEPT, dtype=widest_dtype(device), device=device),
+                Sketches(len(self._leaves), device),
+            )
+        return self._shelves[device]
+
+    def _compare(self, bad: Tensor | None) -> None:
+        """Compare with the copies, if the update was applied (not `bad`) and its learning rate is not 0."""
+        states, rates = self._low_states(), self._rates()
+        for device, shelf in self._shelves.items():
+            zero = torch.zeros((), dtype=widest_dtype(device), device=device)
+            none = zero.expand(STATES + KEPT)
+            good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
+            rows = []
+            for number in shelf.numbers:
+                before, rate = self._before.pop(number, None), rates.get(number, 0.0)
+                if before is None or (not isinstance(rate, Tensor) and rate == 0):
+                    rows.append(none)
+                    continue
+                moving = good & (rate.to(device, non_blocking=True) != 0) if isinstance(rate, Tensor) else good
+                row = self._row(number, before, states.get(number, []), zero)
+                rows.append(torch.where(moving, row, none))
+            if rows:
+                shelf.sums.add_(torch.stack(rows))
+
+    def _row(self, number: int, before: tuple[Tensor, list[Tensor]], states: list[Tensor], zero: Tensor) -> Tensor:
+        value, gradient = self._precise(self._parameters[number]), self._parameters[number].grad
+        assert gradient is not None
+        gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
+        old, old_states = before
+        start = _parts(old).float()
+        change = torch.linalg.vector_norm(_parts(value).float() - start)
+        ratio = change / torch.linalg.vector_norm(start).clamp(min=torch.finfo(torch.float32).tiny)
+        active = gradient != 0
+        parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
+        parts += [(active & (one == other)).sum() for one, other in zip(states, old_states, strict=False)]
+        parts += [zero] * (STATES + KEPT - len(parts))
+        return torch.stack([part.to(zero.dtype) for part in parts])
+
+    def _precise(self, parameter: nn.Parameter) -> Tensor:
+        """Return a copy of the value that the optimizer moves."""
+        if self._store is not None and parameter in self._store:
+            return self._store.read(parameter)
+        return local(parameter.detach()).clone()
+
+    def _low_states(self) -> dict[int, list[Tensor]]:
+        """Return, by parameter, optimizer states that are low, in its shape, and rounded to nearest by torch."""
+        if any(LowStates.of(one) is not None for one in members(self._optimizer)):
+            return {}
+        found = {}
+        for parameter, state in self._optimizer.state.items():
+            number = self._places.get(id(parameter))
+            if number is not None:
+                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
+                found[number] = [local(v) for v in low if v.shape == parameter.shape][:KEPT]
+        return found
+
+    def _rates(self) -> dict[int, Any]:
+        rates: dict[int, Any] = {}
+        self._paces = {}
+        for group in self._optimizer.param_groups:
+            rate, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
+            for parameter in group["params"]:
+                number = self._places.get(id(parameter))
+                if number is not None:
+                    rates[number] = rate
+                    if not isinstance(rate, Tensor) and not isinstance(decay, Tensor):
+                        top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
+                        self._paces[number] = float(rate * decay), rate / top if top else 0.0
+        return rates
+
+    def _record(self, load: Load) -> MonitorRecord:
+        """Return the record of `load`, whose tensors have arrived."""
+        states = self._low_states()
+        parameters: dict[int, ParameterRecord] = {}
+        outputs: dict[int, ExponentSketch] = {}
+        scale = 1.0
+        for numbers, landing in load.parts:
+            gradients, weights, sums, returned, *rest = landing.landed()
+            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
+            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
+            for number, gradient, weight, totals in found:
+                if gradient.count:
+                    if not states.get(number):
+                        totals[STATES:] = [math.nan]
+                    parameters[number] = self._parameter(load, number, gradient, weight, totals)
+            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
+                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
+            scale = float(rest[0]) if rest else scale
+        activations = []
+        for number, sketch in sorted(outputs.items()):
+            if sketch.count:
+                (path, leaf), dtype = self._leaves[number], self._dtypes[number]
+                activations.append(ActivationRecord(module=path, kind=type(leaf).__name__, dtype=dtype, sketch=sketch))
+        return MonitorRecord(
+            step=load.step, samples=load.samples, scale=scale,
+            parameters=tuple(parameters[n] for n in sorted(parameters)), activations=tuple(activations),
+        )  # fmt: skip
+
+    def _parameter(
+        self, load: Load, number: int, gradient: ExponentSketch, weight: ExponentSketch | None, sums: list[float]
+    ) -> ParameterRecord:
+        name, parameter = self._names[number], self._parameters[number]
+        store = self._store if self._store is not None and parameter in self._store else None
+        stochastic = store is not None and store.name == "stochastic"
+        dtype = _format_name(parameter.dtype)
+        before, now = self._largest.get(name, 0.0), gradient.largest
+        self._largest[name] = now
+        good, movable = sums[GOOD], sums[MOVABLE]
+        applied = int(good) if self._weights else load.samples
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        decay, pace = load.paces.get(number, (0.0, 1.0))
+        return ParameterRecord(
+            name=name,
+            dtype=dtype,
+            precise=dtype if store is None or stochastic else "fp32",
+            gradient=gradient,
+            weight=weight,
+            format=self.format,
+            update_ratio=sums[RATIO] / good if good else math.nan,
+            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
+            frozen_state=max(sums[STATES:]) / movable if movable else math.nan,
+            decay=decay if good else 0.0,
+            pace=pace,
+            drift=math.log2(now / before) if now and before else math.nan,
+            stochastic=stochastic,
+            silent=self._silent[name],
+        )
+
+    # ------------------------------------------------------------------ on the host
 
     def poll(self) -> list[MonitorRecord]:
         """Return the records that have arrived since the last call, oldest first; never waits.
@@ -460,7 +450,7 @@ class Monitor:
             if not wait and not all(landing.there() for _, landing in load.parts):
                 return
             self._loads.pop(0)
-            record = self._sampler.record(load)
+            record = self._record(load)
             self._records.append(record)
             for finding in symptoms(record, self.format):
                 self._add(finding, record.step)
@@ -489,8 +479,8 @@ class Monitor:
             self._add(of_rise(found, "", learning_rate(self._optimizer)), record.step)
 
     def _send(self) -> None:
-        load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
-        taken, self._sampler.shelves = self._sampler.shelves, {}
+        load = Load(self._updates - self._updates % self.every, self._samples, dict(self._paces))
+        taken, self._shelves = self._shelves, {}
         for device, shelf in taken.items():
             gathered = [shelf.gradients.rows, shelf.weights.rows, shelf.sums, shelf.outputs.rows]
             if self._scale is not None and self._scale.device == device:
@@ -502,25 +492,20 @@ class Monitor:
         self._loads.append(load)
 
 
-def _validate(target: object, optimizer: object, scaler: object) -> None:
-    if not isinstance(target, (TrainStep, nn.Module)):
-        raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
-    if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
-        raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
-    if isinstance(target, nn.Module):
-        if not isinstance(optimizer, Optimizer):
-            raise StepError(
-                "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
-                f"Monitor(model, optimizer), not {type(optimizer).__name__}"
-            )
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in stepped for p in unwrap(target).parameters()):
-            raise StepError(
-                f"{type(optimizer).__name__} holds no parameter of {type(unwrap(target)).__name__}, so its steps would "
-                "say nothing; pass the optimizer that trains this model"
-            )
-    if scaler is not None and not hasattr(scaler, "scale_on") and not hasattr(scaler, "_scale"):
-        raise StepError(f"scaler must be the loop's GradScaler, halfstep's or torch's, and is {type(scaler).__name__}")
+def _trained_by(optimizer: object, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a loop; StepError if it is none, or trains another model."""
+    if not isinstance(optimizer, Optimizer):
+        raise StepError(
+            "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
+            f"Monitor(model, optimizer), not {type(optimizer).__name__}"
+        )
+    stepped = {id(p) for p in stepped_by(optimizer)}
+    if not any(id(p) in stepped for p in unwrap(model).parameters()):
+        raise StepError(
+            f"{type(optimizer).__name__} holds no parameter of {type(unwrap(model)).__name__}, so its steps would "
+            "say nothing; pass the optimizer that trains this model"
+        )
+    return optimizer
 
 
 def _low_format(model: nn.Module) -> Format:

@@ -1,1 +1,0 @@
-"""Pages and tables of the commands that train: `compare` and `demo`."""
