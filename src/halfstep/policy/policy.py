@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,12 +26,7 @@ from halfstep.policy.operators import check_custom_pattern, is_custom, operator_
 from halfstep.policy.optable import data
 from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
-from halfstep.schema import regular
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halfstep.schema import regular, tomllib
 
 UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
 simulates the numbers"
@@ -176,11 +170,7 @@ class Policy:
         Raises:
             PolicyError: unknown field or value; the message names the nearest.
         """
-        known = [f.name for f in dataclasses.fields(self)]
-        for field in fields:
-            if field not in known:
-                hint = did_you_mean(field, known)
-                raise PolicyError(f"a policy has no field {field!r}; it has {', '.join(known)}{hint}")
+        _check_keys("a policy has no field {!r}", fields, [f.name for f in dataclasses.fields(self)])
         return dataclasses.replace(self, **fields)
 
     def with_ops(
@@ -266,7 +256,7 @@ class Policy:
             if not isinstance(name := values.pop(BASE), str):
                 raise PolicyError(f"{BASE} = {name!r} in a policy's TOML; it is a preset's name, such as \"O2\"")
             base = _preset(name)
-        _check_keys("a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
+        _check_keys("unknown key {!r} in a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
         if isinstance(values.get("scale"), dict):
             values["scale"] = _scale_rule(values["scale"])
         return base.replace(**values)
@@ -422,17 +412,17 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _scale_rule(values: Mapping[str, Any]) -> ScaleRule:
-    _check_keys("[scale]", values, [f.name for f in dataclasses.fields(ScaleRule)])
+    _check_keys("unknown key {!r} in [scale]", values, [f.name for f in dataclasses.fields(ScaleRule)])
     try:
         return ScaleRule(**values)
     except ScaleError as error:
         raise PolicyError(f"[scale] of a policy: {error}") from error
 
 
-def _check_keys(where: str, values: Iterable[str], known: list[str]) -> None:
+def _check_keys(words: str, values: Iterable[str], known: list[str]) -> None:
     for key in values:
         if key not in known:
-            raise PolicyError(f"unknown key {key!r} in {where}; it has {', '.join(known)}{did_you_mean(key, known)}")
+            raise PolicyError(f"{words.format(key)}; it has {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def _toml(value: object) -> str:
