@@ -19,8 +19,6 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.cli.terminal import STYLES, Files, console, item, record, say, show
-from halfstep.errors import few, first_line
-from halfstep.policy.resolve import Decision
 from halfstep.report import Cell, counted, table
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import policy_named, split_label
@@ -30,11 +28,14 @@ from halfstep.tasks.registry import load_model
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
 RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
-NO_RULE = Decision("", "", "no rule: runs in its inputs' format")
+NO_RULE = "", "", "no rule: runs in its inputs' format"
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
 Row = tuple[str | Cell, ...]
+
+Decided = tuple[str, str, str]
+"""Of an operator: its rule, "" for none, the part of the policy that decided, and why, with the source."""
 
 Used = Mapping[str, Counter[str]]
 """Operators that a model calls: name -> format of the result -> how often."""
@@ -86,10 +87,14 @@ def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _record(operator: str, decision: Decision, used: Used | None = None) -> dict[str, Any]:
+def _ruled(plan: hs.policy.Plan) -> dict[str, Decided]:
+    return {name: (decision.rule, decision.origin, decision.reason) for name, decision in plan.operators}
+
+
+def _record(operator: str, decided: Decided, used: Used | None = None) -> dict[str, Any]:
     """Return what the JSON file has of an operator; no calls if they are not counted."""
     gives = (used or {}).get(operator, Counter[str]())
-    why = {"rule": decision.rule, "decided_by": decision.origin, "reason": decision.reason}
+    why = dict(zip(("rule", "decided_by", "reason"), decided, strict=True))
     return {"operator": operator, **why, "calls": gives.total(), "gives": gives.most_common()}
 
 
@@ -102,11 +107,11 @@ def _show_plan(
 ) -> dict[str, Any]:  # fmt: skip
     """Print a policy, or a model's plan under it; return what the JSON file has of it."""
     used, problem = _used(source, policy, plan.device)
-    ruled = dict(plan.operators)
+    ruled = _ruled(plan)
     shown = [name for name in names or used or ruled if not used or name in used]
     rows = [(name, ruled.get(name, NO_RULE)) for name in shown]
-    sizes = Counter(decision for _, decision in rows)  # reasons that many operators share come first
-    rows.sort(key=lambda row: (RULES.index(row[1].rule), -sizes[row[1]], row[1].reason, row[0]))
+    sizes = Counter(decided for _, decided in rows)  # reasons that many operators share come first
+    rows.sort(key=lambda row: (RULES.index(row[1][0]), -sizes[row[1]], row[1][2], row[0]))
     notes = [*plan.notes, *_notes(policy, plan, source)]
     facts: dict[str, Any] = {"notes": notes, "operators": [_record(*row, used) for row in rows]}
     _print_head(out, title if source is None else f"{plan.model} under {title}", plan)
@@ -137,8 +142,8 @@ def _used(source: Task | nn.Module | None, policy: hs.Policy, device: str) -> tu
             warnings.filterwarnings("ignore", "policy .* on ")  # it is among the plan's notes
             return used_operators(source, policy, device), ""
     except Exception as error:  # of the user's model: its plan is worth showing all the same
-        why = f"{type(error).__name__}: {first_line(error)}"
-        return None, f"operators are not counted: the first step raised {why}"
+        first = (str(error).splitlines() or [""])[0]
+        return None, f"operators are not counted: the first step raised {type(error).__name__}: {first}"
 
 
 def _notes(policy: hs.Policy, plan: hs.policy.Plan, source: Task | nn.Module | None) -> list[str]:
@@ -171,7 +176,7 @@ def _print_head(out: Console, subject: str, plan: hs.policy.Plan) -> None:
 
 
 def _print_operators(
-    out: Console, rows: Sequence[tuple[str, Decision]], plan: hs.policy.Plan, *, chosen: bool, used: Used | None
+    out: Console, rows: Sequence[tuple[str, Decided]], plan: hs.policy.Plan, *, chosen: bool, used: Used | None
 ) -> None:
     """Print operators that a policy has rules for, or that a model has called."""
     table, low = plan.policy.table, plan.policy.dtype
@@ -181,15 +186,15 @@ def _print_operators(
         return
     by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
     lines: list[Row] = []
-    for name, decision in rows:
-        why = (by.get(decision.origin, f"field {decision.origin}"), decision.reason)
+    for name, (rule, origin, reason) in rows:
+        why = (by.get(origin, f"field {origin}"), reason)
         if used is None:
-            lines.append((name, _rule(decision.rule), *why))
+            lines.append((name, _rule(rule), *why))
             continue
         calls = used.get(name, Counter[str]())
         gives = [(low if form == "low" else form, times) for form, times in calls.most_common()]
         words = gives[0][0] if len(gives) == 1 else ", ".join(f"{form} {times}" for form, times in gives)
-        lines.append((name, str(calls.total()), _rule(decision.rule), words, *why))
+        lines.append((name, str(calls.total()), _rule(rule), words, *why))
     if used is not None:
         say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
         _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
@@ -197,7 +202,7 @@ def _print_operators(
     if not chosen:
         total = len(hs.policy.operator_names("*"))
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
-    for rule in dict.fromkeys(decision.rule for _, decision in rows):
+    for rule in dict.fromkeys(decided[0] for _, decided in rows):
         means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
         say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=RULE_STYLES[rule])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
@@ -217,7 +222,7 @@ def _print_modules(out: Console, plan: hs.policy.Plan) -> None:
     rows = (
         (_rule(rule), made_in, shown, reason)
         for (rule, made_in, reason), names in groups.items()
-        for shown in ([few(names, FEW)] if out.is_terminal else names)
+        for shown in ([_few(names)] if out.is_terminal else names)
     )
     _show(out, ("rule", "computes in", "modules", "why"), rows)
 
@@ -229,7 +234,7 @@ def _print_parameters(out: Console, plan: hs.policy.Plan) -> None:
     say(out, f"Parameters: {total:,} in {len(plan.parameters)} tensors", style="bold")
     groups = _grouped(((each.format, each.reason), each) for each in plan.parameters)
     rows = [
-        (*_sizes(name, members), few([each.name for each in members], FEW), reason)
+        (*_sizes(name, members), _few([each.name for each in members]), reason)
         for (name, reason), members in groups.items()
     ]
     low = [each for each in plan.parameters if each.low]
@@ -309,19 +314,19 @@ def _show_difference(
         _show(out, ("field", *titles), ((name, _value(left), _value(right)) for name, left, right in differ))
     else:
         say(out, f"{titles[0]} and {titles[1]}: all fields are the same")
-    left, right = (dict(_plan(policy, None, device).operators) for policy in (mine, other))
+    left, right = (_ruled(_plan(policy, None, device)) for policy in (mine, other))
     every = ((name, left.get(name, NO_RULE), right.get(name, NO_RULE)) for name in names or {**left, **right})
-    changes = [(name, before, after) for name, before, after in every if before.rule != after.rule]
-    changes.sort(key=lambda change: (RULES.index(change[1].rule), RULES.index(change[2].rule), change[0]))
+    changes = [(name, before, after) for name, before, after in every if before[0] != after[0]]
+    changes.sort(key=lambda change: (RULES.index(change[1][0]), RULES.index(change[2][0]), change[0]))
     if changes:
         say(out)
         count = counted(len(changes), "operator")
         say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", "bold")
-        rows: list[Row] = [(name, _rule(before.rule), _rule(after.rule)) for name, before, after in changes]
+        rows: list[Row] = [(name, _rule(before[0]), _rule(after[0])) for name, before, after in changes]
         why: list[str] = []
         if not out.is_terminal:  # where reasons would leave no shared row
             why = [f"why in {title}" for title in titles]
-            rows = [(*row, change[1].reason, change[2].reason) for row, change in zip(rows, changes, strict=True)]
+            rows = [(*row, change[1][2], change[2][2]) for row, change in zip(rows, changes, strict=True)]
         _show(out, ("operator", *titles, *why), rows, shared=True)
     else:
         say(out, f"operators on {device}: no rule differs")
@@ -363,3 +368,7 @@ def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
 
 def _rule(rule: str) -> Cell:
     return Cell(rule or "-", rule or "none")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:FEW]) + (f", ... ({len(names)})" if len(names) > FEW else "")

@@ -39,10 +39,9 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.advise.plan.ledger import PARTS, Block, Ddp, Ledger, PlanError, fake_ranks, sent
 from halfstep.advise.plan.memory import Gpu, MemoryPlan, Moment, Row, fit_of, gpu_named, largest_batch
-from halfstep.advise.plan.trace import LARGEST, MemorySink
+from halfstep.advise.plan.trace import LARGEST, MemorySink, local
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
 from halfstep.formats import DTYPE_NAMES
-from halfstep.kernels.sharded import local
 from halfstep.lens import Tracer, raised_at
 from halfstep.tasks import Task, load_task
 from halfstep.testing import FakeCudaError, fake_cuda, run_python

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.advise.plan.ledger import Block, Ledger, PlanError, collective
-from halfstep.kernels.sharded import local
 from halfstep.lens import Sink, user_line
 from halfstep.torch_private.autograd import (
     current_autograd_node,
@@ -391,3 +390,9 @@ def _saved(blocks: list[Block]) -> None:
 def _gradients(func: Any) -> tuple[int, ...]:
     """Return the places of the arguments that are lists of gradients: of an update that is fused into one operator."""
     return tuple(n for n, argument in enumerate(schema_of(func).arguments) if argument.name in ("gradients", "grads"))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor; any other as it is."""
+    part = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part

@@ -12,7 +12,7 @@ import torch
 from halfstep.advise.lint.rule import RULES, Check, Hit, LintFinding, check_of
 from halfstep.advise.lint.tracing import trace as traced
 from halfstep.advise.lint.tracing.trace import Trace, TracedCall, Weight, hit_at, place_of, trace_step
-from halfstep.errors import BindError, LintError, few
+from halfstep.errors import BindError, LintError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
 from halfstep.policy import Policy
@@ -23,7 +23,7 @@ LOST = 0.25  # share of weights that have a gradient and do not move, from which
 
 def listed(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
-    return few([*map(repr, names)], 3)
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _formats(found: Iterable[torch.dtype]) -> str:

@@ -25,7 +25,7 @@ from halfstep.lens import OperatorCall, OperatorSink, Tracer, user_frame
 from halfstep.tasks import Task
 from halfstep.tasks.machine import generators_kept
 from halfstep.torch_private.modes import DisableTorchFunction
-from halfstep.trees import graph_of, tensors
+from halfstep.trees import tensors
 
 READS = frozenset(  # functions for whose result, or its shape, the host waits
     "item tolist numpy __bool__ __float__ __int__ __index__ is_nonzero nonzero equal allclose masked_select unique "
@@ -348,7 +348,12 @@ def place_of(target: Any, what: str) -> Hit:
 def _functions_of(loss: Tensor) -> dict[str, tuple[Hit, bool]]:
     """Return the user's autograd Functions without a rule in the graph of `loss`: name -> (place, has a low output)."""
     found: dict[str, tuple[Hit, bool]] = {}
-    for node in graph_of(loss) if loss.requires_grad else ():
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {None, *waiting}
+    for node in waiting if loss.requires_grad else ():
+        new = dict.fromkeys(each for each, _ in node.next_functions if each not in seen)
+        seen |= new.keys()
+        waiting += new
         made = getattr(node, "_forward_cls", None)
         # custom_fwd of torch.amp, or hs.operator, gives its forward a rule for formats
         ruled = hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")
