@@ -332,7 +332,7 @@ def _should_not(recipe: str, layer: nn.Linear, linear: list[nn.Linear]) -> str:
     return ""
 
 
-def _own_storage(parameter: nn.Parameter) -> str:
+def _own_storage(parameter: torch.Tensor) -> str:
     """Return the class of a parameter's values if they are stored in a way of its own; "" for others, and a DTensor."""
     values: Any = parameter.data
     return type(values).__name__ if is_traceable_wrapper_subclass(values) and not hasattr(values, "placements") else ""
