@@ -131,7 +131,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and operator names to their short ones; refuse what makes no sense."""
-        check("policy", PolicyError, **{field: (getattr(self, field), kind) for field, kind in _kinds().items()})
+        given = ((name, getattr(self, name), kind) for name, kind in _kinds().items())
+        odd = {name: (v, kind) for name, v, kind in given if not isinstance(v, str) or v not in kind.options}
+        if odd or not isinstance(self.name, str):
+            check("policy", PolicyError, name=(self.name, TEXT), **odd)  # a scale may be a number
         _check_dtype(self.dtype)
         object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
@@ -285,7 +288,7 @@ def _kinds() -> Mapping[str, Kind]:
     """Return what fields may be that are neither a format nor rules."""
     hints = get_type_hints(Policy)
     words = {name: one_of(*get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal}
-    return {"name": TEXT, **words, "scale": SCALES}
+    return {**words, "scale": SCALES}
 
 
 def _check_dtype(dtype: object) -> None:
@@ -337,7 +340,8 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
         pattern, rule = pair
         if rule == "fp8" and field == "ops":
             raise UnbuiltError(f"policy: rule of {pattern!r} in ops='fp8' {UNBUILT}")
-        check("policy", PolicyError, **{f"rule of {pattern!r} in {field}": (rule, one_of(*rules))})
+        if rule not in rules:
+            check("policy", PolicyError, **{f"rule of {pattern!r} in {field}": (rule, one_of(*rules))})
         pairs.append((_operator(pattern) if field == "ops" else pattern, rule))
     return tuple(pairs)
 
