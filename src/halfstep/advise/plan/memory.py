@@ -67,8 +67,8 @@ def gpu_names() -> tuple[str, ...]:
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU called `name` in any case ("h200", "A100-80"), or one with a size given as "96GiB"."""
-    wanted = re.sub(r"^(nvidia|amd|geforce|rtx|tesla|instinct)[ -]*", "", name.strip().lower())
-    wanted = re.sub(r"^(rtx)[ -]*", "", wanted).replace(" ", "-").removesuffix("gb")
+    wanted = re.sub(r"^((nvidia|amd|geforce|rtx|tesla|instinct)[ -]*)+", "", name.strip().lower())
+    wanted = wanted.replace(" ", "-").removesuffix("gb")
     wanted = ALIASES.get(wanted, wanted)
     if wanted in _table():
         return _table()[wanted]

@@ -286,8 +286,7 @@ class Lab:
         affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
         before = int(self.entries.get("steps", 0))
         steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
-        if steps != before:
-            self._keep("steps", steps)
+        self._keep("steps", steps)
         return steps
 
     def reference(self, steps: int, bound: float | None) -> Reference | None:
