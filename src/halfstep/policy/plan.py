@@ -35,7 +35,7 @@ from halfstep.policy.resolve import (
     resolved,
     units,
 )
-from halfstep.policy.rule_kinds import RULE_KINDS, RULES
+from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
 MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
@@ -147,7 +147,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         policy=concrete,
         device=device,
         model=type(model).__name__,
-        modules=tuple(_module(path, module, rules, stays, concrete) for path, module in model.named_modules()),
+        modules=tuple(_modules(concrete, model, rules, stays)),
         parameters=parameters,
         operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
@@ -188,22 +188,17 @@ def _eight_bit_notes(
         yield f"{used} on {device}: no eight-bit units, so torchao emulates them: right numbers, slower than bf16"
 
 
-def _module(
-    path: str,
-    module: nn.Module,
-    rules: Mapping[nn.Module, tuple[str, str]],
-    stays: Mapping[nn.Module, str],
-    concrete: Policy,
-) -> ModuleDecision:
-    kind = type(module).__name__
-    if module not in rules:
-        reason = stays.get(module, "no pattern matches it")
-        return ModuleDecision(path=path, kind=kind, rule="", format="", reason=reason)
-    reason, rule = rules[module]
-    of = RULE_KINDS[rule]
-    made = "" if not of.of_operators else concrete.dtype if of.format == "low" else of.format
-    made = "fp8_e4m3" if of.recipe else made
-    return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
+def _modules(
+    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], stays: Mapping[nn.Module, str]
+) -> Iterator[ModuleDecision]:
+    for path, module in model.named_modules():
+        reason, rule = rules.get(module, (stays.get(module, "no pattern matches it"), ""))
+        of, made = RULE_KINDS.get(rule, NO_RULE), ""
+        if of.recipe:
+            made = "fp8_e4m3"
+        elif rule and of.of_operators:
+            made = concrete.dtype if of.format == "low" else of.format
+        yield ModuleDecision(path=path, kind=type(module).__name__, rule=rule, format=made, reason=reason)
 
 
 def _parameters(

@@ -200,13 +200,6 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
     bound.apply_defaults()
     given = bound.arguments
     what, batch, loss_fn, optimizer, policy, device, devices, shard, units, gpu, size, largest, options = given.values()
-    check("hs.plan", PlanError, shard=(shard, one_of("none", "ddp", "fsdp2")), devices=(devices, COUNT))
-    if devices == 1 and shard != "none":
-        raise PlanError(f"shard={shard!r} needs devices=2 or more, and devices is 1")
-    if devices > 1 and shard == "none":
-        raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
-    if units is not None and shard != "fsdp2":
-        raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
     if isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
         raise PlanError(
@@ -216,6 +209,8 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
     check(
         "hs.plan",
         PlanError,
+        shard=(shard, one_of("none", "ddp", "fsdp2")),
+        devices=(devices, COUNT),
         batch=(batch, a(tuple, list, Mapping, words="a tuple of arguments or a dict of named ones") | NONE),
         loss_fn=(loss_fn, CALLABLE | NONE),
         optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
@@ -224,6 +219,12 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         batch_size=(size, COUNT | NONE),
         largest=(largest, FLAG),
     )
+    if devices == 1 and shard != "none":
+        raise PlanError(f"shard={shard!r} needs devices=2 or more, and devices is 1")
+    if devices > 1 and shard == "none":
+        raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
+    if units is not None and shard != "fsdp2":
+        raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
     if shard == "fsdp2" and device != "cpu":
         raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
