@@ -38,6 +38,12 @@ from halfstep.policy.resolve import (
 from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
 
+ModuleRules = Mapping[nn.Module, tuple[str, str]]
+"""Module -> where its rule is from, and the rule."""
+
+Stays = Mapping[nn.Module, str]
+"""Linear layers that a rule for eight bits covers and leaves, with the reason."""
+
 MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
 """What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
 
@@ -155,12 +161,8 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
     )
 
 
-def _module_rules(
-    concrete: Policy, model: nn.Module
-) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str], Mapping[nn.Module, str]]:
-    """Return module -> (reason, rule), parameter -> reason for those that `model` declares to be fp32, and what stays.
-
-    What stays: linear layers that a rule for eight bits covers and leaves, with the reason.
+def _module_rules(concrete: Policy, model: nn.Module) -> tuple[ModuleRules, Mapping[nn.Parameter, str], Stays]:
+    """Return the rules, parameter -> reason for those that `model` declares to be fp32, and what stays.
 
     ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
     """
@@ -173,9 +175,7 @@ def _module_rules(
     return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters, stays
 
 
-def _eight_bit_notes(
-    model: nn.Module, device: str, rules: Mapping[nn.Module, tuple[str, str]], stays: Mapping[nn.Module, str]
-) -> Iterator[str]:
+def _eight_bit_notes(model: nn.Module, device: str, rules: ModuleRules, stays: Stays) -> Iterator[str]:
     """Say which linear layers stay out of eight bits, and whether those that do not are emulated."""
     paths: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -188,9 +188,7 @@ def _eight_bit_notes(
         yield f"{used} on {device}: no eight-bit units, so torchao emulates them: right numbers, slower than bf16"
 
 
-def _modules(
-    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], stays: Mapping[nn.Module, str]
-) -> Iterator[ModuleDecision]:
+def _modules(concrete: Policy, model: nn.Module, rules: ModuleRules, stays: Stays) -> Iterator[ModuleDecision]:
     for path, module in model.named_modules():
         reason, rule = rules.get(module, (stays.get(module, "no pattern matches it"), ""))
         of, made = RULE_KINDS.get(rule, NO_RULE), ""
@@ -202,7 +200,7 @@ def _modules(
 
 
 def _parameters(
-    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], declared: Mapping[nn.Parameter, str]
+    concrete: Policy, model: nn.Module, rules: ModuleRules, declared: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterDecision, ...], list[str]]:
     """Decide the format of every parameter; return notes on those that are never touched besides."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
@@ -274,9 +272,7 @@ def is_small(recipe: str, inputs: int, outputs: int) -> bool:
     return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
 
 
-def _rules_and_stays(
-    policy: Policy, model: nn.Module
-) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Module, str]]:
+def _rules_and_stays(policy: Policy, model: nn.Module) -> tuple[ModuleRules, Stays]:
     """Return module -> (pattern, rule) by the module rules of `policy`, and the linear layers that stay, with reasons.
 
     Raises:
