@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -28,17 +28,24 @@ from halfstep.tasks.registry import load_model
 OWN = "::"  # in the names of custom operators, as in torch.library's
 RULES = (*(rule for rule, kind in hs.policy.RULE_KINDS.items() if kind.of_operators), "")
 RULE_STYLES = {rule: STYLES[rule or "none"] for rule in RULES}
-NO_RULE = "", "", "no rule: runs in its inputs' format"
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
 Row = tuple[str | Cell, ...]
 
-Decided = tuple[str, str, str]
-"""Of an operator: its rule, "" for none, the part of the policy that decided, and why, with the source."""
-
 Used = Mapping[str, Counter[str]]
 """Operators that a model calls: name -> format of the result -> how often."""
+
+
+class Decided(NamedTuple):
+    """What is decided for one operator."""
+
+    rule: str = ""  # "" for none
+    decided_by: str = ""  # the part of the policy that decided, "" for none
+    reason: str = "no rule: runs in its inputs' format"  # why, with its source
+
+
+NO_RULE = Decided()
 
 
 def carry_out(patterns: list[str] | None, policy: str, diff: str, model: str, device: str, json: Path | None) -> int:
@@ -88,14 +95,13 @@ def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
 
 
 def _ruled(plan: hs.policy.Plan) -> dict[str, Decided]:
-    return {name: (decision.rule, decision.origin, decision.reason) for name, decision in plan.operators}
+    return {name: Decided(found.rule, found.origin, found.reason) for name, found in plan.operators}
 
 
 def _record(operator: str, decided: Decided, used: Used | None = None) -> dict[str, Any]:
     """Return what the JSON file has of an operator; no calls if they are not counted."""
     gives = (used or {}).get(operator, Counter[str]())
-    why = dict(zip(("rule", "decided_by", "reason"), decided, strict=True))
-    return {"operator": operator, **why, "calls": gives.total(), "gives": gives.most_common()}
+    return {"operator": operator, **decided._asdict(), "calls": gives.total(), "gives": gives.most_common()}
 
 
 # ------------------------------------------------------------------ one policy
@@ -111,7 +117,7 @@ def _show_plan(
     shown = [name for name in names or used or ruled if not used or name in used]
     rows = [(name, ruled.get(name, NO_RULE)) for name in shown]
     sizes = Counter(decided for _, decided in rows)  # reasons that many operators share come first
-    rows.sort(key=lambda row: (RULES.index(row[1][0]), -sizes[row[1]], row[1][2], row[0]))
+    rows.sort(key=lambda row: (RULES.index(row[1].rule), -sizes[row[1]], row[1].reason, row[0]))
     notes = [*plan.notes, *_notes(policy, plan, source)]
     facts: dict[str, Any] = {"notes": notes, "operators": [_record(*row, used) for row in rows]}
     _print_head(out, title if source is None else f"{plan.model} under {title}", plan)
@@ -202,7 +208,7 @@ def _print_operators(
     if not chosen:
         total = len(hs.policy.operator_names("*"))
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
-    for rule in dict.fromkeys(decided[0] for _, decided in rows):
+    for rule in dict.fromkeys(decided.rule for _, decided in rows):
         means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
         say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=RULE_STYLES[rule])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
@@ -316,17 +322,17 @@ def _show_difference(
         say(out, f"{titles[0]} and {titles[1]}: all fields are the same")
     left, right = (_ruled(_plan(policy, None, device)) for policy in (mine, other))
     every = ((name, left.get(name, NO_RULE), right.get(name, NO_RULE)) for name in names or {**left, **right})
-    changes = [(name, before, after) for name, before, after in every if before[0] != after[0]]
-    changes.sort(key=lambda change: (RULES.index(change[1][0]), RULES.index(change[2][0]), change[0]))
+    changes = [(name, before, after) for name, before, after in every if before.rule != after.rule]
+    changes.sort(key=lambda change: (RULES.index(change[1].rule), RULES.index(change[2].rule), change[0]))
     if changes:
         say(out)
         count = counted(len(changes), "operator")
         say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", "bold")
-        rows: list[Row] = [(name, _rule(before[0]), _rule(after[0])) for name, before, after in changes]
+        rows: list[Row] = [(name, _rule(before.rule), _rule(after.rule)) for name, before, after in changes]
         why: list[str] = []
         if not out.is_terminal:  # where reasons would leave no shared row
             why = [f"why in {title}" for title in titles]
-            rows = [(*row, change[1][2], change[2][2]) for row, change in zip(rows, changes, strict=True)]
+            rows = [(*row, change[1].reason, change[2].reason) for row, change in zip(rows, changes, strict=True)]
         _show(out, ("operator", *titles, *why), rows, shared=True)
     else:
         say(out, f"operators on {device}: no rule differs")
