@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +44,7 @@ def carry_out(
     day = datetime.date.today()
     files.write(
         out,
-        json=record(machine=about, tasks=[dataclasses.asdict(c) for c in comparisons]),
+        json=record(machine=about, tasks=comparisons),
         html=lambda path: write_page(comparison_page(comparisons, about=about, command=command_line(), day=day), path),
     )
     return 0

@@ -6,7 +6,6 @@ import datetime
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from halfstep.cli.pages.demo import accuracy_section, demo_page, rescue_section,
 from halfstep.cli.pages.facts import Demo, conclusions
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
-from halfstep.report import Facts, Section, counted, write_page
+from halfstep.report import Facts, Section, counted, plain, write_page
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.compare import compare, pace, probed
@@ -137,9 +136,9 @@ def _facts(demo: Demo) -> dict[str, Any]:
     names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")
     run = rescued and {**{name: getattr(rescued, name) for name in names}, "verdict": rescued.verdict.record()}
     return {
-        "units": asdict(demo.units),
-        "paces": [{**asdict(made), "bound_by": workload.bound_by} for workload, made in demo.paces],
+        "units": demo.units,
+        "paces": [{**plain(made), "bound_by": workload.bound_by} for workload, made in demo.paces],
         "rescue": run,
-        "tasks": [asdict(made) for made in demo.comparisons],
+        "tasks": demo.comparisons,
         "missing": demo.missing,
     }

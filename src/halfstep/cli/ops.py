@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,8 +126,7 @@ def _show_plan(
     if source is not None:
         _print_modules(out, plan)
         _print_parameters(out, plan)
-        facts["modules"] = [asdict(module) for module in plan.modules]
-        facts["parameters"] = [asdict(parameter) for parameter in plan.parameters]
+        facts |= {"modules": plan.modules, "parameters": plan.parameters}
     if problem:
         say(out)
         item(out, problem, style="yellow")

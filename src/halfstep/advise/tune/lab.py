@@ -38,6 +38,7 @@ from halfstep.advise.tune.proof import BASELINE, LAST, Proof, Run, error_line, p
 from halfstep.advise.tune.result import TuneError
 from halfstep.arguments import number
 from halfstep.errors import TaskError
+from halfstep.report import plain
 from halfstep.schema import Each, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
@@ -410,7 +411,7 @@ class Lab:
 
     def _keep(self, key: str, value: Any) -> None:
         """Keep a measurement and write the file; a kill leaves the last one whole."""
-        self.entries[key] = dataclasses.asdict(value) if isinstance(value, (Run, RaceResult, Calibration)) else value
+        self.entries[key] = plain(value)
         if self.path is None:
             return
         values = {"version": VERSION, "about": self.about, "seconds": self.spent, "entries": self.entries}
@@ -438,7 +439,7 @@ class Lab:
 
 
 def revived(kind: type[T], value: Any) -> T:
-    """Return what `dataclasses.asdict` and JSON made plain as a value of the type `kind` again."""
+    """Return what `plain` and JSON made of it as a value of the type `kind` again."""
     made, parts = value, get_args(kind)
     if dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
