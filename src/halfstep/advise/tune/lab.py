@@ -439,7 +439,7 @@ class Lab:
 
 
 def revived(kind: type[T], value: Any) -> T:
-    """Return what `plain` and JSON made of it as a value of the type `kind` again."""
+    """Return a value of the type `kind` from what `plain` and JSON made of it."""
     made, parts = value, get_args(kind)
     if dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
