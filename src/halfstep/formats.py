@@ -155,11 +155,7 @@ class Format:
             wide = _wide(x, "ulp")
             spacing = torch.where(wide.isfinite(), self._spacing(wide), wide.abs())
             return spacing if x.dtype is torch.float64 else spacing.to(x.device, torch.float32)
-        if not math.isfinite(x):
-            return abs(x)
-        if abs(x) < self.smallest_normal:
-            return self.smallest_subnormal
-        return math.ldexp(1.0, min(math.frexp(x)[1] - 1, self.max_exponent) - self.mantissa_bits)
+        return float(self.ulp(torch.tensor(x, dtype=torch.float64, device="cpu")))
 
     def round(
         self,
@@ -246,6 +242,8 @@ class BlockFormat(Format):
         tensor([0., 1., 3., 6.])
     """
 
+    exponent_bits: int = 8
+    has_inf: bool = False
     element: Format
     block: int
     scale: str
@@ -339,32 +337,21 @@ E2M3 = Format(name="fp6_e2m3", exponent_bits=2, mantissa_bits=3, has_inf=False, 
 E2M1 = Format(name="fp4_e2m1", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False)
 
 
-def _blocks(name: str, element: Format, block: int = 32, scale: str = "e8m0") -> BlockFormat:
-    return BlockFormat(
-        name=name,
-        exponent_bits=8,
-        mantissa_bits=element.mantissa_bits,
-        has_inf=False,
-        element=element,
-        block=block,
-        scale=scale,
-    )
-
-
 # MX: OCP Microscaling Formats v1.0, sections 5.2 and 6.3; NVFP4: "Pretraining LLMs with NVFP4" (arXiv 2509.25149)
 BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
     {
-        f.name: f
-        for f in (
-            _blocks("mxfp8_e4m3", E4M3),
-            _blocks("mxfp8_e5m2", E5M2),
-            _blocks("mxfp6_e3m2", E3M2),
-            _blocks("mxfp6_e2m3", E2M3),
-            _blocks("mxfp4", E2M1),
-            _blocks("nvfp4", E2M1, block=16, scale="fp8_e4m3"),
+        name: BlockFormat(name=name, mantissa_bits=element.mantissa_bits, element=element, block=block, scale=scale)
+        for name, element, block, scale in (
+            ("mxfp8_e4m3", E4M3, 32, "e8m0"),
+            ("mxfp8_e5m2", E5M2, 32, "e8m0"),
+            ("mxfp6_e3m2", E3M2, 32, "e8m0"),
+            ("mxfp6_e2m3", E2M3, 32, "e8m0"),
+            ("mxfp4", E2M1, 32, "e8m0"),
+            ("nvfp4", E2M1, 16, "fp8_e4m3"),
         )
     }
 )
+
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2, E3M2, E2M3, E2M1)}

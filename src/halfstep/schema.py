@@ -30,7 +30,7 @@ from halfstep.arguments import Kind, shown
 from halfstep.errors import HalfstepError, did_you_mean
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib as tomllib
 else:
     import tomli as tomllib
 

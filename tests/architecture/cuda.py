@@ -29,7 +29,7 @@ ALLOWED: Mapping[str, str] = {
     "kernels/eager/torch_fused.py": "fake CUDA tensors have no kernels to ask for",
     "kernels/reference/cross_entropy.py": "CUDA kernels round what they write to out=; others were not tried",
     "kernels/triton/": "the Triton kernels are for CUDA",
-    "policy/engines/engine.py": "engines' configurations are written for CUDA",
+    "policy/engines.py": "engines' configurations are written for CUDA",
     "policy/explain.py": "torch has one table for CPUs and one for all others, CUDA's",
     "policy/resolve.py": "formats by compute capability and AMD's architectures; the name of torch's second table",
     "scale/scaler.py": "torch's GradScaler switches itself off for this type alone where its device is missing",

@@ -20,7 +20,7 @@ pytest.importorskip("torchao.float8")
 
 import halfstep as hs
 from halfstep.errors import PolicyError
-from halfstep.policy.eight_bits import is_small
+from halfstep.policy.plan import is_small
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.tasks.gpt import gpt_task
 from tests.two_processes import in_two_processes

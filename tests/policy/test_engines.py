@@ -64,9 +64,9 @@ def test_every_field_is_expressed_once(policy: Policy, name: str) -> None:
 
 
 def test_a_field_that_an_engine_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = data("engines/deepspeed.toml")
+    whole = data("tables/deepspeed.toml")
     fields = [name for name in whole["fields"] if name != "state"]
-    monkeypatch.setattr("halfstep.policy.engines.engine.data", lambda path: {**whole, "fields": fields})
+    monkeypatch.setattr("halfstep.policy.engines.data", lambda path: {**whole, "fields": fields})
     with pytest.raises(KeyError, match="state"):
         expressed(ENGINES["deepspeed"], EXACT)
 

@@ -43,7 +43,7 @@ def test_rows_are_complete(name: str, device: str) -> None:
 
 
 def test_an_unknown_table_names_the_nearest() -> None:
-    with pytest.raises(PolicyError, match=r"unknown operator table 'apex'.*did you mean 'apex-o1'\?"):
+    with pytest.raises(PolicyError, match=r"operator table: name must be .* and is 'apex'; did you mean 'apex-o1'\?"):
         table("apex")
 
 

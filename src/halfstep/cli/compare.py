@@ -5,7 +5,6 @@ The parts of its page are those of the demo's page too, and the terminal prints 
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import statistics
@@ -58,7 +57,7 @@ def carry_out(
     day = datetime.date.today()
     files.write(
         out,
-        json=record(machine=about, tasks=[dataclasses.asdict(c) for c in comparisons]),
+        json=record(machine=about, tasks=comparisons),
         html=lambda path: doc.write_page(
             comparison_page(comparisons, about=about, command=command_line(), day=day), path
         ),

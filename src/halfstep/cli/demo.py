@@ -8,7 +8,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,10 +209,10 @@ def _facts(demo: Demo) -> dict[str, Any]:
     names = ("broken_at", "skipped", "broken", "cured", "cured_skipped")
     run = rescued and {**{name: getattr(rescued, name) for name in names}, "verdict": rescued.verdict.record()}
     return {
-        "units": asdict(demo.units),
-        "paces": [{**asdict(made), "bound_by": workload.bound_by} for workload, made in demo.paces],
+        "units": demo.units,
+        "paces": [{**doc.plain(made), "bound_by": workload.bound_by} for workload, made in demo.paces],
         "rescue": run,
-        "tasks": [asdict(made) for made in demo.comparisons],
+        "tasks": demo.comparisons,
         "missing": demo.missing,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -58,10 +57,9 @@ def carry_out(device: str, quick: bool, json: Path | None) -> int:
     say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
     for line in found:
         item(out, line, style="yellow")
-    lists: dict[str, Sequence[Any]] = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
-    records = {name: [dataclasses.asdict(each) for each in found] for name, found in lists.items()}
     facts = {"quick": quick, "machine": about, "cpu_kernels": hs.step.cpu_kernels(), "threads": threads}
-    files.write(out, json=record(**facts, pitfalls=found, **records))
+    measured = {"units": units, "advice": advice, "optimizers": reads, "speeds": speeds}
+    files.write(out, json=record(**facts, pitfalls=found, **measured))
     return 0
 
 

@@ -40,8 +40,7 @@ def carry_out(
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     for text, style in lines(found):
         say(out, text, style=style or None)
-    records = record(findings=[finding.record() for finding in found])
-    files.write(out, json=records, sarif=lambda path: strict_json(_sarif(found), path))
+    files.write(out, json=record(findings=found), sarif=lambda path: strict_json(_sarif(found), path))
     return exit_code(found, severity)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -33,17 +33,19 @@ FEW = 3  # names shown of many
 
 Row = tuple[str | Cell, ...]
 
+Used = Mapping[str, Counter[str]]
+"""Operators that a model calls: name -> format of the result -> how often."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ruled:
-    """One operator under a policy."""
 
-    operator: str  # its name
-    rule: str  # "" for none
-    decided_by: str  # the part of the policy that decided, "" for none
-    reason: str  # why, with its source
-    calls: int = 0  # how often a model called it, 0 if not counted
-    gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
+class Decided(NamedTuple):
+    """What is decided for one operator."""
+
+    rule: str = ""  # "" for none
+    decided_by: str = ""  # the part of the policy that decided, "" for none
+    reason: str = "no rule: runs in its inputs' format"  # why, with its source
+
+
+NO_RULE = Decided()
 
 
 def carry_out(patterns: list[str] | None, policy: str, diff: str, model: str, device: str, json: Path | None) -> int:
@@ -92,17 +94,14 @@ def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _ruled(name: str, plan: hs.policy.Plan, used: dict[str, Counter[str]] | None = None) -> Ruled:
-    decision = dict(plan.operators).get(name)
-    gives = used.get(name, Counter()) if used else Counter[str]()
-    return Ruled(
-        operator=name,
-        rule=decision.rule if decision else "",
-        decided_by=decision.origin if decision else "",
-        reason=decision.reason if decision else "no rule: runs in its inputs' format",
-        calls=gives.total(),
-        gives=tuple(gives.most_common()),
-    )
+def _ruled(plan: hs.policy.Plan) -> dict[str, Decided]:
+    return {name: Decided(found.rule, found.origin, found.reason) for name, found in plan.operators}
+
+
+def _record(operator: str, decided: Decided, used: Used | None = None) -> dict[str, Any]:
+    """Return what the JSON file has of an operator; no calls if they are not counted."""
+    gives = (used or {}).get(operator, Counter[str]())
+    return {"operator": operator, **decided._asdict(), "calls": gives.total(), "gives": gives.most_common()}
 
 
 # ------------------------------------------------------------------ one policy
@@ -114,33 +113,29 @@ def _show_plan(
 ) -> dict[str, Any]:  # fmt: skip
     """Print a policy, or a model's plan under it; return what the JSON file has of it."""
     used, problem = _used(source, policy, plan.device)
-    chosen = bool(names)
-    known: Iterable[str] = used or [name for name, _ in plan.operators]
-    names = [name for name in names if not used or name in used] if chosen else [*known]
-    rows = [_ruled(name, plan, used) for name in names]
-    sizes = Counter((row.rule, row.reason) for row in rows)  # reasons that many operators share come first
-    rows.sort(key=lambda row: (RULES.index(row.rule), -sizes[row.rule, row.reason], row.reason, row.operator))
+    ruled = _ruled(plan)
+    shown = [name for name in names or used or ruled if not used or name in used]
+    rows = [(name, ruled.get(name, NO_RULE)) for name in shown]
+    sizes = Counter(decided for _, decided in rows)  # reasons that many operators share come first
+    rows.sort(key=lambda row: (RULES.index(row[1].rule), -sizes[row[1]], row[1].reason, row[0]))
     notes = [*plan.notes, *_notes(policy, plan, source)]
+    facts: dict[str, Any] = {"notes": notes, "operators": [_record(*row, used) for row in rows]}
     _print_head(out, title if source is None else f"{plan.model} under {title}", plan)
     for note in notes:
         item(out, note, style="yellow")
-    shown: dict[str, Any] = {"notes": notes, "operators": [asdict(row) for row in rows]}
     if source is not None:
         _print_modules(out, plan)
         _print_parameters(out, plan)
-        shown["modules"] = [asdict(module) for module in plan.modules]
-        shown["parameters"] = [asdict(parameter) for parameter in plan.parameters]
+        facts |= {"modules": plan.modules, "parameters": plan.parameters}
     if problem:
         say(out)
         item(out, problem, style="yellow")
     say(out)
-    _print_operators(out, rows, plan, chosen=chosen, called=used is not None)
-    return shown
+    _print_operators(out, rows, plan, chosen=bool(names), used=used)
+    return facts
 
 
-def _used(
-    source: Task | nn.Module | None, policy: hs.Policy, device: str
-) -> tuple[dict[str, Counter[str]] | None, str]:
+def _used(source: Task | nn.Module | None, policy: hs.Policy, device: str) -> tuple[Used | None, str]:
     """Return the operators that a task's first step calls, or None and why they are not known."""
     if source is None:
         return None, ""
@@ -185,32 +180,36 @@ def _print_head(out: Console, subject: str, plan: hs.policy.Plan) -> None:
     say(out, ", ".join(facts))
 
 
-def _print_operators(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, chosen: bool, called: bool) -> None:
-    """Print operators that a policy has rules for, or that a model has `called`."""
+def _print_operators(
+    out: Console, rows: Sequence[tuple[str, Decided]], plan: hs.policy.Plan, *, chosen: bool, used: Used | None
+) -> None:
+    """Print operators that a policy has rules for, or that a model has called."""
     table, low = plan.policy.table, plan.policy.dtype
     if not rows:
         none = f"no operator has a rule (table {table!r}): each runs in the format its arguments come in"
-        say(out, "the model calls none of these operators" if called else none)
+        say(out, none if used is None else "the model calls none of these operators")
         return
     by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
     lines: list[Row] = []
-    for row in rows:
-        gives = [(low if name == "low" else name, times) for name, times in row.gives]
-        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
-        why = (by.get(row.decided_by, f"field {row.decided_by}"), row.reason)
-        calls, made = ([str(row.calls)], [words]) if called else ([], [])
-        lines.append((row.operator, *calls, _rule(row.rule), *made, *why))
-    if called:
+    for name, (rule, origin, reason) in rows:
+        why = (by.get(origin, f"field {origin}"), reason)
+        if used is None:
+            lines.append((name, _rule(rule), *why))
+            continue
+        calls = used.get(name, Counter[str]())
+        gives = [(low if form == "low" else form, times) for form, times in calls.most_common()]
+        words = gives[0][0] if len(gives) == 1 else ", ".join(f"{form} {times}" for form, times in gives)
+        lines.append((name, str(calls.total()), _rule(rule), words, *why))
+    if used is not None:
         say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
         _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))
         return
     if not chosen:
         total = len(hs.policy.operator_names("*"))
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
-    for rule in RULES:
-        if any(row.rule == rule for row in rows):
-            means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
-            say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=RULE_STYLES[rule])
+    for rule in dict.fromkeys(decided.rule for _, decided in rows):
+        means = hs.policy.RULE_KINDS[rule].means if rule else "in the format its arguments come in"
+        say(out, f"{rule or 'no rule'}: {means.format(low=low)}", style=RULE_STYLES[rule])
     _show(out, ("operator", "rule", "decided by", "why (source)"), lines, shared=True)
 
 
@@ -320,16 +319,26 @@ def _show_difference(
         _show(out, ("field", *titles), ((name, _value(left), _value(right)) for name, left, right in differ))
     else:
         say(out, f"{titles[0]} and {titles[1]}: all fields are the same")
-    plans = _plan(mine, None, device), _plan(other, None, device)
-    every = sorted(dict(plans[0].operators).keys() | dict(plans[1].operators).keys())
-    pairs = [(_ruled(name, plans[0]), _ruled(name, plans[1])) for name in names or every]
-    changes = [(before, after) for before, after in pairs if before.rule != after.rule]
-    changes.sort(key=lambda pair: (RULES.index(pair[0].rule), RULES.index(pair[1].rule), pair[0].operator))
-    _print_changes(out, titles, changes, device)
+    left, right = (_ruled(_plan(policy, None, device)) for policy in (mine, other))
+    every = ((name, left.get(name, NO_RULE), right.get(name, NO_RULE)) for name in names or {**left, **right})
+    changes = [(name, before, after) for name, before, after in every if before.rule != after.rule]
+    changes.sort(key=lambda change: (RULES.index(change[1].rule), RULES.index(change[2].rule), change[0]))
+    if changes:
+        say(out)
+        count = counted(len(changes), "operator")
+        say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", "bold")
+        rows: list[Row] = [(name, _rule(before.rule), _rule(after.rule)) for name, before, after in changes]
+        why: list[str] = []
+        if not out.is_terminal:  # where reasons would leave no shared row
+            why = [f"why in {title}" for title in titles]
+            rows = [(*row, change[1].reason, change[2].reason) for row, change in zip(rows, changes, strict=True)]
+        _show(out, ("operator", *titles, *why), rows, shared=True)
+    else:
+        say(out, f"operators on {device}: no rule differs")
     return {
         "other": {"label": titles[1], "policy": other.to_toml()},
         "fields": [name for name, _, _ in differ],
-        "operators": [{"before": asdict(before), "after": asdict(after)} for before, after in changes],
+        "operators": [{"before": _record(name, one), "after": _record(name, two)} for name, one, two in changes],
     }
 
 
@@ -337,21 +346,6 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(f"{pattern} = {rule}" for pattern, rule in value) or "-"
     return str(value)
-
-
-def _print_changes(out: Console, titles: tuple[str, str], changes: Sequence[tuple[Ruled, Ruled]], device: str) -> None:
-    if not changes:
-        say(out, f"operators on {device}: no rule differs")
-        return
-    say(out)
-    count = counted(len(changes), "operator")
-    say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
-    why = [] if out.is_terminal else [f"why in {title}" for title in titles]  # reasons would leave no shared row
-    lines: list[Row] = []
-    for before, after in changes:
-        reasons = (before.reason, after.reason) if why else ()
-        lines.append((before.operator, _rule(before.rule), _rule(after.rule), *reasons))
-    _show(out, ("operator", *titles, *why), lines, shared=True)
 
 
 # ------------------------------------------------------------------ tables

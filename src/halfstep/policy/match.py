@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from halfstep.errors import PolicyError, did_you_mean
+from halfstep.errors import PolicyError, did_you_mean, few
 from halfstep.policy.rule_kinds import Rules
 
 CLASS_PREFIX = "class:"
@@ -99,13 +99,8 @@ def _matches_nothing(pattern: str, model: nn.Module, places: Sequence[tuple[str,
     if pattern.startswith(CLASS_PREFIX):
         wanted = pattern.removeprefix(CLASS_PREFIX)
         near = did_you_mean(wanted, classes) or did_you_mean(wanted.strip("*"), classes)
-        return f"{message}; its classes are {_few(classes)}{near}"
+        return f"{message}; its classes are {few([*map(repr, classes)], 6) or 'none'}{near}"
     if pattern in classes:
         return f"{message}; to mean the class, write {CLASS_PREFIX + pattern!r}"
     near = did_you_mean(pattern, paths) or did_you_mean(pattern.strip("*."), paths)
-    return f"{message}; its modules are {_few(paths)}{near}"
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:6])
-    return f"{shown}, ... ({len(names)})" if len(names) > 6 else shown or "none"
+    return f"{message}; its modules are {few([*map(repr, paths)], 6) or 'none'}{near}"

@@ -17,7 +17,8 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from halfstep.errors import PolicyError, did_you_mean
+from halfstep.arguments import check, one_of
+from halfstep.errors import PolicyError
 from halfstep.schema import packaged_toml
 
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
@@ -49,9 +50,7 @@ def table(name: str, device_type: str = "cpu") -> Mapping[str, OperatorRow]:
     The device matters only for ``torch``, whose CPU lists differ from its CUDA lists; other accelerators' lists are
     CUDA's but for vendor kernels.
     """
-    if name not in TABLES:
-        hint = did_you_mean(name, TABLES)
-        raise PolicyError(f"unknown operator table {name!r}; expected one of {', '.join(TABLES)}{hint}")
+    check("operator table", PolicyError, name=(name, one_of(*TABLES)))
     if name == "none":
         return MappingProxyType({})
     if name == "all-low":

@@ -2,6 +2,11 @@
 
 Order of module rules: what a transformers model declares to be fp32, then patterns, which match modules and all below
 them; the last wins.
+
+Note [eight bits]: of the linear layers that a rule such as "fp8" covers, these stay as they are: the first and the last
+of the model, those with a dimension that is no multiple of 16, and those whose products are too small to gain. A
+pattern that ends in a layer's own name ("blocks.*.qkv") converts it whatever its place and size. A module that stays
+follows the rules before it.
 """
 
 from __future__ import annotations
@@ -17,9 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.arguments import DEVICE_TYPE, FLAG, MODEL, NONE, a, check
 from halfstep.errors import PolicyError
-from halfstep.formats import DTYPE_NAMES, format_of
-from halfstep.policy.eight_bits import rules_and_stays
-from halfstep.policy.match import NORMS, declared_fp32, matches
+from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
+from halfstep.policy.match import NORMS, declared_fp32, matches, rules_of_modules
 from halfstep.policy.operators import custom_rule, is_custom
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import (
@@ -31,8 +35,14 @@ from halfstep.policy.resolve import (
     resolved,
     units,
 )
-from halfstep.policy.rule_kinds import RULE_KINDS, RULES
+from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RULES
 from halfstep.torch_private.modes import is_traceable_wrapper_subclass
+
+ModuleRules = Mapping[nn.Module, tuple[str, str]]
+"""Module -> where its rule is from, and the rule."""
+
+Stays = Mapping[nn.Module, str]
+"""Linear layers that a rule for eight bits covers and leaves, with the reason."""
 
 MASTERS = "split in a TrainStep that updates in one pass, master in a loop of one's own"
 """What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
@@ -143,7 +153,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
         policy=concrete,
         device=device,
         model=type(model).__name__,
-        modules=tuple(_module(path, module, rules, stays, concrete) for path, module in model.named_modules()),
+        modules=tuple(_modules(concrete, model, rules, stays)),
         parameters=parameters,
         operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
@@ -151,12 +161,8 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *,
     )
 
 
-def _module_rules(
-    concrete: Policy, model: nn.Module
-) -> tuple[Mapping[nn.Module, tuple[str, str]], Mapping[nn.Parameter, str], Mapping[nn.Module, str]]:
-    """Return module -> (reason, rule), parameter -> reason for those that `model` declares to be fp32, and what stays.
-
-    What stays: linear layers that a rule for eight bits covers and leaves, with the reason.
+def _module_rules(concrete: Policy, model: nn.Module) -> tuple[ModuleRules, Mapping[nn.Parameter, str], Stays]:
+    """Return the rules, parameter -> reason for those that `model` declares to be fp32, and what stays.
 
     ``table="torch"`` over fp32 parameters is torch.autocast, which takes no notice of what a model declares.
     """
@@ -164,14 +170,12 @@ def _module_rules(
     parameters: Mapping[nn.Parameter, str] = {}
     if concrete.dtype != "fp32" and (concrete.params == "low" or concrete.table != "torch"):
         modules, parameters = declared_fp32(model, narrow=format_of(concrete.dtype).is_narrow)
-    patterns, stays = rules_and_stays(concrete, model)
+    patterns, stays = _rules_and_stays(concrete, model)
     given = {module: (f"modules: {pattern!r} = {rule!r}", rule) for module, (pattern, rule) in patterns.items()}
     return {module: (reason, "fp32") for module, reason in modules.items()} | given, parameters, stays
 
 
-def _eight_bit_notes(
-    model: nn.Module, device: str, rules: Mapping[nn.Module, tuple[str, str]], stays: Mapping[nn.Module, str]
-) -> Iterator[str]:
+def _eight_bit_notes(model: nn.Module, device: str, rules: ModuleRules, stays: Stays) -> Iterator[str]:
     """Say which linear layers stay out of eight bits, and whether those that do not are emulated."""
     paths: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -184,26 +188,19 @@ def _eight_bit_notes(
         yield f"{used} on {device}: no eight-bit units, so torchao emulates them: right numbers, slower than bf16"
 
 
-def _module(
-    path: str,
-    module: nn.Module,
-    rules: Mapping[nn.Module, tuple[str, str]],
-    stays: Mapping[nn.Module, str],
-    concrete: Policy,
-) -> ModuleDecision:
-    kind = type(module).__name__
-    if module not in rules:
-        reason = stays.get(module, "no pattern matches it")
-        return ModuleDecision(path=path, kind=kind, rule="", format="", reason=reason)
-    reason, rule = rules[module]
-    of = RULE_KINDS[rule]
-    made = "" if not of.of_operators else concrete.dtype if of.format == "low" else of.format
-    made = "fp8_e4m3" if of.recipe else made
-    return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
+def _modules(concrete: Policy, model: nn.Module, rules: ModuleRules, stays: Stays) -> Iterator[ModuleDecision]:
+    for path, module in model.named_modules():
+        reason, rule = rules.get(module, (stays.get(module, "no pattern matches it"), ""))
+        of, made = RULE_KINDS.get(rule, NO_RULE), ""
+        if of.recipe:
+            made = "fp8_e4m3"
+        elif rule and of.of_operators:
+            made = concrete.dtype if of.format == "low" else of.format
+        yield ModuleDecision(path=path, kind=type(module).__name__, rule=rule, format=made, reason=reason)
 
 
 def _parameters(
-    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], declared: Mapping[nn.Parameter, str]
+    concrete: Policy, model: nn.Module, rules: ModuleRules, declared: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterDecision, ...], list[str]]:
     """Decide the format of every parameter; return notes on those that are never touched besides."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
@@ -217,9 +214,8 @@ def _parameters(
             kind = str(parameter.dtype).removeprefix("torch.")
             untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
-        values: Any = parameter.data
-        if is_traceable_wrapper_subclass(values) and not hasattr(parameter, "placements"):  # not a DTensor
-            kind = f"a {type(values).__name__}, which stores its values its own way,"
+        if storage := _own_storage(parameter):
+            kind = f"a {storage}, which stores its values its own way,"
             untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
         own = declared.get(parameter, "")
@@ -257,6 +253,83 @@ def _parameter(
     if not parameter.requires_grad and concrete.master != "none":
         return True, concrete.dtype, "params='low'; frozen: nothing is kept behind it unless an optimizer has it"
     return True, concrete.dtype, "params='low'"
+
+
+# ------------------------------------------------------------------ eight bits
+
+MULTIPLE = 16
+"""What the units demand of both dimensions of a weight."""
+
+
+def is_small(recipe: str, inputs: int, outputs: int) -> bool:
+    """Return whether torchao's filter for `recipe` leaves out a layer of this size: the casts would cost more.
+
+    `_auto_filter_for_recipe` in torchao/float8/float8_linear_utils.py, from times on an H100; it has none for
+    "rowwise_with_gw_hp", which is given that of "rowwise".
+    """
+    if recipe == "tensorwise":
+        return inputs <= 4096 and outputs <= 1024
+    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+
+
+def _rules_and_stays(policy: Policy, model: nn.Module) -> tuple[ModuleRules, Stays]:
+    """Return module -> (pattern, rule) by the module rules of `policy`, and the linear layers that stay, with reasons.
+
+    Raises:
+        PolicyError: a pattern matches nothing.
+    """
+    given = rules_of_modules(policy.modules, model)
+    if not any(RULE_KINDS[rule].recipe for _, rule in given.values()):
+        return given, {}
+    others = rules_of_modules(tuple(pair for pair in policy.modules if not RULE_KINDS[pair[1]].recipe), model)
+    paths = {module: path for path, module in model.named_modules()}
+    linear = [module for module in paths if isinstance(module, nn.Linear)]
+    rules: dict[nn.Module, tuple[str, str]] = {}
+    stays: dict[nn.Module, str] = {}
+    for module, (pattern, rule) in given.items():
+        reason = "it is no linear layer"
+        if (recipe := RULE_KINDS[rule].recipe) and isinstance(module, nn.Linear):
+            reason = _cannot(policy, module)
+            if not reason and pattern.rpartition(".")[2] != paths[module].rpartition(".")[2]:
+                reason = _should_not(recipe, module, linear)
+            if reason:
+                stays[module] = f"{rule}: {reason}"
+        if not recipe or not reason:
+            rules[module] = pattern, rule
+        elif module in others:
+            rules[module] = others[module]
+    return rules, stays
+
+
+def _cannot(policy: Policy, layer: nn.Linear) -> str:
+    """Return why `layer` cannot be computed in eight bits, "" if it can."""
+    kind = type(layer)
+    if policy.dtype not in DTYPES or policy.dtype == "fp32":
+        return f"dtype {policy.dtype!r} is neither 'bf16' nor 'fp16'"
+    if kind.forward is not nn.Linear.forward or issubclass(kind, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return f"{kind.__name__} is not computed by the forward of torch.nn.Linear"
+    if storage := _own_storage(layer.weight):
+        return f"its weight is a {storage}"
+    wrong = [size for size in (layer.in_features, layer.out_features) if size % MULTIPLE]
+    return f"{' and '.join(map(str, wrong))} no multiple of {MULTIPLE}" if wrong else ""
+
+
+def _should_not(recipe: str, layer: nn.Linear, linear: list[nn.Linear]) -> str:
+    """Return why `layer`, of all `linear` ones of its model, better stays in the low format; "" if it does not."""
+    if layer in (linear[0], linear[-1]):
+        return f"the {'first' if layer is linear[0] else 'last'} linear layer of the model"
+    if is_small(recipe, layer.in_features, layer.out_features):
+        return f"{layer.in_features} x {layer.out_features} is too small to gain"
+    return ""
+
+
+def _own_storage(parameter: torch.Tensor) -> str:
+    """Return the class of a parameter's values if they are stored in a way of its own; "" for others, and a DTensor."""
+    values: Any = parameter.data
+    return type(values).__name__ if is_traceable_wrapper_subclass(values) and not hasattr(values, "placements") else ""
+
+
+# ------------------------------------------------------------------ text
 
 
 def _lines(plan: Plan) -> Iterator[str]:

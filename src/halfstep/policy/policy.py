@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from halfstep.arguments import Kind, check
+from halfstep.arguments import TEXT, Kind, check, number, one_of
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
 from halfstep.formats import BLOCK_FORMATS, DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.engines import ENGINES, EngineConfig, configured
@@ -27,12 +26,7 @@ from halfstep.policy.operators import check_custom_pattern, is_custom, operator_
 from halfstep.policy.optable import data
 from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
-from halfstep.schema import regular
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halfstep.schema import regular, tomllib
 
 UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
 simulates the numbers"
@@ -44,7 +38,6 @@ BASE = "preset"
 OTHER_NAMES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """Formats as torch calls them."""
 
-SMALLEST = FP32.smallest_subnormal  # scale
 MOST_BYTES = 1 << 20  # of a file
 MOST_VALUES = 100_000  # keys and values; a rule is three
 MOST_TEXT = 1000  # characters of a key or value
@@ -53,6 +46,11 @@ MOST_OPS = 2000  # rules for operators: torch has 700 operators
 
 EXAMPLES = {"ops": "('softmax', 'fp32')", "modules": "('class:LayerNorm', 'fp32') or ('head', 'fp32')"}
 
+
+SCALES = one_of("auto", "none", *SCALE_RULES) | Kind(
+    "a positive number in fp32, or a ScaleRule",
+    lambda value: isinstance(value, ScaleRule) or number(FP32.smallest_subnormal, FP32.max).has(value),
+)
 
 OPERATORS = Kind(
     "a list of operators", lambda names: isinstance(names, Iterable) and not isinstance(names, (bytes, Mapping))
@@ -133,16 +131,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and operator names to their short ones; refuse what makes no sense."""
-        for field, options in _choices().items():
-            value = getattr(self, field)
-            if not isinstance(value, str) or value not in options:
-                raise PolicyError(_not_an_option(field, value, options))
-        if not isinstance(self.name, str):
-            raise PolicyError(f"policy: name={self.name!r}; expected a string")
+        given = ((name, getattr(self, name), kind) for name, kind in _kinds().items())
+        odd = {name: (v, kind) for name, v, kind in given if not isinstance(v, str) or v not in kind.options}
+        if odd or not isinstance(self.name, str):
+            check("policy", PolicyError, name=(self.name, TEXT), **odd)  # a scale may be a number
         _check_dtype(self.dtype)
         object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
-        object.__setattr__(self, "scale", _scale(self.scale))
+        if not isinstance(self.scale, (str, ScaleRule)):
+            object.__setattr__(self, "scale", float(self.scale))
 
     @classmethod
     def of(cls, spec: Policy | str | Path, /, **overrides: Any) -> Policy:
@@ -176,11 +173,7 @@ class Policy:
         Raises:
             PolicyError: unknown field or value; the message names the nearest.
         """
-        known = [f.name for f in dataclasses.fields(self)]
-        for field in fields:
-            if field not in known:
-                hint = did_you_mean(field, known)
-                raise PolicyError(f"a policy has no field {field!r}; it has {', '.join(known)}{hint}")
+        _check_keys("a policy has no field {!r}", fields, [f.name for f in dataclasses.fields(self)])
         return dataclasses.replace(self, **fields)
 
     def with_ops(
@@ -266,7 +259,7 @@ class Policy:
             if not isinstance(name := values.pop(BASE), str):
                 raise PolicyError(f"{BASE} = {name!r} in a policy's TOML; it is a preset's name, such as \"O2\"")
             base = _preset(name)
-        _check_keys("a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
+        _check_keys("unknown key {!r} in a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
         if isinstance(values.get("scale"), dict):
             values["scale"] = _scale_rule(values["scale"])
         return base.replace(**values)
@@ -291,10 +284,11 @@ for_every_kind("Policy.with_ops", Policy.with_ops.__kwdefaults__ or {})
 
 
 @lru_cache(maxsize=1)
-def _choices() -> Mapping[str, tuple[str, ...]]:
-    """Return the fields that take one of a few words, and the words."""
+def _kinds() -> Mapping[str, Kind]:
+    """Return what fields may be that are neither a format nor rules."""
     hints = get_type_hints(Policy)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    words = {name: one_of(*get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return {**words, "scale": SCALES}
 
 
 def _check_dtype(dtype: object) -> None:
@@ -313,11 +307,6 @@ def _check_dtype(dtype: object) -> None:
             f"policy: dtype={dtype!r}; expected one of {', '.join(map(repr, options))}, or eXmY to simulate{described}"
             f"{hint}"
         ) from None
-
-
-def _not_an_option(field: str, value: object, options: Iterable[str]) -> str:
-    hint = did_you_mean(value, options) if isinstance(value, str) else ""
-    return f"policy: {field}={value!r}; expected one of {', '.join(map(repr, options))}{hint}"
 
 
 def _preset(name: str) -> Policy:
@@ -352,7 +341,7 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
         if rule == "fp8" and field == "ops":
             raise UnbuiltError(f"policy: rule of {pattern!r} in ops='fp8' {UNBUILT}")
         if rule not in rules:
-            raise PolicyError(_not_an_option(f"rule of {pattern!r} in {field}", rule, rules))
+            check("policy", PolicyError, **{f"rule of {pattern!r} in {field}": (rule, one_of(*rules))})
         pairs.append((_operator(pattern) if field == "ops" else pattern, rule))
     return tuple(pairs)
 
@@ -363,20 +352,6 @@ def _operator(pattern: str) -> str:
         return pattern
     matched = operator_names(pattern)
     return pattern if any(c in pattern for c in "*?[") else matched[0]
-
-
-def _scale(value: object) -> str | float | ScaleRule:
-    if isinstance(value, ScaleRule):
-        return value
-    if isinstance(value, str):
-        if value not in (options := ("auto", "none", *SCALE_RULES)):
-            raise PolicyError(f"{_not_an_option('scale', value, options)} (or a positive number or a ScaleRule)")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not SMALLEST <= value <= FP32.max:
-        raise PolicyError(
-            f'policy: scale={value!r}; expected "auto", "none", a positive number in fp32, a name or a ScaleRule'
-        )
-    return float(value)
 
 
 # ------------------------------------------------------------------ TOML
@@ -422,17 +397,17 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _scale_rule(values: Mapping[str, Any]) -> ScaleRule:
-    _check_keys("[scale]", values, [f.name for f in dataclasses.fields(ScaleRule)])
+    _check_keys("unknown key {!r} in [scale]", values, [f.name for f in dataclasses.fields(ScaleRule)])
     try:
         return ScaleRule(**values)
     except ScaleError as error:
         raise PolicyError(f"[scale] of a policy: {error}") from error
 
 
-def _check_keys(where: str, values: Iterable[str], known: list[str]) -> None:
+def _check_keys(words: str, values: Iterable[str], known: list[str]) -> None:
     for key in values:
         if key not in known:
-            raise PolicyError(f"unknown key {key!r} in {where}; it has {', '.join(known)}{did_you_mean(key, known)}")
+            raise PolicyError(f"{words.format(key)}; it has {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def _toml(value: object) -> str:

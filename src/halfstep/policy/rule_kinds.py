@@ -73,7 +73,7 @@ class RuleKind:
 
 
 def _eight_bits(recipe: str, how: str) -> RuleKind:
-    """Return a rule for linear layers; other modules it covers follow the rules before it (`policy/eight_bits.py`)."""
+    """Return a rule for linear layers, see note [eight bits] in `policy/plan.py`."""
     return RuleKind(
         format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
         refuses_low=False, of_operators=False, of_modules=True, params="low", recipe=recipe,

@@ -206,10 +206,8 @@ class Counter(Sink):
         fake = isinstance(tensor, FakeTensor)
         if not (tensor.device.type == "cpu" and (fake or self._counts_steps(tensor))):
             self._sync(phase, schema_of(func).name)
-        if not fake:
-            return func(tensor)
         try:
-            return func(tensor)  # a constant has a value
+            return func(tensor)  # a fake one that is a constant has a value
         except DataDependentOutputException:
             value = 1 if tensor.device.type == "cpu" else 0  # a step counter; a flag that is not set
             return bool(value) if tensor.dtype is torch.bool else float(value) if tensor.is_floating_point() else value

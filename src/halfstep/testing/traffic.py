@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,15 +56,8 @@ class Cost:
 NOTHING = Cost()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Declaration:
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    extra: Callable[[Arguments], tuple[int, int]] | None
-    launches: int
-
-
-_DECLARED: dict[str, _Declaration] = {}
+_DECLARED: dict[str, Callable[[Any, Arguments], Cost]] = {}
+"""Name of an operator -> what a call costs, by its schema and its arguments."""
 
 
 def declare_traffic(
@@ -92,11 +86,11 @@ def declare_traffic(
     """
     if launches < 1:
         raise DeclarationError(f"{operator}: launches={launches!r}; an operator that does anything launches at least 1")
-    declared = _Declaration(reads=tuple(reads), writes=tuple(writes), extra=extra, launches=launches)
+    reads, writes = tuple(reads), tuple(writes)
     found = _find(operator)
     if found is not None:
-        _check(operator, schema_of(found), declared)
-    _DECLARED[operator] = declared
+        _check(operator, schema_of(found), reads, writes)
+    _DECLARED[operator] = partial(_declared_cost, reads=reads, writes=writes, extra=extra, launches=launches)
 
 
 def _find(operator: str) -> Any:
@@ -107,16 +101,16 @@ def _find(operator: str) -> Any:
     return None if packet is None else getattr(packet, overload or "default", None)
 
 
-def _check(operator: str, schema: Any, declared: _Declaration) -> None:
+def _check(operator: str, schema: Any, reads: Sequence[str], writes: Sequence[str]) -> None:
     names = [a.name for a in schema.arguments]
-    for name in (*declared.reads, *declared.writes):
-        if name not in names and not (name == "result" and name in declared.writes):
+    for name in (*reads, *writes):
+        if name not in names and not (name == "result" and name in writes):
             raise DeclarationError(f"{operator}: {name!r} is none of its arguments {names}")
-    left_out = [a.name for a in schema.arguments if _written(a) and a.name not in declared.writes]
+    left_out = [a.name for a in schema.arguments if _written(a) and a.name not in writes]
     if left_out:
         raise DeclarationError(
             f"{operator}: its schema says that it writes {left_out}, and the declaration leaves that out; "
-            f"declared writes are {list(declared.writes)}"
+            f"declared writes are {list(writes)}"
         )
 
 
@@ -130,7 +124,7 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     call |= {"result": result, **kwargs}
     declared = _DECLARED.get(f"{schema.name}.{schema.overload_name}") or _DECLARED.get(schema.name)
     if declared is not None:
-        return _declared_cost(schema, call, declared)
+        return declared(schema, call)
     read = written = 0
     for argument in schema.arguments:
         size = sum(map(bytes_of, tensors(call.get(argument.name))))
@@ -153,18 +147,18 @@ def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost:
-    _check(schema.name, schema, declared)
-    read, written = (
-        sum(bytes_of(t) for name in names for t in tensors(call.get(name)))
-        for names in (declared.reads, declared.writes)
-    )
-    if declared.extra is not None:
-        more = declared.extra(call)
+def _declared_cost(
+    schema: Any, call: Arguments, reads: Sequence[str], writes: Sequence[str],
+    extra: Callable[[Arguments], tuple[int, int]] | None, launches: int,
+) -> Cost:  # fmt: skip
+    _check(schema.name, schema, reads, writes)
+    read, written = (sum(bytes_of(t) for name in names for t in tensors(call.get(name))) for names in (reads, writes))
+    if extra is not None:
+        more = extra(call)
         if min(more) < 0:
             raise DeclarationError(f"{schema.name}: extra traffic {more}; bytes are not negative")
         read, written = read + more[0], written + more[1]
-    return Cost(read=read, written=written, launches=declared.launches, kernels=declared.launches)
+    return Cost(read=read, written=written, launches=launches, kernels=launches)
 
 
 def _kernels(schema: Any, short: str, call: Arguments) -> int:

@@ -85,13 +85,13 @@ class FakeLab:
         for c in candidates:
             assert c.policy is not None
             times[c.label] = self.time(c.policy, c.compile)
-        laps = {FP32: Lap(label=FP32, time=ratio(1.0), beside=None, milliseconds=10.0, start=3.0, end=1.0)}
+        laps = {FP32: Lap(time=ratio(1.0), beside=None, milliseconds=10.0, end=1.0)}
         for c in candidates:
             assert c.policy is not None
             beside, failed = ratio(times[c.label] / times[base]), self.failing(c.policy)
             rise = self.rise(c.policy)
             laps[c.label] = Lap(
-                label=c.label, time=ratio(times[c.label]), beside=beside, milliseconds=10.0 * times[c.label], start=3.0,
+                time=ratio(times[c.label]), beside=beside, milliseconds=10.0 * times[c.label],
                 end=math.nan if math.isinf(rise) else 1.0 + rise, dropped=beside.low > limit and not failed,
                 skipped=self.skipped(c.policy), failed=failed,
             )  # fmt: skip

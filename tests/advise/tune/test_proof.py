@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
+from halfstep.advise.tune.lab import revived
 from halfstep.advise.tune.proof import MOST_SEEDS, PATIENCE, Proof, Run, prove, seeds_needed
-from halfstep.report import strict_json
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.measure import ENOUGH_SEEDS
 from tests.tasks.small import loss_fn, small_task
@@ -202,7 +202,7 @@ def test_real_trainings_go_on_from_their_record_with_the_same_result() -> None:
     whole = prove(task, MIXED, steps=12, on_run=made.append)
     assert torch.equal(before, torch.random.get_rng_state())
     assert whole.verdict == "equivalent" and len(made) == 10
-    kept = [Run.of(json.loads(strict_json(dataclasses.asdict(run)))) for run in made[:7]]
+    kept = [revived(Run, json.loads(json.dumps(dataclasses.asdict(run)))) for run in made[:7]]
     assert kept[6].start != kept[6].start  # nan came back: the metric before training is fp32's alone
     again: list[Run] = []
     assert prove(task, MIXED, steps=12, runs=kept, on_run=again.append) == whole and len(again) == 3

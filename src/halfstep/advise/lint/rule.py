@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from halfstep.errors import LintError, did_you_mean
-from halfstep.mistakes import MISTAKES
+from halfstep.mistakes import MISTAKES, Mistake
 from halfstep.schema import packaged_toml
 
 SEVERITIES = ("error", "warning", "note")
@@ -102,14 +102,9 @@ def check_of(code: str) -> Callable[[Check], Check]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One kind of mistake."""
+class Rule(Mistake):
+    """One kind of mistake that the linter finds; from HS101 on by a traced step."""
 
-    code: str  # "HS" and three digits; from HS101 on traced rules
-    severity: str
-    title: str
-    why: str
-    fix: str
     bad: str  # a script with the mistake; of a traced rule, a file whose function `task` returns the hs.Task
     good: str  # the same without it
     under: str = "mixed"  # of a traced rule, the policy under which `bad` has the mistake

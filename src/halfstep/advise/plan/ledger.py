@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,31 +231,29 @@ class Ddp:
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         low, lowered = DTYPES.get(policy.dtype, torch.float32), policy.params == "low"
-        hooked = policy.reduce == "low" and not (lowered and policy.grads == "fp32")
+        sends_low = policy.reduce == "low"
+        wide = low if sends_low else torch.float32
         own = lowered and (policy.grads == "fp32" or policy.reduce == "fp32")
-        stored: dict[torch.dtype, int] = {}
+        self.stored: Counter[torch.dtype] = Counter()  # format -> bytes of its buckets, which stay, as gradients have
         for parameter in trained:
-            stored[parameter.dtype] = stored.get(parameter.dtype, 0) + _bytes(parameter, parameter.dtype)
-        self.stored = stored  # format -> bytes of its buckets, which stay: as many as the gradients have
+            self.stored[parameter.dtype] += parameter.nbytes
         self.seen: list[tuple[str, int]] = []  # (collective, bytes that a device puts in), in order
         if own:
-            wide = low if policy.reduce == "low" else torch.float32
             buckets = _buckets([_bytes(p, wide) for p in trained], CAP)
             self.seen.append(("all-reduce", 4 * len(trained)))  # which gradients there are, as int32
-            grown = sum(_bytes(p, wide) for p in trained) - sum(stored.values())
+            grown = sum(_bytes(p, wide) for p in trained) - self.stored.total()
             self.sending = max(0, grown) + 2 * max(buckets, default=0)
         else:
-            wide = low if hooked else torch.float32
             backwards = trained[::-1]  # gradients arrive from the last layer on
             buckets = [  # of one stored format each, whatever is sent
-                size // kind.itemsize * (wide if hooked else kind).itemsize
-                for kind in stored
+                size // kind.itemsize * (wide if sends_low else kind).itemsize
+                for kind in self.stored
                 for size in _buckets([_bytes(p, kind) for p in backwards if p.dtype is kind], FIRST, CAP)
             ]
-            self.sending = max(buckets, default=0) if hooked and any(p.dtype is not low for p in trained) else 0
+            self.sending = max(buckets, default=0) if sends_low and any(p.dtype is not low for p in trained) else 0
         self.format = wide  # of the `sending` bytes made to send gradients when the last bucket is sent
         self.seen += [("all-reduce", size) for size in buckets]
-        if buffers := sum(_bytes(b, b.dtype) for b in model.buffers()):
+        if buffers := sum(b.nbytes for b in model.buffers()):
             self.seen.append(("broadcast", buffers))
 
     def allocate(self, ledger: Ledger, device: str) -> None:

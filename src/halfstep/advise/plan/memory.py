@@ -67,8 +67,8 @@ def gpu_names() -> tuple[str, ...]:
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU called `name` in any case ("h200", "A100-80"), or one with a size given as "96GiB"."""
-    wanted = re.sub(r"^(nvidia|amd|geforce|rtx|tesla|instinct)[ -]*", "", name.strip().lower())
-    wanted = re.sub(r"^(rtx)[ -]*", "", wanted).replace(" ", "-").removesuffix("gb")
+    wanted = re.sub(r"^((nvidia|amd|geforce|rtx|tesla|instinct)[ -]*)+", "", name.strip().lower())
+    wanted = wanted.replace(" ", "-").removesuffix("gb")
     wanted = ALIASES.get(wanted, wanted)
     if wanted in _table():
         return _table()[wanted]
@@ -262,7 +262,11 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """Return the answer, the parts and the drawing of the peak as text."""
-        return plan_text(self)
+        rows = self.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        notes = (f"- {note}" for note in self.notes)
+        return "\n".join([f"{self.name}, {label(self)}: {verdict(self)}", *notes, "", *lines, "", *drawing(self)])
 
     def save_html(self, path: str | Path) -> None:
         """Write the plan as one HTML file with pictures that needs nothing else."""
@@ -391,15 +395,6 @@ def preset_table(plans: Sequence[MemoryPlan]) -> doc.Table:
         headers += ["verdict", "largest batch"]
         rows = [row + [""] * (len(headers) - len(row)) for row in rows]
     return doc.table("Every policy, bytes of a device", headers, rows)
-
-
-def plan_text(plan: MemoryPlan) -> str:
-    """Return a plan as text: the answer, its parts, the drawing of the peak."""
-    rows = plan.table()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    notes = (f"- {note}" for note in plan.notes)
-    return "\n".join([f"{plan.name}, {label(plan)}: {verdict(plan)}", *notes, "", *lines, "", *drawing(plan)])
 
 
 def _batch(largest: Largest) -> str:

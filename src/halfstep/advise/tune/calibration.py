@@ -86,13 +86,6 @@ class Calibration:
     remedies: tuple[Change, ...] = ()  # what the findings ask for, the gravest first
     failed: str = ""  # the error that ended the audit, "" for none
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Calibration:
-        """Return what `dataclasses.asdict` made plain."""
-        spots = tuple(Spot(**spot) for spot in values["spots"])
-        remedies = tuple(Change(**remedy) for remedy in values["remedies"])
-        return cls(**{**values, "spots": spots, "remedies": remedies})
-
     def places(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yield what a rule can be for, (field, pattern): operators, classes of modules, and these modules."""
         known = set(hs.policy.operator_names("*")) - {"to"}

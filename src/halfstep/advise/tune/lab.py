@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from halfstep.advise.tune.proof import BASELINE, LAST, Proof, Run, error_line, p
 from halfstep.advise.tune.result import TuneError
 from halfstep.arguments import number
 from halfstep.errors import TaskError
+from halfstep.report import plain
 from halfstep.schema import Each, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
@@ -46,6 +48,8 @@ from halfstep.tasks.measure import finite_mean, student_quantile
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, Unfit
 from halfstep.trees import tensors
+
+T = TypeVar("T")
 
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
@@ -57,12 +61,10 @@ LOOK = 8  # timed rounds before a candidate may be dropped, and between two look
 class Lap:
     """What one candidate did in a race; plain values."""
 
-    label: str
     time: Ratio | None = None  # its step time over fp32's in the same rounds; None if no round was timed
     beside: Ratio | None = None  # its step time over that of the race's base in the same rounds
     milliseconds: float = math.nan  # median time of a step
-    start: float = math.nan  # mean training loss over the first tenth of the steps; nan if not finite
-    end: float = math.nan  # over the last tenth; nan if not finite, or if it left the race before
+    end: float = math.nan  # mean loss over the last tenth of the steps; nan if not finite, or if it left before
     skipped: int = 0  # steps that were not applied
     dropped: bool = False  # whether it left because it was clearly slower
     failed: str = ""  # the error that it left with, "" for none
@@ -85,16 +87,6 @@ class RaceResult:
         if math.isnan(lap.end):
             return math.inf
         return (lap.end - fp32.end) / abs(fp32.end) if fp32.end else math.nan
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> RaceResult:
-        """Return what `dataclasses.asdict` made plain."""
-        laps = {label: Lap(**_with_ratios(lap, "time", "beside")) for label, lap in values["laps"].items()}
-        return cls(**_with_ratios(values, "control") | {"laps": laps})
-
-
-def _with_ratios(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {**values, **{name: values[name] and Ratio(**values[name]) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,10 +167,10 @@ def failing(label: str) -> Iterator[None]:
 
 def race(
     task: Task, candidates: Sequence[Candidate], *, device: str, seed: int, steps: int, base: str = FP32,
-    limit: float = math.inf, deadline: float = math.inf, known: tuple[float, float] | None = None,
+    limit: float = math.inf, deadline: float = math.inf, known: float | None = None,
     clock: Callable[[], float] = time.perf_counter, on_round: Callable[[int], None] = lambda done: None,
 ) -> RaceResult:  # fmt: skip
-    """Race `candidates` over `steps` steps, beside fp32; `known`: (start, end) of its loss in a race of this length.
+    """Race `candidates` over `steps` steps, beside fp32; `known`: where its loss ends in a race of this length.
 
     A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
     no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
@@ -211,19 +203,19 @@ def race(
             break
     laps = {label: _lap(running, label, base, steps) for label in labels if label != TWIN.label}
     if known is not None:
-        laps[FP32] = replace(laps[FP32], start=known[0], end=known[1], dropped=False)
+        laps[FP32] = replace(laps[FP32], end=known, dropped=False)
     alike = repr(running.floats(FP32)) == repr(running.floats(TWIN.label))
     control = running.ratio(TWIN.label, FP32)
     return RaceResult(laps=laps, control=control, repeatable=alike, finished=done == steps)
 
 
 def _lap(running: Training, label: str, base: str, steps: int) -> Lap:
-    losses, window = running.floats(label), max(1, steps // LAST)
+    losses = running.floats(label)
     loop = running.loops.get(label)
     return Lap(
-        label=label, time=running.ratio(label, FP32), beside=running.ratio(label, base),
+        time=running.ratio(label, FP32), beside=running.ratio(label, base),
         milliseconds=1e3 * running.typical(label),
-        start=finite_mean(losses[:window]), end=finite_mean(losses[-window:]) if len(losses) == steps else math.nan,
+        end=finite_mean(losses[-max(1, steps // LAST) :]) if len(losses) == steps else math.nan,
         skipped=0 if loop is None else len(loop.skipped()),
         dropped=running.dropped.get(label) == "", failed=running.dropped.get(label, ""),
     )  # fmt: skip
@@ -236,7 +228,7 @@ SHARE = 30
 """Short trainings that a search takes, roughly: 3 of fp32 for reference, 6 of presets, 8 more of a proof, changes."""
 
 AUDITED = 2  # steps of an audit, on weights that fp32 has trained
-VERSION = 3  # of the journal
+VERSION = 4  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
 CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
@@ -266,7 +258,7 @@ class Lab:
         self.before = 0.0  # seconds that measuring took before this process
         if path is not None and path.exists():
             self._read(path)
-        self._known: dict[int, tuple[float, float]] = {}  # steps -> fp32's loss at the start and at the end
+        self._known: dict[int, float] = {}  # steps -> fp32's loss at the end
         self._trained: TorchLoop | None = None
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
@@ -295,8 +287,7 @@ class Lab:
         affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
         before = int(self.entries.get("steps", 0))
         steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
-        if steps != before:
-            self._keep("steps", steps)
+        self._keep("steps", steps)
         return steps
 
     def reference(self, steps: int, bound: float | None) -> Reference | None:
@@ -306,7 +297,7 @@ class Lab:
             runs = references(self.task, SEEDS, **self._trainings(steps, bound, "fp32, the reference"))
         if len(runs) < SEEDS:
             return None
-        self._known[steps] = runs[0].first_loss, runs[0].last_loss
+        self._known[steps] = runs[0].last_loss
         return Reference(start=tuple(run.first_loss for run in runs), end=tuple(run.last_loss for run in runs))
 
     def race(
@@ -317,12 +308,12 @@ class Lab:
         chosen = self.seed if seed is None else seed
         key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
         if key in self.entries:
-            return RaceResult.of(self.entries[key])
+            return revived(RaceResult, self.entries[key])
         if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
             return None
         found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
-        if found.finished or all(lap.dropped or lap.failed for lap in found.laps.values() if lap.label != FP32):
-            self._keep(key, dataclasses.asdict(found))
+        if found.finished or all(lap.dropped or lap.failed for label, lap in found.laps.items() if label != FP32):
+            self._keep(key, found)
         return found
 
     def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> RaceResult:
@@ -347,7 +338,7 @@ class Lab:
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
 
-        def audit() -> dict[str, Any]:
+        def audit() -> Calibration:
             loop = self._loop(steps)
             batches = [self.task.batch_on(self.device, self.seed, steps + n) for n in range(AUDITED)]
             try:
@@ -356,19 +347,19 @@ class Lab:
                     clip_norm=self.task.clip_norm,
                 )  # fmt: skip
             except Exception as error:  # of the user's model, of torch, or no memory
-                return dataclasses.asdict(Calibration(failed=error_line(error)))
-            return dataclasses.asdict(calibration_of(found))
+                return Calibration(failed=error_line(error))
+            return calibration_of(found)
 
         key = f"audit {_key(candidate)} {steps}"
         if key not in self.entries and self.left <= 0.0:
             return Calibration(failed="the time was up")
         self.say(phase=f"audit of {candidate.label}")
-        return Calibration.of(self._remember(key, audit))
+        return revived(Calibration, self._remember(key, audit))
 
     def known_calibration(self, candidate: Candidate, steps: int) -> Calibration:
         """Return the audit of a candidate if it was made, else an empty one."""
         found = self.entries.get(f"audit {_key(candidate)} {steps}")
-        return Calibration() if found is None else Calibration.of(found)
+        return Calibration() if found is None else revived(Calibration, found)
 
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients on the weights of the audits; nan if no more than `reserve` s are left."""
@@ -399,17 +390,17 @@ class Lab:
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
-        options = self._trainings(steps, bound, f"equivalence of {candidate.label}")
-        return prove(self.task, candidate, max_loss_rise=options.pop("bound"), seeds=seeds, **options)
+        trainings = self._trainings(steps, bound, f"equivalence of {candidate.label}")
+        return prove(self.task, candidate, seeds=seeds, **trainings)
 
     def _trainings(self, steps: int, bound: float | None, phase: str) -> dict[str, Any]:
         def keep(run: Run) -> None:
-            self._keep(f"run {len(self.entries)}", dataclasses.asdict(run))
+            self._keep(f"run {len(self.entries)}", run)
             self.say(phase=phase)
 
-        runs = [Run.of(value) for key, value in self.entries.items() if key.startswith("run ")]
+        runs = [revived(Run, value) for key, value in self.entries.items() if key.startswith("run ")]
         return {
-            "device": self.device, "steps": steps, "bound": bound, "seed": self.seed, "seconds": self.left,
+            "device": self.device, "steps": steps, "max_loss_rise": bound, "seed": self.seed, "seconds": self.left,
             "runs": runs, "on_run": keep, "clock": self.clock,
         }  # fmt: skip
 
@@ -420,7 +411,7 @@ class Lab:
 
     def _keep(self, key: str, value: Any) -> None:
         """Keep a measurement and write the file; a kill leaves the last one whole."""
-        self.entries[key] = value
+        self.entries[key] = plain(value)
         if self.path is None:
             return
         values = {"version": VERSION, "about": self.about, "seconds": self.spent, "entries": self.entries}
@@ -445,6 +436,22 @@ class Lab:
                 f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it, or "
                 "search without resuming"
             )
+
+
+def revived(kind: type[T], value: Any) -> T:
+    """Return a value of the type `kind` from what `plain` and JSON made of it."""
+    made, parts = value, get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        made = kind(**{name: revived(kinds[name], item) for name, item in value.items()})
+    elif get_origin(kind) is tuple:
+        made = tuple(revived(parts[0], item) for item in value)
+    elif get_origin(kind) is Mapping:
+        made = {key: revived(parts[1], item) for key, item in value.items()}
+    elif NoneType in parts and value is not None:
+        made = revived(parts[0], value)
+    found: T = made
+    return found
 
 
 def _key(candidate: Candidate) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from halfstep.report import counted
@@ -59,13 +59,6 @@ class Run:
     stopped: str = ""  # why it ended early, "" if it did not
     first_loss: float = math.nan  # mean training loss over the first tenth of the steps
     last_loss: float = math.nan  # over the last tenth; nan if not finite
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Run:
-        """Return the run that was written as JSON, in which null stands for nan."""
-        plain: dict[str, Any] = {f.name: math.nan if values[f.name] is None else values[f.name] for f in fields(cls)}
-        plain["losses"] = tuple(math.nan if x is None else x for x in plain["losses"])
-        return cls(**plain)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -122,11 +115,7 @@ def seeds_needed(spread: float, margin: float, mean: float = 0.0) -> int:
     return count
 
 
-def prove(
-    task: Task, candidate: Candidate, *, device: str = "cpu", steps: int = 0, max_loss_rise: float | None = None,
-    seed: int = 0, seeds: int = 0, seconds: float = math.inf, runs: Sequence[Run] = (),
-    on_run: Callable[[Run], None] = lambda run: None, clock: Callable[[], float] = time.monotonic,
-) -> Proof:  # fmt: skip
+def prove(task: Task, candidate: Candidate, *, seeds: int = 0, **options: Any) -> Proof:
     """Train `candidate` and fp32 from the same starts and test whether they end alike.
 
     What is compared, and its margin: the task's metric within the task's margin, if it has one and `max_loss_rise` is
@@ -136,12 +125,10 @@ def prove(
     Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
     suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
     At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
-    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %.
+    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %. `options` as
+    `_Pairs` takes them.
     """
-    pairs = _Pairs(
-        task, candidate, device=device, steps=steps or task.excerpt_steps, seed=seed, bound=max_loss_rise, runs=runs,
-        seconds=seconds, clock=clock, on_run=on_run,
-    )  # fmt: skip
+    pairs = _Pairs(task, candidate, **options)
     fp32 = pairs.reference
     while len(fp32) < ENOUGH_SEEDS and pairs.add_reference():
         if not math.isfinite(fp32[-1].value):
@@ -159,7 +146,7 @@ def prove(
         if len(pairs.own) == ENOUGH_SEEDS:
             pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
             missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
-            if pairs.difference().verdict == "worse" or (missing and missing > pairs.end - clock()):
+            if pairs.difference().verdict == "worse" or (missing and missing > pairs.end - pairs.clock()):
                 break
     return pairs.result()
 
@@ -176,12 +163,14 @@ class _Pairs:
     """The trainings of a proof so far, pairs with the same seed; what was trained before is taken as it was."""
 
     def __init__(
-        self, task: Task, candidate: Candidate, *, device: str, steps: int, seed: int, bound: float | None,
-        runs: Sequence[Run], seconds: float, clock: Callable[[], float], on_run: Callable[[Run], None],
+        self, task: Task, candidate: Candidate, *, device: str = "cpu", steps: int = 0,
+        max_loss_rise: float | None = None, seed: int = 0, seconds: float = math.inf, runs: Sequence[Run] = (),
+        on_run: Callable[[Run], None] = lambda run: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.task, self.candidate, self.device, self.steps, self.seed = task, candidate, device, steps, seed
+        self.task, self.candidate, self.device, self.seed = task, candidate, device, seed
+        self.steps = steps or task.excerpt_steps
         self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
-        self.bound, self.by_metric = bound, task.metric is not None and bound is None
+        self.bound, self.by_metric = max_loss_rise, task.metric is not None and max_loss_rise is None
         self.higher = self.by_metric and task.higher_is_better
         self.measure = task.metric_name if self.by_metric else "training loss"
         self.kind = "metric" if self.by_metric else "loss"

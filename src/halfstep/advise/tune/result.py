@@ -141,7 +141,10 @@ class Tuning:
 
     def to_toml(self) -> str:
         """Return the policy as TOML, with comments: why each exception, what was rejected; `Policy.of` reads it."""
-        return commented(self)
+        lines = [line for text in _head(self) for line in _comment(text)]
+        lines += ["", self.policy.to_toml().rstrip(), ""]
+        lines += [line for text in _rejected(self) for line in _comment(text)]
+        return "\n".join(lines).rstrip() + "\n"
 
     def save_html(self, path: str | Path) -> None:
         """Write the search as one HTML file with pictures that needs nothing else."""
@@ -154,7 +157,7 @@ class Tuning:
 
     def __str__(self) -> str:
         """Return the choice, what was tried, and the notes, as text."""
-        return summary(self)
+        return "\n".join([*_head(self), *_rejected(self)])
 
 
 KEYS = {"within": doc.Key(colour=3), "worse": doc.Key(colour=2), "failed": doc.Key(colour=2)}
@@ -176,19 +179,6 @@ METHOD = (
     "When a candidate fails the proof, the next one is tested; each test alone lets a policy at the margin pass in 5 % "
     "of the cases.",
 )
-
-
-def commented(tuning: Tuning) -> str:
-    """Return the policy as TOML with comments on why it is as it is and on what was rejected."""
-    lines = [line for text in _head(tuning) for line in _comment(text)]
-    lines += ["", tuning.policy.to_toml().rstrip(), ""]
-    lines += [line for text in _rejected(tuning) for line in _comment(text)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def summary(tuning: Tuning) -> str:
-    """Return the same without the policy's fields, for a terminal."""
-    return "\n".join([*_head(tuning), *_rejected(tuning)])
 
 
 def _comment(text: str) -> list[str]:

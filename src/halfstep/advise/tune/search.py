@@ -390,16 +390,11 @@ class Search:
                 self.set(label, verdict="slower", reason=_over(lap.beside, base))
         elif judged and found.finished:
             rise = found.rise(label)
-            skipped = f"{lap.skipped} steps skipped" if lap.skipped else ""
             reason = f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed"
-            if math.isnan(rise):
-                reason, skipped = "its loss cannot be compared: fp32 ends at 0", ""
-            elif math.isinf(rise):
-                reason, skipped = "its loss is not finite", f" ({skipped})" * bool(skipped)
-            elif skipped:
-                skipped = f", {skipped}"
-            self.set(label, loss_rise=rise, verdict="within" if rise <= self.bound else "worse",
-                     reason=reason + skipped)  # fmt: skip
+            if not math.isfinite(rise):
+                reason = "its loss is not finite" if math.isinf(rise) else "its loss cannot be compared: fp32 ends at 0"
+            reason += f", {lap.skipped} steps skipped" * bool(lap.skipped)
+            self.set(label, loss_rise=rise, verdict="within" if rise <= self.bound else "worse", reason=reason)
         elif before.verdict == "unmeasured":
             self.set(label, reason=_over(lap.beside, base))
         now = self.tried[label]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.paths import CLIPPING, MANAGERS, WINDOW, words
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torch_regions, region_of, sites
-from halfstep.advise.lint.static.scaling import assigned_in, holds_optimizer, is_call
+from halfstep.advise.lint.static.scaling import assigned_in, is_call, loaded, saved
 from halfstep.advise.lint.static.script import OPTIMIZERS, Script, argument, method, parameters_of, walked
 from halfstep.advise.lint.static.values import PRODUCTS, ROUNDS_TO_ZERO
 
@@ -188,18 +187,11 @@ WRAPPERS = re.compile(r"(torch\.nn|apex)\.(parallel\.)?(DistributedDataParallel|
 AVERAGE_NAME = re.compile(r"(^|[._])(ema|avg|average|averaged|shadow|swa)(_\w+)?$|_(ema|avg|shadow)$", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class _LowModel:
-    """A model that a function makes low and then trains by an optimizer over all its parameters."""
-
-    model: str
-    lowered: ast.Call  # makes it low
-    form: str  # "fp16" or "bf16"
-    optimizer: str
-    made: ast.Call  # makes the optimizer
+LowModel = tuple[str, ast.Call, str, str, ast.Call]
+"""A model, the call that makes it low, "fp16" or "bf16", the optimizer of all its parameters, what makes that."""
 
 
-def _low_models(script: Script) -> Iterator[_LowModel]:
+def _low_models(script: Script) -> Iterator[LowModel]:
     if PRECISE_BEHIND.search(script.text):
         return
     for function in script.functions if script.uses_torch else ():
@@ -215,7 +207,7 @@ def _low_models(script: Script) -> Iterator[_LowModel]:
                     break
                 form = script.low_format(site.call) or _low_when_loaded(script, site.call)
                 if form and not site.place.branches and made_low(script, site) == model:
-                    yield _LowModel(model, site.call, form, optimizer, made.call)
+                    yield model, site.call, form, optimizer, made.call
 
 
 def _made_wide(script: Script, model: str) -> bool:
@@ -243,8 +235,8 @@ def _low_when_loaded(script: Script, call: ast.Call) -> str:
 
 @check_of("HS028")
 def _half(script: Script) -> Iterator[Hit]:
-    for low in _low_models(script):
-        yield Hit(low.lowered.lineno, f"`{low.model}` is made {low.form}, and `{low.optimizer}` trains it as it is")
+    for model, lowered, form, optimizer, _ in _low_models(script):
+        yield Hit(lowered.lineno, f"`{model}` is made {form}, and `{optimizer}` trains it as it is")
     steppers = script.optimizers | script.scalers.keys()
     for function in script.functions if not PRECISE_BEHIND.search(script.text) else ():
         calls = sites(script, function) if script.uses_torch else ()
@@ -261,18 +253,17 @@ def _half(script: Script) -> Iterator[Hit]:
 
 @check_of("HS029")
 def _eps(script: Script) -> Iterator[Hit]:
-    for low in _low_models(script):
-        if low.form == "fp16" and script.called(low.made).rpartition(".")[2] in WITH_EPS:
-            given = argument(low.made, None, "eps")
+    for model, _, form, optimizer, made in _low_models(script):
+        if form == "fp16" and script.called(made).rpartition(".")[2] in WITH_EPS:
+            given = argument(made, None, "eps")
             match script.constant(given) if given is not None else ast.Constant(1e-8):
                 case ast.Constant(value=float(eps)) if 0 < eps <= ROUNDS_TO_ZERO:
-                    what = f"eps={eps:g} of `{low.optimizer}` is 0 in fp16, the format of `{low.model}`"
-                    yield Hit(low.made.lineno, what)
+                    yield Hit(made.lineno, f"eps={eps:g} of `{optimizer}` is 0 in fp16, the format of `{model}`")
 
 
 @check_of("HS030")
 def _unscaled_fp16(script: Script) -> Iterator[Hit]:
-    low = {each.optimizer: each.model for each in _low_models(script) if each.form == "fp16"}
+    low = {optimizer: model for model, _, form, optimizer, _ in _low_models(script) if form == "fp16"}
     for site in all_sites(script):
         if method(site.call) in ("step", "unscale_") and script.scalers.get(script.owner(site.call)) == "torch":
             key = script.key(site.call.args[0]) if site.call.args else ""
@@ -447,13 +438,10 @@ def _state(script: Script) -> Iterator[Hit]:
     used = {_amp(script, call) for call in script.calls}
     if not list(_initialized(script)):
         return
-    for call in script.calls:
-        own = script.owner(call) in script.optimizers
-        saves = script.called(call) == "torch.save" and call.args and holds_optimizer(script, call.args[0])
-        if saves and "state_dict" not in used:
-            yield Hit(call.lineno, "the optimizer's state is saved here, and `amp.state_dict()` nowhere")
-        elif own and method(call) == "load_state_dict" and "load_state_dict" not in used:
-            yield Hit(call.lineno, "the optimizer's state is loaded here, and that of amp nowhere")
+    for line in saved(script) if "state_dict" not in used else ():
+        yield Hit(line, "the optimizer's state is saved here, and `amp.state_dict()` nowhere")
+    for line in loaded(script) if "load_state_dict" not in used else ():
+        yield Hit(line, "the optimizer's state is loaded here, and that of amp nowhere")
 
 
 @check_of("HS059")

@@ -112,7 +112,7 @@ class _TooManyError(Exception):
 @lru_cache(maxsize=1024)
 def paths(script: Script, function: Function) -> tuple[tuple[Op, ...], ...]:
     """Return the paths of a function; none if there are too many."""
-    walk, body = _Walk(script), function.node.body
+    walk, body = _Walk(script), function.body
     if not script.uses_torch or not any(map(walk.relevant, body)):
         return ()
     try:

@@ -128,7 +128,7 @@ class Placed:
 def place_of(script: Script, function: Function) -> Place:
     """Return the place of a function's statements, which its decorators enter."""
     place = Place()
-    for decorator in getattr(function.node, "decorator_list", ()):
+    for decorator in getattr(function, "decorator_list", ()):
         place = entered(script, place, decorator)
     return place
 
@@ -136,18 +136,17 @@ def place_of(script: Script, function: Function) -> Place:
 @lru_cache(maxsize=4096)
 def placed(script: Script, function: Function) -> tuple[Placed, ...]:
     """Return the statements of a function in the order of the source, without those of functions defined in it."""
-    return tuple(_placed(script, function.node.body, place_of(script, function)))
+    return tuple(_placed(script, function.body, place_of(script, function)))
 
 
 def value_at(script: Script, function: Function, where: Placed, node: ast.expr) -> ast.expr:
     """Return `node`, or the value that it has at a statement if it is a name that is assigned before it for certain."""
-    if not isinstance(node, ast.Name) or (found := script.local(function, node)) is not node:
-        return node if not isinstance(node, ast.Name) else found
+    name = node.id if isinstance(node, ast.Name) else ""
     value, behind = None, False
-    for each in placed(script, function):
+    for each in placed(script, function) if name else ():
         behind = behind or each is where
         head = isinstance(each.statement, (ast.For, ast.AsyncFor)) and each.statement.target
-        if node.id not in stored(each.node, *([head] if head else [])):
+        if name not in stored(each.node, *([head] if head else [])):
             continue
         around = [*each.place.loops, *each.place.branches]
         if not behind:

@@ -215,33 +215,33 @@ def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
     )
 
 
+def saved(script: Script) -> Iterator[int]:
+    """Yield the lines where an optimizer's state is saved, the first of each thing that is."""
+    saves = [call for call in script.calls if script.called(call) == "torch.save" and call.args]
+    for call in {ast.unparse(call.args[0]): call for call in reversed(saves)}.values():
+        nodes = [n for part in script.results(call.args[0]) for n in walked(part)]
+        if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
+            yield call.lineno
+
+
+def loaded(script: Script) -> Iterator[int]:
+    """Yield the lines where an optimizer's state is loaded that no optimizer of the file has just returned."""
+    for call in script.calls:
+        own = any(is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
+        if is_call(script, call, script.optimizers, "load_state_dict") and not own:
+            yield call.lineno
+
+
 @check_of("HS012")
 def _saved_without(script: Script) -> Iterator[Hit]:
-    if not _lost(script, "state_dict", r"save|checkpoint|ckpt"):
-        return
-    saves = [call for call in script.calls if script.called(call) == "torch.save" and call.args]
-    first = {ast.unparse(call.args[0]): call for call in reversed(saves)}
-    for call in first.values():
-        if holds_optimizer(script, call.args[0]):
-            name = next(iter(script.scalers))
-            yield Hit(call.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
-
-
-def holds_optimizer(script: Script, saved: ast.expr) -> bool:
-    """Return whether what is saved has an optimizer's state."""
-    nodes = [n for part in script.results(saved) for n in walked(part)]
-    return any(is_call(script, n, script.optimizers, "state_dict") for n in nodes)
+    for line in saved(script) if _lost(script, "state_dict", r"save|checkpoint|ckpt") else ():
+        yield Hit(line, f"the optimizer's state is saved here, and `{next(iter(script.scalers))}.state_dict()` nowhere")
 
 
 @check_of("HS013")
 def _loaded_without(script: Script) -> Iterator[Hit]:
-    if not _lost(script, "load_state_dict", r"load|resume"):
-        return
-    for call in script.calls:
-        own = any(is_call(script, n, script.optimizers, "state_dict") for a in call.args for n in walked(a))
-        if is_call(script, call, script.optimizers, "load_state_dict") and not own:
-            name = next(iter(script.scalers))
-            yield Hit(call.lineno, f"the optimizer's state is loaded here, and that of `{name}` nowhere")
+    for line in loaded(script) if _lost(script, "load_state_dict", r"load|resume") else ():
+        yield Hit(line, f"the optimizer's state is loaded here, and that of `{next(iter(script.scalers))}` nowhere")
 
 
 def _lost(script: Script, called: str, pattern: str) -> bool:
@@ -472,7 +472,7 @@ def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         looped = [site for site in sites(script, function) if site.place.loops]
         training = {s.place.loops[-1] for s in looped if method(s.call) == "backward"}
-        losses, seen, waited = _losses(script, function.node), set(), set()
+        losses, seen, waited = _losses(script, function), set(), set()
         for site in looped:
             loop, call = site.place.loops[-1], site.call
             if loop not in training or site.place.branches or site.place.no_grad:

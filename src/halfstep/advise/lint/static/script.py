@@ -82,20 +82,8 @@ def parameters_of(script: Script, call: ast.expr) -> str:
     return script.owner(first) if first is not None and method(first) == "parameters" else ""
 
 
-@dataclass(frozen=True, eq=False)
-class Function:
-    """A function, a method, or the top level of a file, whose name is ""."""
-
-    name: str
-    node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-
-    @property
-    def arguments(self) -> set[str]:
-        """The names of its arguments."""
-        if isinstance(self.node, ast.Module):
-            return set()
-        every = self.node.args
-        return {argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs)}
+Function = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+"""A function, a method, or the top level of a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,10 +120,14 @@ class Script:
         return [node for node in walked(self.tree) if isinstance(node, ast.Call)]
 
     @cached_property
+    def definitions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Every function and method."""
+        return [node for node in walked(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+    @cached_property
     def functions(self) -> list[Function]:
         """The top level, then every function and method."""
-        found = [node for node in walked(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        return [Function("", self.tree), *(Function(node.name, node) for node in found)]
+        return [self.tree, *self.definitions]
 
     # ------------------------------------------------------------------ names
 
@@ -227,22 +219,10 @@ class Script:
                 return values[0].node
         return node
 
-    def local(self, function: Function, node: ast.expr) -> ast.expr:
-        """Return `node`, or the one value that a function assigns to it if it is a name."""
-        if not isinstance(node, ast.Name) or node.id in function.arguments:
-            return node
-        every = walked(function.node)
-        named = [n for n in every if isinstance(n, ast.Name) and n.id == node.id and isinstance(n.ctx, ast.Store)]
-        targets = [
-            (n.value, t) for n in every if isinstance(n, ast.Assign) for target in n.targets for t in walked(target)
-        ]
-        values = list({id(v): v for v, t in targets if isinstance(t, ast.Name) and t.id == node.id}.values())
-        return values[0] if len(values) == len(named) == 1 and not isinstance(values[0], ast.Tuple) else node
-
     def results(self, node: ast.expr) -> list[ast.expr]:
         """Return the values that an expression may have: those of its name, and what a function of the file returns."""
         name = self.called(node).rpartition(".")[2]
-        makers = [function.node for function in self.functions if function.name == name] if name else []
+        makers = [each for each in self.definitions if each.name == name]
         returned = [n.value for m in makers for n in walked(m) if isinstance(n, ast.Return) and n.value is not None]
         values = [value for value in self._values(self.key(node)) if value is not node]
         more = [v for r in returned for v in (r, *self._values(self.key(r)))]
@@ -257,13 +237,14 @@ class Script:
 
     @cached_property
     def _arguments(self) -> set[str]:
-        return set().union(*(function.arguments for function in self.functions))
+        every = [definition.args for definition in self.definitions]
+        return {a.arg for args in every for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
 
     @cached_property
     def defaults(self) -> dict[str, ast.expr]:
         """Argument that one function of the file has -> its default, if no call of the file names it."""
         found: dict[str, list[ast.expr | None]] = {}
-        for args in [f.node.args for f in self.functions if not isinstance(f.node, ast.Module)]:
+        for args in [definition.args for definition in self.definitions]:
             every = [*args.posonlyargs, *args.args]
             values = [None] * (len(every) - len(args.defaults)) + list(args.defaults)
             for one, value in zip([*every, *args.kwonlyargs], [*values, *args.kw_defaults], strict=True):
@@ -310,7 +291,7 @@ class Script:
     @cached_property
     def mentions(self) -> dict[str, set[str]]:
         """Name of a function of the file -> the names and attributes that its body mentions."""
-        named = {f.name: walked(f.node) for f in self.functions[1:]}
+        named = {each.name: walked(each) for each in self.definitions}
         return {f: {self.name(n) for n in ns if isinstance(n, (ast.Name, ast.Attribute))} for f, ns in named.items()}
 
     # ------------------------------------------------------------------ roles

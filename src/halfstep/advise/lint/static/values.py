@@ -131,7 +131,8 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
 
 def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
     """Return whether a statement's value reaches a backward pass, or the result of a forward or of a loss function."""
-    reached = function.name == "forward" or "loss" in function.name.lower()
+    name = getattr(function, "name", "")
+    reached = name == "forward" or "loss" in name.lower()
     if isinstance(where.statement, ast.Return):
         return reached
     names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}

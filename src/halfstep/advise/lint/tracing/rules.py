@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from halfstep.advise.lint.rule import RULES, Check, Hit, LintFinding, check_of
 from halfstep.advise.lint.tracing import trace as traced
-from halfstep.advise.lint.tracing.trace import Trace, TracedCall, Weight, place_of, trace_step
+from halfstep.advise.lint.tracing.trace import Trace, TracedCall, Weight, hit_at, place_of, trace_step
 from halfstep.errors import BindError, LintError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, format_of
 from halfstep.lens import raised_at
@@ -21,41 +21,45 @@ from halfstep.tasks import Task, load_task, task_names
 LOST = 0.25  # share of weights that have a gradient and do not move, from which it is reported
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-@check_of("HS101")
-def _made_low(trace: Trace) -> Iterator[Hit]:
-    found = [w for w in trace.weights if w.made in LOW_DTYPES and w.trained]
-    if found:
-        formats = " and ".join(sorted({DTYPE_NAMES[w.made] for w in found}))
-        what = f"the model makes {len(found)} parameters in {formats}: {listed([w.name for w in found])}"
-        yield place_of(trace.task.model, what)
+def _formats(found: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in set(found)))
 
 
-@check_of("HS102")
-def _outside(trace: Trace) -> Iterator[Hit]:
-    found = [w.name for w in trace.weights if w.trained and not w.stepped]
-    if found:
-        what = f"the optimizer does not have {len(found)} parameters that require gradients: {listed(found)}"
-        yield place_of(trace.task.optimizer, what)
+def _of_weights(trace: Trace, place: str, wrong: Callable[[Trace, Weight], bool], text: str) -> Iterator[Hit]:
+    if found := [w for w in trace.weights if wrong(trace, w)]:
+        made, stored = _formats(w.made for w in found), _formats(w.stored for w in found)
+        what = text.format(number=len(found), made=made, stored=stored)
+        yield place_of(getattr(trace.task, place), f"{what}: {listed([w.name for w in found])}")
+
+
+OF_WEIGHTS: Sequence[tuple[str, str, Callable[[Trace, Weight], bool], str]] = (
+    ("HS101", "model", lambda t, w: w.made in LOW_DTYPES and w.trained,
+     "the model makes {number} parameters in {made}"),
+    ("HS102", "optimizer", lambda t, w: w.trained and not w.stepped,
+     "the optimizer does not have {number} parameters that require gradients"),
+    ("HS104", "model", lambda t, w: w.trained and w.stepped and not w.gradient and t.problem is None,
+     "no gradient arrived at {number} parameters"),
+    ("HS108", "model", lambda t, w: not (w.trained or w.stepped or w.precise) and w.moved,
+     "the forward pass updates {number} tensors that are stored in {stored}"),
+)  # fmt: skip
+"""Code -> the function of the task that makes such a weight, what is wrong with the weight, and the same in words."""
+
+for code, place, wrong, text in OF_WEIGHTS:
+    check_of(code)(partial(_of_weights, place=place, wrong=wrong, text=text))
 
 
 @check_of("HS103")
 def _foreign(trace: Trace) -> Iterator[Hit]:
     if trace.foreign:
-        what = f"{trace.optimizer} has {len(trace.foreign)} tensors that are no parameters of the model: "
+        what = (
+            f"{type(trace.optimizer).__name__} has {len(trace.foreign)} tensors that are no parameters of the model: "
+        )
         yield place_of(trace.task.optimizer, what + "; ".join(trace.foreign[:2]))
-
-
-@check_of("HS104")
-def _dead(trace: Trace) -> Iterator[Hit]:
-    found = [w.name for w in trace.weights if w.trained and w.stepped and not w.gradient]
-    if found and trace.problem is None:
-        yield place_of(trace.task.model, f"no gradient arrived at {len(found)} parameters: {listed(found)}")
 
 
 @check_of("HS105")
@@ -98,27 +102,17 @@ def _eps(trace: Trace) -> Iterator[Hit]:
         lost = [w for w in lost if eps <= format_of(w.stored).smallest_subnormal / 2]
         if lost:
             form = format_of(lost[0].stored)
-            what = (
-                f"eps={eps:g} of {trace.optimizer} is 0 in {form.name}, the format of its {len(lost)} parameters and "
-            )
-            yield place_of(trace.task.optimizer, f"{what}states (smallest number {form.smallest_subnormal:.2g})")
-
-
-@check_of("HS108")
-def _low_averages(trace: Trace) -> Iterator[Hit]:
-    found = [w for w in trace.weights if not (w.trained or w.stepped or w.precise) and w.moved]
-    if found:
-        formats = " and ".join(sorted({DTYPE_NAMES[w.stored] for w in found}))
-        what = f"the forward pass updates {len(found)} tensors that are stored in {formats}: "
-        yield place_of(trace.task.model, what + listed([w.name for w in found]))
+            what = f"eps={eps:g} of {type(trace.optimizer).__name__} is 0 in {form.name}, the format of its "
+            what += f"{len(lost)} parameters and states (smallest number {form.smallest_subnormal:.2g})"
+            yield place_of(trace.task.optimizer, what)
 
 
 @check_of("HS131")
 def _low_loss(trace: Trace) -> Iterator[Hit]:
-    if trace.loss in LOW_DTYPES:
-        what = f"loss_fn returns a loss in {str(trace.loss).removeprefix('torch.')}"
-        last = trace.calls[-1] if trace.calls else None
-        yield Hit(last.line, what, last.file) if last is not None and last.file else place_of(trace.task.loss_fn, what)
+    if trace.loss is not None and trace.loss.dtype in LOW_DTYPES:
+        what = f"loss_fn returns a loss in {str(trace.loss.dtype).removeprefix('torch.')}"
+        line = trace.calls[-1].line if trace.calls else ""
+        yield hit_at(line, what) if line.partition(":")[0] else place_of(trace.task.loss_fn, what)
 
 
 @check_of("HS132")
@@ -129,12 +123,12 @@ def _differs(trace: Trace) -> Iterator[Hit]:
 
 @check_of("HS134")
 def _reads(trace: Trace) -> Iterator[Hit]:
-    found: dict[tuple[str, int], list[str]] = {}
-    for function, file, line in trace.reads:
-        found.setdefault((file, line), []).append(function)
-    for (file, line), functions in found.items():
+    found: dict[str, list[str]] = {}
+    for function, line in trace.reads:
+        found.setdefault(line, []).append(function)
+    for line, functions in found.items():
         times = f", {len(functions)} times" if len(functions) > 1 else ""
-        yield Hit(line, f"the host waits for a value here{times}: {', '.join(dict.fromkeys(functions))}", file)
+        yield hit_at(line, f"the host waits for a value here{times}: {', '.join(dict.fromkeys(functions))}")
 
 
 @check_of("HS133")
@@ -168,11 +162,11 @@ def by_line(code: str) -> Callable[[Callable[[Trace], Found]], Check]:
     def register(rule: Callable[[Trace], Found]) -> Check:
         @check_of(code)
         def check(trace: Trace) -> Iterator[Hit]:
-            found: dict[tuple[str, int, str], list[str]] = {}
+            found: dict[tuple[str, str], list[str]] = {}
             for call, what in rule(trace):
-                found.setdefault((call.file, call.line, call.op), []).append(what)
-            for (file, line, _), (first, *more) in found.items():
-                yield Hit(line, first + (f" ({len(more) + 1} calls on this line)" if more else ""), file)
+                found.setdefault((call.line, call.op), []).append(what)
+            for (line, _), (first, *more) in found.items():
+                yield hit_at(line, first + (f" ({len(more) + 1} calls on this line)" if more else ""))
 
         return check
 
@@ -195,17 +189,17 @@ def _is_low(call: TracedCall) -> bool:
 def _sizes(trace: Trace) -> Iterator[Hit]:
     narrow = trace.policy.dtype != "auto" and format_of(trace.policy.dtype).bits <= 8
     unit = 16 if narrow else 8
-    found: dict[tuple[str, int, tuple[int, int]], dict[str, None]] = {}
+    found: dict[tuple[str, tuple[int, int]], dict[str, None]] = {}
     for call in trace.calls:
         if call.op not in LAYERS or trace.rules.get(call.op) != "low" or not (_is_low(call) or narrow and call.outputs):
             continue
         for tensor in call.inputs[1:2]:
             out, into = tensor.shape[:2] if tensor.dim() > 1 else (0, 0)  # else the weight of one output
             if any(size >= SMALL and size % unit for size in (out, into)):
-                names = found.setdefault((call.file, call.line, (into, out)), {})
+                names = found.setdefault((call.line, (into, out)), {})
                 names[trace.names.get(id(tensor), call.module)] = None
-    for (file, line, (into, out)), names in found.items():
-        yield Hit(line, f"{listed(list(names))} with {into} inputs and {out} outputs: no multiples of {unit}", file)
+    for (line, (into, out)), names in found.items():
+        yield hit_at(line, f"{listed(list(names))} with {into} inputs and {out} outputs: no multiples of {unit}")
 
 
 @check_of("HS112")
@@ -291,7 +285,7 @@ def _norm_by_hand(trace: Trace) -> Found:
 
 @check_of("HS119")
 def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
-    first: dict[str, TracedCall] = {}
+    first: dict[str, str] = {}  # where each is used without
     used: set[str] = set()  # with gradients
     for call in trace.calls:
         for tensor in call.inputs if trace.rules.get(call.op) == "low" else ():
@@ -299,24 +293,19 @@ def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
             if name is None or name in used or not tensor.requires_grad or not tensor.is_leaf:
                 continue
             if not call.gradients:
-                first.setdefault(name, call)
+                first.setdefault(name, call.line)
                 continue
             if name in first:
                 what = f"{name!r} is used under no_grad first and with gradients later"
-                yield Hit(first[name].line, what, first[name].file)
+                yield hit_at(first[name], what)
             used.add(name)
 
 
 def _shows(trace: Trace, word: str, text: str) -> Found:
-    for call in trace.calls:
+    hidden = trace.loss is not None and bool(torch.isfinite(trace.loss).all())
+    for call in trace.calls if hidden or word != traced.NOT_FINITE else ():
         if word in call.shows:
             yield call, text.format(op=call.op, form=_form(call), place=_in(call))
-
-
-@by_line("HS123")
-def _not_finite(trace: Trace) -> Found:
-    text = "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"
-    return _shows(trace, traced.NOT_FINITE, text) if trace.loss_finite else iter(())
 
 
 @by_line("HS126")
@@ -330,6 +319,7 @@ def _lost_guards(trace: Trace) -> Found:
 for code, word, text in (
     ("HS121", traced.MASKED_ROW, "{op}{place} gets a row in which everything is masked with -inf"),
     ("HS122", traced.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
+    ("HS123", traced.NOT_FINITE, "{op}{place} makes inf or nan of finite numbers, and the loss does not show it"),
     ("HS124", traced.CAST_OVERFLOW, "a cast{place} to {form} makes inf of finite numbers"),
     ("HS125", traced.ROUNDED_INTEGERS, "{op}{place} makes different whole numbers equal in {form}"),
 ):

@@ -4,7 +4,7 @@ Every field of a policy gets one `Expressed`: the settings that carry it out, an
 are kept apart. *Lost*: the engine computes less precisely than the field asks for, or leaves a safeguard out; that is
 an error unless the caller accepts the field by name. A *note*: the engine is at least as precise (at other costs), or
 leaves the work to the training loop, where an omission raises an error. Loss scales are computed here; what becomes of
-all other fields is in ``NAME.toml``.
+all other fields is in ``tables/NAME.toml``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Expressed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """An engine that policies are written for: ``KEY.toml`` says what becomes of each field.
+    """An engine that policies are written for: ``tables/KEY.toml`` says what becomes of each field.
 
     Attributes:
         key: its name on the command line and in the method of `Policy` that writes its configuration.
@@ -96,7 +96,7 @@ def expressed(engine: Engine, policy: Policy) -> tuple[Expressed, ...]:
         raise PolicyError(
             f"{label} is simulated by halfstep's regions, which {engine.name} does not run; use dtype='bf16' or 'fp16'"
         )
-    concrete, rows = resolved(policy, DEVICE), data(f"engines/{engine.key}.toml")
+    concrete, rows = resolved(policy, DEVICE), data(f"tables/{engine.key}.toml")
     if policy.dtype in rows.get("refused", ()):
         raise PolicyError(f"{label}, and {rows['refused'][policy.dtype]}")
     if policy.scale == "auto":
