@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
@@ -166,25 +165,21 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="halfstep-")
 
 
-class Found(NamedTuple):
-    """Compiled kernels: the library, and where it is from, in words that follow 'CPU kernels: '."""
+def library(capability: str) -> tuple[ctypes.CDLL, str]:
+    """Return the compiled kernels, and where they are from, in words that follow 'CPU kernels: '.
 
-    library: ctypes.CDLL
-    origin: str
-
-
-def library(capability: str) -> Found:
-    """Return the compiled kernels: the shipped ones, except with HALFSTEP_NATIVE=build, else those compiled here."""
+    They are the shipped ones, except with HALFSTEP_NATIVE=build, else those compiled here.
+    """
     there = None if os.environ.get("HALFSTEP_NATIVE") == "build" else shipped(capability)
     if there is not None:
         path, name = there
         try:
-            return Found(ctypes.CDLL(str(path)), f"shipped, for {name}")
+            return ctypes.CDLL(str(path)), f"shipped, for {name}"
         except OSError:  # of another C library, such as musl: compiled here
             pass
     path = compiled()
     try:
-        return Found(ctypes.CDLL(str(path)), "compiled on this machine")
+        return ctypes.CDLL(str(path)), "compiled on this machine"
     except OSError:  # damaged: compiled again
         path.unlink(missing_ok=True)
-    return Found(ctypes.CDLL(str(compiled())), "compiled on this machine")
+    return ctypes.CDLL(str(compiled())), "compiled on this machine"
