@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
-from halfstep.cast.regions.autocast import autocast, decorated
+from halfstep.cast.regions.autocast import autocast
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
 from halfstep.formats import float64_of
@@ -87,7 +87,7 @@ def pointwise(op: str) -> bool:
 def region_here() -> Policy | None:
     """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
-    return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
+    return owner.recipe.policy if isinstance(owner, autocast) else None
 
 
 def name_of_node(name: str) -> str:

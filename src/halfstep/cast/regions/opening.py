@@ -30,8 +30,7 @@ from torch import (
     set_autocast_enabled,
 )
 
-from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, saved_tensor_hooks
-from halfstep.cast.regions.stack import push, remove
+from halfstep.cast.regions.recompute import ONCE, again_in_region, mark_checkpoints, push, remove, saved_tensor_hooks
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, ours, warn
@@ -44,8 +43,6 @@ from halfstep.torch_private.modes import (
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
-
-ONCE = ((),)
 
 
 class _Frame:
