@@ -19,7 +19,7 @@ from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
 
 if TYPE_CHECKING:
-    from halfstep.scale.state import StoredScale
+    from halfstep.scale.rule import StoredScale
 
 
 def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:

@@ -23,8 +23,7 @@ from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import Iteration, OptimizerWork, Stage
-from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
-from halfstep.scale.state import StoredScale, choose_rule
+from halfstep.scale.rule import ScaleState, StoredScale, advance, advance_, choose_rule, load_host, state_to_host
 from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 from halfstep.trees import opened
