@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,17 +31,15 @@ from halfstep.torch_private.fake import FakeTensor
 from halfstep.torch_private.foreach import foreach_norm
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
-OPERATORS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "norms": ("norms", "triton.norms.norms"),
-        "judge": ("check_norms", "triton.norms.check_norms"),
-        "advance_": ("advance_", "triton.norms.advance_"),
-        **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
-        "exponents_": ("exponents_", "triton.exponents.exponents_"),
-        "row_sums_": ("row_sums_", "triton.loss.row_sums_"),
-        "slope": ("logits_gradient", "triton.loss.gradient"),
-    }
-)
+OPERATORS: Mapping[str, tuple[str, str]] = {
+    "norms": ("norms", "triton.norms.norms"),
+    "judge": ("check_norms", "triton.norms.check_norms"),
+    "advance_": ("advance_", "triton.norms.advance_"),
+    **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
+    "exponents_": ("exponents_", "triton.exponents.exponents_"),
+    "row_sums_": ("row_sums_", "triton.loss.row_sums_"),
+    "slope": ("logits_gradient", "triton.loss.gradient"),
+}
 """Operator of torch.ops.halfstep -> the method of `native.calls.Kernels` on a CPU, the function in Triton on CUDA."""
 
 KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -320,10 +319,10 @@ LION = OptimizerSpec(
 SPECS = (ADAM, SGD, LION, NADAM)
 """Every fused update."""
 
-BY_OPERATOR: Mapping[str, OptimizerSpec] = MappingProxyType({spec.operator: spec for spec in SPECS})
+BY_OPERATOR: Mapping[str, OptimizerSpec] = {spec.operator: spec for spec in SPECS}
 """Operator of ``torch.ops.halfstep`` -> its spec."""
 
-BY_TYPE: Mapping[type[Optimizer], OptimizerSpec] = MappingProxyType({t: spec for spec in SPECS for t in spec.types})
+BY_TYPE: Mapping[type[Optimizer], OptimizerSpec] = {t: spec for spec in SPECS for t in spec.types}
 """Optimizer, an exact type -> its spec."""
 
 

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
@@ -26,15 +25,13 @@ FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 
-PORTABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "x86_64": {
-            "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-            "avx2": ("-mavx2", "-mfma"),  # none below: without FMA the loss kernels would have other bits
-        },
-        "arm64": {"neon": ("-march=armv8-a",)},
-    }
-)
+PORTABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+        "avx2": ("-mavx2", "-mfma"),  # none below: without FMA the loss kernels would have other bits
+    },
+    "arm64": {"neon": ("-march=armv8-a",)},
+}
 """Machine -> instruction set, the best first -> flags: what `torch.backends.cpu.get_cpu_capability` requires for it."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -25,14 +24,12 @@ from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take
 Tensors: TypeAlias = Sequence[Tensor]
 Options: TypeAlias = Mapping[str, Any]
 
-NUMBERS: Mapping[str, Callable[[Options], tuple[float, ...]]] = MappingProxyType(
-    {
-        "adam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
-        "nadam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
-        "sgd": lambda given: (given["momentum"],),
-        "lion": lambda given: (1 - given["beta1"], 1 - given["beta2"]),
-    }
-)
+NUMBERS: Mapping[str, Callable[[Options], tuple[float, ...]]] = {
+    "adam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
+    "nadam": lambda given: (1 - given["beta1"], given["beta2"], 1 - given["beta2"], given["eps"]),
+    "sgd": lambda given: (given["momentum"],),
+    "lion": lambda given: (1 - given["beta1"], 1 - given["beta2"]),
+}
 """Name of a spec -> what `update_block` calls a, b, c and d; rounded to fp32."""
 
 BLOCK = 1024
