@@ -118,4 +118,4 @@ def _rows(logits: Tensor) -> int:
     """Return how many of the first dimension of `logits` are read at a time: all, or so many are widened."""
     if kernels_take_logits(logits):
         return len(logits)
-    return plain.rows_at_a_time(logits.numel() // len(logits), logits.device.type)
+    return max(1, plain.CHUNK.get(logits.device.type, plain.LARGE_CHUNK) * len(logits) // logits.numel())
